@@ -1,0 +1,13 @@
+"""The frozen base every config section is built on, and the one error type that means "the user can mend this"."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class UsageError(ValueError):
+    """Bad input. The message names the path or field, the value and the mend; the command line exits with 2."""
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)

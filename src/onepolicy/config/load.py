@@ -1,0 +1,111 @@
+"""TOML recipe + dotted overrides -> RunConfig, with errors that name the field and the mend."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from onepolicy.config.base import UsageError
+from onepolicy.config.run import RunConfig
+
+Tree = dict[str, Any]
+
+
+def load(recipe: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """The recipe's settings with `a.b=c` overrides on top. `c` is a TOML value; anything else is taken as a string."""
+    return resolve(read_recipe(recipe) if recipe is not None else {}, overrides)
+
+
+def read_recipe(recipe: str | Path) -> Tree:
+    path = Path(recipe)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such recipe; give the path of a .toml file (see recipes/)")
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+
+
+def resolve(tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    for override in overrides:
+        tree = apply_override(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(describe(error)) from None
+
+
+def apply_override(tree: Tree, override: str) -> Tree:
+    """A copy of `tree` with one `a.b=c` applied. Setting a table's `kind` to another variant drops its old knobs."""
+    path, sign, text = override.partition("=")
+    keys = path.split(".")
+    if not sign or not all(keys):
+        raise UsageError(f"{override!r}: an override reads a.b=value, e.g. optim.lr=1e-4")
+    tree = dict(tree)
+    node = tree
+    for depth, key in enumerate(keys[:-1]):
+        child = node.get(key, {})
+        if not isinstance(child, dict):
+            raise UsageError(f"{override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+        node[key] = dict(child)
+        node = node[key]
+    value = parse_value(text)
+    if keys[-1] == "kind" and node.get("kind", value) != value:
+        node.clear()
+    node[keys[-1]] = value
+    return tree
+
+
+def parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def describe(error: ValidationError) -> str:
+    """One line per problem: field, value, mend."""
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(f"{where}: unknown setting (value {item['input']!r}){_suggestion(where)}")
+            case "missing":
+                lines.append(f"{where}: required, but not set; add it to the recipe or give {where}=...")
+            case "value_error":
+                lines.append(item["msg"].removeprefix("Value error, "))
+            case _:
+                lines.append(f"{where}: {item['msg']} (value {item['input']!r})")
+    return "\n".join(lines)
+
+
+def _suggestion(where: str) -> str:
+    *section, name = where.split(".")
+    known = _fields_at(section)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {'.'.join([*section, close[0]])}?"
+    return f"; known here: {', '.join(sorted(known))}" if known else ""
+
+
+def _fields_at(section: list[str]) -> list[str]:
+    """Setting names of the section at this path; a union's variant stands in the path as pydantic puts it there."""
+    schema = RunConfig.model_json_schema()
+    node: Tree = schema
+    for key in section:
+        node = _resolve(schema, node)
+        if "discriminator" in node:
+            node = {"$ref": node["discriminator"]["mapping"].get(key, "")}
+        else:
+            node = node.get("properties", {}).get(key, {})
+    return list(_resolve(schema, node).get("properties", {}))
+
+
+def _resolve(schema: Tree, node: Tree) -> Tree:
+    name = node.get("$ref", "").removeprefix("#/$defs/")
+    return schema["$defs"].get(name, {}) if name else node

@@ -1,0 +1,53 @@
+"""Where completions come from and how they are sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from onepolicy.config.base import Frozen
+
+
+class HFEngineConfig(Frozen):
+    """The embedded engine: the unmodified transformers model over a slab of keys, values and routes."""
+
+    kind: Literal["hf"] = "hf"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the engine's own copy of the weights, whatever the trainer's."""
+    slots: PositiveInt = 64
+    """Sequences decoded at once; a finished one makes room for the next."""
+    max_len: PositiveInt | None = None
+    """Prompt + completion tokens of one sequence; unset: the model's context length."""
+    prefix_reuse: bool = True
+    """Copy keys, values and routes of a shared prefix instead of computing them again."""
+
+
+class SamplingConfig(Frozen):
+    temperature: PositiveFloat = 1.0
+    max_tokens: PositiveInt = 1024
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+
+
+class RolloutConfig(Frozen):
+    engine: HFEngineConfig = HFEngineConfig()
+    prompts_per_step: PositiveInt = 8
+    group_size: PositiveInt = 8
+    """Completions per prompt (GRPO's G)."""
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class EvalConfig(Frozen):
+    every: int = Field(10, ge=0)
+    """Steps between evaluations; 0: never. The last step of a run is always evaluated unless this is 0."""
+    problems: PositiveInt = 64
+    """Held-out problems."""
+    greedy: bool = True
+    k: int = Field(0, ge=0)
+    """Sampled completions per problem for avg@k and pass@k; 0: greedy only."""
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: PositiveInt | None = None
+    """Unset: rollout.sampling.max_tokens."""

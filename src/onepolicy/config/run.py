@@ -1,0 +1,83 @@
+"""The whole run, and every rule that spans sections."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from onepolicy.config.base import Frozen
+from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
+from onepolicy.config.objective import CorrectionConfig, GRPOConfig, ReplayConfig
+from onepolicy.config.rollout import EvalConfig, RolloutConfig
+from onepolicy.config.task import TaskConfig
+
+
+class LogConfig(Frozen):
+    counterfactual_every: int = Field(10, ge=0)
+    """Steps between scorings of the same batch without replay (with replay.mode = off there is nothing to compare);
+    0: never."""
+    samples_per_step: int = Field(2, ge=0)
+    """Readable rollouts written to samples.jsonl each step."""
+    tensorboard: bool = True
+    report: bool = True
+    """Write report.html at the end of the run."""
+
+
+class CheckpointConfig(Frozen):
+    every: PositiveInt = 10
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(0, ge=0)
+    """Newest checkpoints to keep; 0: all."""
+
+
+class RunConfig(Frozen):
+    out: str
+    """Run folder; must be new or empty."""
+    steps: PositiveInt
+    seed: int = 0
+    model: ModelConfig
+    task: TaskConfig
+    rollout: RolloutConfig = RolloutConfig()
+    replay: ReplayConfig = ReplayConfig()
+    correction: CorrectionConfig
+    """Unset: off with replay (R3 + TIS was worse than R3 alone, R3 paper section 5.2), TIS with cap 2 without."""
+    objective: GRPOConfig = GRPOConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dependent_defaults(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "correction" not in data:
+            replay = data.get("replay", {})
+            mode = replay.get("mode", "r3") if isinstance(replay, dict) else replay.mode
+            data = {**data, "correction": {"kind": "tis"} if mode == "off" else {"kind": "off"}}
+        return data
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self) -> Self:
+        sampling = self.rollout.sampling
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} cut the support the trainer's softmax "
+                "has, so every importance ratio would be wrong; train with top_p=1 top_k=0 (eval.top_p, eval.top_k "
+                "may narrow evaluation)"
+            )
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more")
+        if self.rollout.prompts_per_step % self.objective.mini_steps:
+            raise ValueError(
+                f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
+                f"{self.rollout.prompts_per_step}; groups are never split"
+            )
+        if self.train.reuse_scoring_forward and self.objective.mini_steps > 1:
+            raise ValueError("train.reuse_scoring_forward: needs objective.mini_steps = 1; later mini-steps have other weights")
+        if self.train.reuse_scoring_forward and self.train.activation_checkpointing:
+            raise ValueError("train.reuse_scoring_forward holds all activations, which train.activation_checkpointing drops; choose one")
+        if self.train.autocast != "off" and self.model.dtype == "bfloat16":
+            raise ValueError("train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32")
+        return self

@@ -1,0 +1,49 @@
+"""What is trained on: the quickstart task, a reasoning-gym data set by name, or a JSONL file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from onepolicy.config.base import Frozen
+
+
+class ChainTask(Frozen):
+    """Chained single-digit arithmetic mod 10 with worked solutions; the tiny policy is warmed up on it."""
+
+    kind: Literal["chain"] = "chain"
+    ops: PositiveInt = 12
+    """Operations per problem."""
+    seed: int = 0
+
+
+class GymTask(Frozen):
+    """A reasoning-gym data set, generated and graded by that library."""
+
+    kind: Literal["gym"] = "gym"
+    name: str
+    """Data set name, e.g. `chain_sum`."""
+    params: dict[str, Any] = {}
+    """Keyword arguments of the data set's own config."""
+    seed: int = 0
+    threshold: float = Field(1.0, gt=0, le=1)
+    """Scores below this count as 0 in accuracy; the reward is the score itself."""
+
+
+class JsonlTask(Frozen):
+    """Lines of {"prompt": ..., "answer": ...}."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: str
+    held_out_path: str | None = None
+    """Evaluation problems; unset: the last `held_out` lines of `path`, which are then not trained on."""
+    held_out: PositiveInt = 64
+    grader: Literal["exact", "math"] = "exact"
+    """`exact`: the answer after the last `answer_prefix`, compared as a string; `math`: math-verify."""
+    answer_prefix: str = ""
+    """Text before the answer in a response, e.g. `####`; empty: the whole response is the answer."""
+    seed: int = 0
+
+
+TaskConfig = Annotated[ChainTask | GymTask | JsonlTask, Field(discriminator="kind")]

@@ -1,0 +1,77 @@
+"""The three seams of the loop. Everything behind them can be replaced; nothing else is pluggable."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from onepolicy.types import Completion, Sample, Sampling, TokenBatch
+
+Weights = Iterable[tuple[str, Tensor]]
+SampleFn = Callable[[Sequence[int]], Awaitable[Completion]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaps:
+    """What an engine can do, so that a setting it cannot honour is refused before work starts."""
+
+    routing: bool  # returns the experts each token was routed to
+    max_len: int  # prompt + completion tokens
+
+
+class RolloutEngine(Protocol):
+    """Samples completions. Token ids in, token ids out."""
+
+    caps: EngineCaps
+    version: int  # of the weights it holds
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion: ...
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over these tensors (transformers names) and forget all cached keys, values and routes."""
+        ...
+
+
+class Learner(Protocol):
+    """Owns the trained weights and the optimiser."""
+
+    version: int  # optimiser steps taken
+
+    def score(self, batch: TokenBatch, *, replay: bool) -> TokenBatch:
+        """Fill `logp_old`, `entropy` and (MoE) `routing_native`. No update."""
+        ...
+
+    def step(self, batch: TokenBatch) -> dict[str, float]:
+        """Forward, loss, backward, optimiser on a finished batch (advantage, weight, keep set). version += 1."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question of a task. `id` is stable: the same id is the same problem in every run."""
+
+    id: int
+    prompt: str
+    answer: str
+    entry: dict | None = None  # what the task's own grader needs besides the answer
+
+
+class Environment(Protocol):
+    """Turns problems into graded token paths."""
+
+    def train_problem(self, index: int) -> Problem:
+        """The index-th training problem (index grows without bound; finite data sets reshuffle every epoch)."""
+        ...
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The first `count` evaluation problems, never seen in training."""
+        ...
+
+    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> Sample:
+        """Play one episode: render the prompt, call `sample` for every model turn, grade the result."""
+        ...

@@ -1,0 +1,229 @@
+"""The nouns every folder shares, each with shape and dtype.
+
+Legend: N tokens, T = N - 1 slots of one path (or all packed slots of a batch), S samples, L MoE layers, K experts per
+token (top-k), E experts. Slot t feeds `tokens[t]` and predicts `tokens[t + 1]`; everything about that prediction
+(`logp[t]`, `trainable[t]`, `advantage[t]`, `routing[t]`) lives on slot t. An engine never feeds the last sampled token,
+so it has exactly T routing rows and nothing here needs a filler row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+Finish = Literal["stop", "length", "aborted"]
+RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
+
+
+def id_dtype(num_experts: int) -> torch.dtype:
+    """Smallest unsigned dtype that holds expert ids 0..num_experts-1."""
+    return torch.uint8 if num_experts <= 256 else torch.uint16
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpan:
+    """Where `length` routing rows from `start` on came from, and under which weights they were computed."""
+
+    start: int
+    length: int
+    source: RouteSource
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTrace:
+    """Which experts processed each slot's input token, as the engine chose them (column order included)."""
+
+    ids: Tensor  # [T, L, K] uint8 if E <= 256 else uint16
+    valid: Tensor  # [T] bool; False = not captured: the trainer routes this slot itself
+    layers: tuple[int, ...]  # [L] decoder index of each MoE layer, ascending
+    num_experts: int
+    spans: tuple[RouteSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        rows, layers, _ = self.ids.shape
+        if len(self.layers) != layers:
+            raise ValueError(f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}")
+        if self.valid.shape != (rows,):
+            raise ValueError(f"RoutingTrace.valid has shape {tuple(self.valid.shape)}, expected ({rows},)")
+        if self.ids.dtype != id_dtype(self.num_experts):
+            raise ValueError(
+                f"RoutingTrace.ids is {self.ids.dtype}; {self.num_experts} experts are stored as "
+                f"{id_dtype(self.num_experts)}"
+            )
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[2]
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def to(self, device: torch.device | str) -> RoutingTrace:
+        return dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device))
+
+    def rows(self, start: int, stop: int) -> RoutingTrace:
+        """Rows [start, stop) as a trace of their own; spans are cut and shifted to match."""
+        cut = []
+        for span in self.spans:
+            first, last = max(span.start, start), min(span.start + span.length, stop)
+            if first < last:
+                cut.append(RouteSpan(first - start, last - first, span.source, span.version))
+        return dataclasses.replace(self, ids=self.ids[start:stop], valid=self.valid[start:stop], spans=tuple(cut))
+
+    @classmethod
+    def concat(cls, traces: list[RoutingTrace]) -> RoutingTrace:
+        """Rows of all traces, one after the other. All must be of one model (same layers and experts)."""
+        first = traces[0]
+        for trace in traces[1:]:
+            if (trace.layers, trace.num_experts) != (first.layers, first.num_experts):
+                raise ValueError("cannot concatenate routing traces of different models")
+        spans, offset = [], 0
+        for trace in traces:
+            spans += [dataclasses.replace(span, start=span.start + offset) for span in trace.spans]
+            offset += len(trace)
+        return cls(
+            torch.cat([t.ids for t in traces]),
+            torch.cat([t.valid for t in traces]),
+            first.layers,
+            first.num_experts,
+            tuple(spans),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request is sampled. Training needs full support (top_p = 1, top_k = 0); evaluation may narrow it."""
+
+    temperature: float  # > 0; 0 = greedy (evaluation only)
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = whole vocabulary
+    stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one request."""
+
+    token_ids: Tensor  # [n] int32
+    logp: Tensor  # [n] float32, under the distribution actually sampled from
+    version: Tensor  # [n] int32, weight version that sampled each token
+    finish: Finish
+    routing: RoutingTrace | None = None  # rows of the path prompt + completion, from slot `first_slot` on
+    first_slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trainable token path (CPU)."""
+
+    tokens: Tensor  # [N] int32
+    trainable: Tensor  # [T] bool, tokens[t + 1] was sampled by the policy
+    logp_rollout: Tensor  # [T] float32, NaN where not trainable
+    version: Tensor  # [T] int32, -1 where not trainable
+    turn: Tensor  # [T] int32, index of the model turn; -1 where not trainable
+    temperature: float
+    reward: float
+    finish: Finish
+    routing: RoutingTrace | None = None
+    outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
+
+    def __post_init__(self) -> None:
+        slots = len(self.tokens) - 1
+        for name in ("trainable", "logp_rollout", "version", "turn"):
+            if len(getattr(self, name)) != slots:
+                raise ValueError(f"Sample.{name} has {len(getattr(self, name))} slots; {slots + 1} tokens have {slots}")
+        if not torch.isfinite(self.logp_rollout[self.trainable]).all():
+            raise ValueError("Sample.logp_rollout is not finite on a trainable slot")
+        if self.routing is not None and len(self.routing) != slots:
+            raise ValueError(f"Sample.routing has {len(self.routing)} rows; {slots + 1} tokens have {slots} slots")
+
+    @property
+    def response_length(self) -> int:
+        return int(self.trainable.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Siblings: samples of one prompt."""
+
+    problem_id: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Packed samples: a whole step on the CPU, or one micro-batch on a device. `select` and `to` keep fields in step."""
+
+    input_ids: Tensor  # [T] int64
+    target_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, restart at 0 with every sample
+    cu_seqlens: Tensor  # [S + 1] int32
+    segment: Tensor  # [T] int64, sample index of each slot
+    trainable: Tensor  # [T] bool
+    version: Tensor  # [T] int32
+    turn: Tensor  # [T] int32
+    logp_rollout: Tensor  # [T] float32, 0 where not trainable
+    temperature: Tensor  # [S] float32
+    outcome: Tensor  # [S] float32
+    group: Tensor  # [S] int64
+    routing: RoutingTrace | None = None
+    routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
+    logp_old: Tensor | None = None  # [T] float32, trainer before the update
+    entropy: Tensor | None = None  # [T] float32, of the trainer's distribution, from score()
+    advantage: Tensor | None = None  # [T] float32
+    weight: Tensor | None = None  # [T] float32, detached
+    keep: Tensor | None = None  # [T] bool, trainable and not rejected
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.input_ids)
+
+    def replace(self, **fields: object) -> Self:
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Self:
+        moved = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            moved[field.name] = value if value is None else value.to(device)
+        return dataclasses.replace(self, **moved)
+
+    def select(self, samples: list[int]) -> Self:
+        """The batch of only these samples, in this order."""
+        bounds = self.cu_seqlens.tolist()
+        pieces = [torch.arange(bounds[s], bounds[s + 1]) for s in samples]
+        slots, chosen = torch.cat(pieces), torch.tensor(samples)
+        lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int32)
+        out: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                out[field.name] = None
+            elif isinstance(value, RoutingTrace):
+                out[field.name] = dataclasses.replace(value, ids=value.ids[slots], valid=value.valid[slots], spans=())
+            elif field.name in ("temperature", "outcome", "group"):
+                out[field.name] = value[chosen]
+            else:
+                out[field.name] = value[slots] if field.name != "cu_seqlens" else value
+        out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+        out["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
+        return dataclasses.replace(self, **out)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts over the whole optimiser step, fixed before any rejection: every loss denominator comes from here."""
+
+    slots: int  # trainable slots
+    samples: int
+    groups: int
