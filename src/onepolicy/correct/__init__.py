@@ -1,0 +1,1 @@
+"""Weight what mismatch is left. Pure torch; the loss multiplies the weights in."""

@@ -1,0 +1,1 @@
+"""How far apart are the two engines? Pure functions of their outputs; measuring never changes training."""

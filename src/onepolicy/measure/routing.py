@@ -1,0 +1,97 @@
+"""Disagreement of two routing traces of the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.types import RoutingTrace
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingDisagreement:
+    """How often two engines chose different experts (R3 paper section 3.2), over the n slots valid in both traces.
+
+    A router is one (slot, layer) pair; it differs when the two SETS of its K experts differ, whatever their order.
+    """
+
+    slots: int  # n
+    routers: float  # share of routers that differ
+    tokens: float  # share of slots with at least one differing router
+    sequence: float  # mean of sequence_mean (differing routers per token); nan without `segment`
+    experts: float  # mean number of differing experts per router
+    expert_counts: Tensor = field(repr=False)  # [K + 1] int64, routers with exactly 0..K differing experts
+    per_layer: Tensor = field(repr=False)  # [L] float64, share of slots whose router differs in this layer
+    per_token_count: Tensor = field(repr=False)  # [n] int64, differing routers of each compared slot
+    sequence_mean: Tensor = field(repr=False)  # [S] float64, differing routers per token of each sample compared
+
+    def metrics(self, prefix: str = "routing") -> dict[str, float]:
+        return {f"{prefix}/{name}": getattr(self, name) for name in ("routers", "tokens", "sequence")}
+
+
+def routing_disagreement(
+    a: RoutingTrace,
+    b: RoutingTrace,
+    *,
+    segment: Tensor | None = None,  # [T] int64, sample index of each slot
+) -> RoutingDisagreement:
+    """Compare expert sets slot by slot and layer by layer. Symmetric in `a` and `b`.
+
+    Raises UsageError when the traces are not of the same model and path, or share no valid slot.
+    """
+    _check_comparable(a, b)
+    compared = (a.valid & b.valid).nonzero()[:, 0]
+    n, layers, device = len(compared), len(a.layers), compared.device
+    if n == 0:
+        raise UsageError(f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to compare")
+    per_token = torch.zeros(n, dtype=torch.int64, device=device)
+    per_layer = torch.zeros(layers, dtype=torch.float64, device=device)
+    counts = torch.zeros(a.top_k + 1, dtype=torch.int64, device=device)
+    for layer in range(layers):  # one at a time, widened (torch has few uint16 kernels): all at once would be gigabytes
+        differing = differing_experts(a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared])
+        per_token += differing > 0
+        per_layer[layer] = (differing > 0).double().mean()
+        counts += torch.bincount(differing, minlength=a.top_k + 1)
+    sequence_mean = _mean_by(segment[compared], per_token) if segment is not None else per_layer.new_empty(0)
+    wrong = torch.arange(a.top_k + 1, device=device)
+    return RoutingDisagreement(
+        slots=n,
+        routers=per_token.sum().item() / (n * layers),
+        tokens=(per_token > 0).sum().item() / n,
+        sequence=sequence_mean.mean().item(),
+        experts=(counts * wrong).sum().item() / (n * layers),
+        expert_counts=counts,
+        per_layer=per_layer,
+        per_token_count=per_token,
+        sequence_mean=sequence_mean,
+    )
+
+
+def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
+    """Per row, how many ids of one side the other lacks; the larger of both counts, should a row repeat an id."""
+    rows = (a != b).any(1).nonzero()[:, 0]  # most rows agree column by column; only the others are compared as sets
+    equal = a[rows][:, :, None] == b[rows][:, None, :]
+    lacking = torch.maximum((~equal.any(2)).sum(1), (~equal.any(1)).sum(1))
+    return torch.zeros(len(a), dtype=torch.int64, device=a.device).index_copy(0, rows, lacking)
+
+
+def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
+    for name, left, right in (
+        ("slots", len(a), len(b)),
+        ("layers", a.layers, b.layers),
+        ("num_experts", a.num_experts, b.num_experts),
+        ("top_k", a.top_k, b.top_k),
+    ):
+        if left != right:
+            raise UsageError(
+                f"routing_disagreement: {name} differ ({left} and {right}); compare two traces of one model and path"
+            )
+
+
+def _mean_by(segment: Tensor, values: Tensor) -> Tensor:
+    samples, index = segment.unique(return_inverse=True)
+    total = torch.zeros(len(samples), dtype=torch.float64, device=values.device)
+    return total.index_add(0, index, values.double()) / torch.bincount(index)

@@ -1,0 +1,1 @@
+"""What is optimised: rewards -> advantages -> clipped surrogate -> one scalar. Pure torch."""

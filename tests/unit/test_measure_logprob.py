@@ -1,0 +1,157 @@
+"""Mismatch statistics: hand-computed cases, invariances, and refusal of bad input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.measure.logprob import mismatch
+
+LOGP = st.floats(min_value=-30, max_value=0, allow_nan=False, width=32)
+PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=20)
+
+
+def two_samples() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ratios of sample 0: 1, 4, 1/4, 1; of sample 1: 2, 2 and two masked slots full of garbage."""
+    ratios = [1, 4, 1 / 4, 1, 2, 2]
+    old = torch.tensor([math.log(rho) for rho in ratios] + [math.nan, math.inf], dtype=torch.float64)
+    rollout = torch.tensor([0] * 6 + [-math.inf, 1e9], dtype=torch.float64)
+    return old, rollout, torch.arange(8) < 6, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+
+
+def test_two_samples_by_hand() -> None:
+    old, rollout, mask, segment = two_samples()
+    m = mismatch(old, rollout, mask, segment=segment)
+    assert m.tokens == 6
+    assert m.k1 == pytest.approx(-2 * math.log(2) / 6)  # -0.231049
+    assert m.k3 == pytest.approx(10.25 / 6 - 1 - 2 * math.log(2) / 6)  # 0.477284
+    assert m.chi2 == pytest.approx(3.34375)
+    assert m.ess == pytest.approx(10.25**2 / (6 * 26.0625))  # 0.6719
+    assert m.ppl_ratio == pytest.approx(0.75)  # geometric means of rho: 1 and 2
+    assert m.mean_dlogp == pytest.approx((2 * math.log(4) + 2 * math.log(2)) / 6)
+    assert m.max_dlogp == pytest.approx(math.log(4))
+    assert m.extreme([1.5, 2, 4, 1]) == pytest.approx([4 / 6, 2 / 6, 0, 4 / 6])
+    assert m.extreme(2) == pytest.approx(2 / 6)  # strict: the two tokens at exactly 2 are not beyond 2
+
+
+def test_probabilities_by_hand() -> None:
+    old, rollout = torch.tensor([0.5, 0.25, 0.9]), torch.tensor([0.4, 0.35, 0.9])
+    m = mismatch(old.log(), rollout.log(), torch.ones(3, dtype=torch.bool))
+    assert m.max_dp == pytest.approx(0.1, abs=1e-6)
+    assert m.mean_dp == pytest.approx(0.2 / 3, abs=1e-6)
+    assert m.pearson == pytest.approx(torch.corrcoef(torch.stack([old, rollout]))[0, 1].item(), abs=1e-6)
+    assert math.isnan(m.ppl_ratio)  # no segment: which tokens form a sample is unknown
+
+
+def test_k3_estimates_kl_from_rollout_to_trainer() -> None:
+    """Tokens drawn 9:1 from q = (.9, .1) and scored by p = (.6, .4): k1, k3 and chi2 hit their exact expectations."""
+    p, q = torch.tensor([0.6] * 9 + [0.4]).double(), torch.tensor([0.9] * 9 + [0.1]).double()
+    m = mismatch(p.log(), q.log(), torch.ones(10, dtype=torch.bool))
+    kl = 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
+    assert m.k1 == pytest.approx(kl)
+    assert m.k3 == pytest.approx(kl)
+    assert m.k3 == pytest.approx(0.226289, abs=1e-6)
+    assert m.chi2 == pytest.approx(0.6**2 / 0.9 + 0.4**2 / 0.1 - 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "rollout", "expected"),
+    [([-1.0, -1.0], [-1.0, -1.0], 1.0), ([-1.0, -1.0], [-2.0, -2.0], math.nan), ([-1.0, -1.0], [-1.0, -2.0], math.nan)],
+)
+def test_pearson_of_constants(old: list[float], rollout: list[float], expected: float) -> None:
+    m = mismatch(torch.tensor(old), torch.tensor(rollout), torch.ones(2, dtype=torch.bool))
+    assert m.pearson == pytest.approx(expected, nan_ok=True)
+
+
+def test_metrics_have_the_documented_keys() -> None:
+    old, rollout, mask, segment = two_samples()
+    m = mismatch(old, rollout, mask, segment=segment)
+    metrics = m.metrics()
+    names = [
+        "k1",
+        "k3",
+        "f1.25",
+        "f2",
+        "f5",
+        "chi2",
+        "ess",
+        "max_dp",
+        "mean_dp",
+        "max_dlogp",
+        "mean_dlogp",
+        "pearson",
+        "ppl_ratio",
+    ]
+    assert set(metrics) == {f"mismatch/{name}" for name in names}
+    assert metrics["mismatch/f2"] == m.extreme(2)
+    assert metrics["mismatch/f1.25"] == m.extreme(1.25)
+    assert set(m.metrics("counterfactual")) == {f"counterfactual/{name}" for name in names}
+
+
+@given(PAIRS)
+@settings(max_examples=60, deadline=None)
+def test_permuting_and_interleaving_garbage_changes_nothing(pairs: list[tuple[float, float]]) -> None:
+    old, rollout = torch.tensor(pairs).T
+    plain = mismatch(old, rollout, torch.ones(len(pairs), dtype=torch.bool), segment=torch.zeros(len(pairs)).long())
+    n = len(pairs)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
+    wide_old, wide_rollout = torch.full((2 * n,), math.nan), torch.full((2 * n,), math.inf)
+    wide_old[::2], wide_rollout[::2] = old[order], rollout[order]
+    wide = mismatch(wide_old, wide_rollout, torch.arange(2 * n) % 2 == 0, segment=torch.full((2 * n,), 7))
+    assert wide.metrics() == pytest.approx(plain.metrics(), rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+@given(PAIRS)
+@settings(max_examples=60, deadline=None)
+def test_bounds_and_extreme_against_brute_force(pairs: list[tuple[float, float]]) -> None:
+    old, rollout = torch.tensor(pairs).T
+    m = mismatch(old, rollout, torch.ones(len(pairs), dtype=torch.bool))
+    assert m.k3 >= -1e-15
+    assert 0 < m.ess <= 1 + 1e-12
+    gaps = [abs(a - b) for a, b in zip(old.double().tolist(), rollout.double().tolist(), strict=True)]
+    taus = [1.0, 1.25, 2.0, 5.0, 1e6]
+    assert m.extreme(taus) == pytest.approx([sum(gap > math.log(tau) for gap in gaps) / len(gaps) for tau in taus])
+    assert m.extreme(taus) == [m.extreme(tau) for tau in taus]
+
+
+def test_same_policy_has_no_mismatch() -> None:
+    logp = -torch.rand(50) * 9
+    m = mismatch(logp, logp, torch.ones(50, dtype=torch.bool), segment=torch.arange(50) // 10)
+    assert (m.k1, m.k3, m.chi2, m.ess, m.max_dp, m.max_dlogp, m.pearson, m.ppl_ratio) == (0, 0, 0, 1, 0, 0, 1, 1)
+    assert m.extreme(1.0) == 0
+
+
+def test_a_huge_ratio_leaves_ess_finite() -> None:
+    m = mismatch(torch.tensor([0.0, 0.0]), torch.tensor([-2000.0, 0.0]), torch.ones(2, dtype=torch.bool))
+    assert m.ess == pytest.approx(0.5)  # one token carries all the weight
+    assert m.chi2 == math.inf
+
+
+def test_reads_without_touching_the_graph() -> None:
+    old = torch.tensor([-1.0, -2.0], requires_grad=True)
+    m = mismatch(old, torch.tensor([-1.0, -1.0]), torch.ones(2, dtype=torch.bool))
+    assert not m.abs_log_ratio.requires_grad
+    assert m.abs_log_ratio.tolist() == [0, 1]
+
+
+def test_bad_input_is_refused() -> None:
+    fine, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    broken = torch.tensor([0.0, -math.inf, math.nan, 0.0])
+    with pytest.raises(UsageError, match=r"logp_rollout is not finite on 2 masked-in slots, first \(1,\): -inf"):
+        mismatch(fine, broken, mask)
+    with pytest.raises(UsageError, match="logp_old is not finite on 1 masked-in slots"):
+        mismatch(broken, fine, torch.tensor([True, False, True, True]))
+    with pytest.raises(UsageError, match="selects none of 4 slots"):
+        mismatch(fine, fine, ~mask)
+    with pytest.raises(UsageError, match="one shape"):
+        mismatch(fine, fine[:3], mask)
+    with pytest.raises(UsageError, match="mask bool"):
+        mismatch(fine, fine, mask.float())
+    with pytest.raises(UsageError, match=r"tau = 0\.5"):
+        mismatch(fine, fine, mask).extreme(0.5)
