@@ -40,8 +40,12 @@ class Learner(Protocol):
 
     version: int  # optimiser steps taken
 
-    def score(self, batch: TokenBatch, *, replay: bool) -> TokenBatch:
-        """Fill `logp_old`, `entropy` and (MoE) `routing_native`. No update."""
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update."""
+        ...
+
+    def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
+        """The same with the trainer's own routing: what the step would have looked like without replay."""
         ...
 
     def step(self, batch: TokenBatch) -> dict[str, float]:

@@ -1,0 +1,192 @@
+"""The command line: train, eval, make-policy, config. Bad input ends with one message and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onepolicy.config import RunConfig, UsageError, load, read_recipe, resolve
+
+if TYPE_CHECKING:
+    from onepolicy.config.policy import PolicyConfig
+
+EPILOG = """\
+settings:
+  A recipe is a TOML file; any setting can be changed behind it as a.b=value, e.g.
+    onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 out=runs/no-replay
+  `onepolicy config RECIPE [a.b=value ...]` prints the effective settings, defaults included.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except UsageError as error:
+        print(f"onepolicy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; `onepolicy train --resume RUN` continues from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="onepolicy",
+        description="RL for LLMs with one policy: measure, remove and correct the rollout/training mismatch.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = _command(commands, "train", "train a policy; resume or fork a run", run_train)
+    train.add_argument("recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)")
+    origin = train.add_mutually_exclusive_group()
+    origin.add_argument("--resume", metavar="RUN", help="continue this run folder after its newest checkpoint (steps=N trains on)")
+    origin.add_argument("--from", dest="fork", metavar="RUN/STEP", help="new run from a checkpoint of another, with changed settings")
+    train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
+
+    evaluate = _command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
+    evaluate.add_argument("recipe", help="TOML recipe whose task, sampling and eval settings are used, or a run folder")
+    evaluate.add_argument("--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)")
+    evaluate.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200")
+
+    policy = _command(commands, "make-policy", "make and warm up the tiny MoE policy `model.path = \"tiny\"` names", run_make_policy)
+    policy.add_argument("--out", help="folder to write to (default: the user's cache)")
+    policy.add_argument("overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1")
+
+    config = _command(commands, "config", "print the effective settings of a recipe", run_config)
+    config.add_argument("recipe", help="TOML recipe")
+    config.add_argument("overrides", nargs="*", metavar="a.b=value")
+    return top
+
+
+def _command(commands: argparse._SubParsersAction, name: str, text: str, run: object) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def run_train(arguments: argparse.Namespace) -> None:
+    overrides = list(arguments.overrides)
+    if (arguments.resume or arguments.fork) and arguments.recipe:
+        overrides.insert(0, arguments.recipe)  # argparse put the first a.b=value there
+    elif not arguments.recipe:
+        raise UsageError("train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP")
+    if arguments.resume:
+        _resume(Path(arguments.resume), overrides)
+        return
+    if arguments.fork:
+        _fork(Path(arguments.fork), overrides)
+        return
+    config = load(arguments.recipe, overrides)
+    _prepare_process(config.train.threads)
+    from onepolicy.loop import run
+    from onepolicy.loop.progress import terminal_progress
+
+    with terminal_progress(config.steps) as progress:
+        summary = run.start(config, progress)
+    _show(summary)
+
+
+def _resume(path: Path, overrides: list[str]) -> None:
+    steps = None
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name != "steps" or not value.isdigit():
+            raise UsageError(f"--resume: only steps=N may change, not {override!r}; change settings with --from {path}")
+        steps = int(value)
+    config = _stored_config(path)
+    _prepare_process(config.train.threads)
+    from onepolicy.loop import run
+    from onepolicy.loop.progress import terminal_progress
+
+    with terminal_progress(steps or config.steps) as progress:
+        summary = run.resume(path, progress, steps)
+    _show(summary)
+
+
+def _fork(source: Path, overrides: list[str]) -> None:
+    if not any(override.startswith("out=") for override in overrides):
+        raise UsageError("--from: give the new run a folder with out=...")
+    _prepare_process(None)
+    from onepolicy.loop import run
+    from onepolicy.loop.progress import terminal_progress
+
+    parent, origin = run.fork_origin(source)
+    config = resolve(parent.model_dump(), overrides)
+    with terminal_progress(config.steps, origin.step) as progress:
+        summary = run.start(config, progress, origin)
+    _show(summary)
+
+
+def run_eval(arguments: argparse.Namespace) -> None:
+    path = Path(arguments.recipe)
+    tree = _stored_config(path).model_dump() if path.is_dir() else read_recipe(path)
+    config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
+    if arguments.step is not None and not path.is_dir():
+        raise UsageError(f"--step: {path} is a recipe, not a run folder; set model.path=... instead")
+    _prepare_process(config.train.threads)
+    from onepolicy.loop.standalone_eval import evaluate_model
+
+    evaluate_model(config, path if path.is_dir() else None, arguments.step)
+
+
+def run_make_policy(arguments: argparse.Namespace) -> None:
+    config = _policy_config(arguments.overrides)
+    _prepare_process(config.threads)
+    from onepolicy.loop.make_policy import make_policy
+
+    make_policy(config, Path(arguments.out) if arguments.out else None)
+
+
+def run_config(arguments: argparse.Namespace) -> None:
+    print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
+
+
+def _policy_config(overrides: list[str]) -> PolicyConfig:
+    from pydantic import ValidationError
+
+    from onepolicy.config.load import apply_override, describe
+    from onepolicy.config.policy import PolicyConfig
+
+    tree: dict = {"task": {"kind": "chain"}}
+    for override in overrides:
+        tree = apply_override(tree, override)
+    try:
+        return PolicyConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(describe(error)) from None
+
+
+def _stored_config(run: Path) -> RunConfig:
+    path = run / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{run}: not a run folder (no config.json)")
+    return RunConfig.model_validate_json(path.read_text())
+
+
+def _prepare_process(threads: int | None) -> None:
+    """What must be set before torch is imported. OpenMP threads that spin starve whatever else runs on the machine."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _show(summary: dict) -> None:
+    from rich.console import Console
+
+    from onepolicy.report.terminal import summary_table
+
+    Console().print(summary_table(summary))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

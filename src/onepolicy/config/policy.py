@@ -1,0 +1,36 @@
+"""The tiny policy `make-policy` builds: its shape, and the supervised warm-up that makes it worth training."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from onepolicy.config.base import Frozen
+from onepolicy.config.task import ChainTask, TaskConfig
+
+
+class PolicyConfig(Frozen):
+    """A Qwen3-MoE of 3.6 million parameters, warmed up on worked solutions with planted mistakes."""
+
+    task: TaskConfig = ChainTask()
+    hidden_size: PositiveInt = 128
+    layers: PositiveInt = 8
+    experts: PositiveInt = 32
+    top_k: PositiveInt = 4
+    expert_size: PositiveInt = 32
+    """Intermediate width of one expert."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    max_len: PositiveInt = 512
+    """Context length."""
+    mistakes: float = Field(0.07, ge=0, lt=1)
+    """Share of results replaced by a random digit in the warm-up data (chain task): the error RL then removes."""
+    steps: PositiveInt = 700
+    tokens_per_step: PositiveInt = 2048
+    lr: PositiveFloat = 2e-3
+    warmup_steps: PositiveInt = 50
+    load_balance: float = Field(0.01, ge=0)
+    """Weight of the router load-balancing loss during the warm-up."""
+    threads: PositiveInt | None = None
+    """CPU threads; unset: measured, the fastest is taken."""
+    seed: int = 0

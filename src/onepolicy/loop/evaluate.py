@@ -1,0 +1,56 @@
+"""Held-out evaluation: greedy accuracy, avg@k and pass@k."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from onepolicy.config import EvalConfig
+from onepolicy.interfaces import Environment, Problem, RolloutEngine
+from onepolicy.rollout.collect import play, seed_of
+from onepolicy.types import Sample, Sampling
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    environment: Environment,
+    config: EvalConfig,
+    *,
+    stop: tuple[int, ...],
+    max_tokens: int,
+    solved_at: float = 1.0,
+    seed: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """A response counts as solved if its reward is at least `solved_at`.
+
+    avg@k: mean over problems of the share of k sampled responses that are solved. pass@k: share of problems of which
+    at least one of the k is. The same problems and seeds every time, so evaluations of one run are comparable.
+    """
+    problems = environment.held_out(config.problems)
+    greedy = Sampling(0.0, max_tokens, stop=stop)
+    sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
+
+    async def attempt(problem: Problem, sampling: Sampling, member: int) -> Sample:
+        sample = await play(engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, -1, member, turn))
+        advance()
+        return sample
+
+    first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
+    rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
+    samples = await asyncio.gather(*first, *rest)
+    solved = [sample.reward >= solved_at for sample in samples]
+    metrics = {"eval/response_length": sum(s.response_length for s in samples) / len(samples)}
+    if config.greedy:
+        metrics["eval/greedy"] = sum(solved[: len(problems)]) / len(problems)
+    if config.k:
+        tries = solved[len(first) :]
+        by_problem = [tries[i : i + config.k] for i in range(0, len(tries), config.k)]
+        metrics[f"eval/avg@{config.k}"] = sum(tries) / len(tries)
+        metrics[f"eval/pass@{config.k}"] = sum(map(any, by_problem)) / len(problems)
+    return metrics
+
+
+def attempts(config: EvalConfig) -> int:
+    """Responses one evaluation samples."""
+    return config.problems * (int(config.greedy) + config.k)

@@ -1,0 +1,242 @@
+"""Where a run's numbers go: metrics.jsonl, samples.jsonl and TensorBoard, and what every number is called.
+
+A metric is `area/quantity`. METRICS is the whole vocabulary; writing a name outside it is an error, so a reader can
+look up every column. How a metric reduces over micro-batches is its producer's business: one row is one training step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from onepolicy.config import UsageError
+from onepolicy.jsonl import read_jsonl
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Row = dict[str, float]
+
+_ROUTING = {
+    "routing/routers": "routers (token, MoE layer) whose set of experts differs between rollout and trainer [share]",
+    "routing/tokens": "tokens with at least one such router [share]",
+    "routing/sequence": "differing routers per token, averaged over each sequence, then over sequences [layers]",
+}
+# rho = pi_trainer / pi_rollout of the sampled token; all means are over the step's trainable slots
+_MISMATCH = {
+    "mismatch/k1": "mean -log rho: estimate of KL(rollout || trainer), unbiased, may be negative [nats]",
+    "mismatch/k3": "mean rho - 1 - log rho: estimate of the same KL, never negative [nats]",
+    "mismatch/f1.25": "tokens with max(rho, 1/rho) > 1.25 [share]",
+    "mismatch/f2": "tokens with max(rho, 1/rho) > 2 [share]",
+    "mismatch/f5": "tokens with max(rho, 1/rho) > 5 [share]",
+    "mismatch/chi2": "mean rho^2 - 1: chi-square divergence [1]",
+    "mismatch/ess": "(sum rho)^2 / (n sum rho^2): effective sample size [share]",
+    "mismatch/max_dp": "largest |p_trainer - p_rollout| [probability]",
+    "mismatch/mean_dp": "mean |p_trainer - p_rollout| [probability]",
+    "mismatch/max_dlogp": "largest |log rho| [nats]",
+    "mismatch/mean_dlogp": "mean |log rho| [nats]",
+    "mismatch/pearson": "correlation of p_trainer with p_rollout [1]",
+    "mismatch/ppl_ratio": "perplexity of the samples under the trainer over that under the rollout engine [1]",
+}
+METRICS: dict[str, str] = {
+    "train/reward": "mean reward of the step's rollouts [reward]",
+    "train/reward_std": "standard deviation of those rewards [reward]",
+    "train/response_length": "mean sampled tokens per rollout [tokens]",
+    "train/truncated": "rollouts that hit the length limit [share]",
+    "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",
+    "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
+    "train/loss": "value of the objective [1]",
+    "train/grad_norm": "gradient norm before clipping, largest of the mini-steps [1]",
+    "train/lr": "learning rate of the last mini-step [1]",
+    "train/ratio_mean": "mean PPO ratio new / old [1]",
+    "train/clip_high": "trainable slots whose PPO ratio was clipped from above [share]",
+    "train/clip_low": "trainable slots whose PPO ratio was clipped from below [share]",
+    "train/tokens": "trainable slots of the step [tokens]",
+    "train/tokens_per_second": "trainable slots per second of the whole step [tokens/s]",
+    **_MISMATCH,
+    **_ROUTING,
+    "correction/weight_mean": "mean importance weight [1]",
+    "correction/weight_min": "smallest importance weight [1]",
+    "correction/weight_max": "largest importance weight [1]",
+    "correction/truncated": "trainable slots whose weight hit the cap [share]",
+    "time/rollout": "sampling and grading [s]",
+    "time/score": "scoring forward of the trainer [s]",
+    "time/probe": "second scoring without replay, on probe steps [s]",
+    "time/update": "forward, backward and optimiser [s]",
+    "time/sync": "trainer weights to the engine [s]",
+    "time/eval": "evaluation, on evaluation steps [s]",
+    "time/checkpoint": "saving, on checkpoint steps [s]",
+    "time/step": "the whole step, wall clock [s]",
+    "eval/greedy": "accuracy of one greedy answer per held-out problem [share]",
+    "eval/avg@k": "mean accuracy of k sampled answers per held-out problem [share]",
+    "eval/pass@k": "held-out problems with at least one right answer among k [share]",
+    "eval/response_length": "mean tokens per evaluation answer [tokens]",
+    **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _MISMATCH.items()},
+    **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
+}
+
+COMPARED = {
+    "k3": "mismatch/k3",
+    "f2": "mismatch/f2",
+    "routers": "routing/routers",
+    "tokens": "routing/tokens",
+    "sequence": "routing/sequence",
+}
+
+
+def meaning(name: str) -> str:
+    """What a metric is, with its unit. `eval/avg@4` is looked up as `eval/avg@k`. KeyError: not in the vocabulary."""
+    return METRICS[re.sub(r"@\d+$", "@k", name)]
+
+
+class RunLog:
+    """Sinks of one run: `with RunLog(folder, tensorboard=True) as log: log.write(step, metrics)`.
+
+    A line reaches its file in one write call, so a killed process leaves at most one half-written last line. To go on
+    after a checkpoint call `truncate_after` first; TensorBoard then forgets the recomputed steps as well.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+        self._folder = folder
+        self._tensorboard = _summary_writer_class() if tensorboard else None
+        rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+        self._last_step = int(rows[-1]["step"]) if rows else -1
+        self._metrics: FileIO | None = None
+        self._samples: FileIO | None = None
+        self._writer: SummaryWriter | None = None
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_lines(self._folder / "metrics.jsonl")
+        self._samples = _open_lines(self._folder / "samples.jsonl")
+        if self._tensorboard is not None:
+            self._writer = self._tensorboard(str(self._folder / "tensorboard"), purge_step=self._last_step + 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in (self._metrics, self._samples, self._writer):
+            if sink is not None:
+                sink.close()
+        self._metrics = self._samples = self._writer = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The row of one step; steps only grow. NaN and infinity become null (JSON has neither)."""
+        assert self._metrics is not None, "RunLog is used outside its with block"
+        assert step > self._last_step, f"step {step} after step {self._last_step}: one row per step"
+        unknown = [name for name in metrics if re.sub(r"@\d+$", "@k", name) not in METRICS]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: not in loop.metrics.METRICS; add the name with meaning and unit")
+        _append(self._metrics, {"step": step} | {name: float(value) for name, value in metrics.items()})
+        self._last_step = step
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, float(value), step)
+
+    def sample(self, sample: Mapping[str, Any]) -> None:
+        """One readable rollout; must carry its `step`, so that `truncate_after` can find it."""
+        assert self._samples is not None, "RunLog is used outside its with block"
+        assert "step" in sample, "a sample names its step"
+        _append(self._samples, dict(sample))
+
+
+def read_metrics(folder: Path) -> list[Row]:
+    """All rows of metrics.jsonl, null as NaN. A half-written last line is left out, any other bad line raises."""
+    path = folder / "metrics.jsonl"
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise UsageError(f"{path}:{number}: no integer `step`; remove the line or restore the file")
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+
+
+def truncate_after(folder: Path, step: int) -> None:
+    """Drop rows and samples of later steps (resume recomputes them) and a half-written last line. Atomic per file."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        path = folder / name
+        if not path.exists():
+            continue
+        kept = [row for row in read_jsonl(path) if row["step"] <= step]
+        temporary = path.with_suffix(".jsonl.tmp")
+        temporary.write_bytes(b"".join(_line(row) for row in kept))
+        os.replace(temporary, path)
+
+
+def compare_scorings(rows: list[Row], *, replay: bool) -> dict[str, Any]:
+    """`mismatch` of summary.json: how far apart rollout and trainer were, and what replay changed.
+
+    Per quantity: `trained`, mean over all steps of the scoring that trained; and, over the probe steps, where the same
+    batch was scored both ways, the means `with_replay` and `without_replay`, their `ratio` without / with, and
+    `median_ratio` of the single probes (k3 is heavy-tailed, one step can make the mean). None: nothing to compute from.
+    """
+    out: dict[str, Any] = {"replay": replay}
+    for key, name in COMPARED.items():
+        trained = _finite(row.get(name) for row in rows)
+        pairs = [(row.get(name), row.get(f"counterfactual/{name}")) for row in rows]
+        paired = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
+        ratios = [b / a for a, b in paired if a > 0]
+        with_replay = statistics.fmean(a for a, _ in paired) if paired else None
+        without = statistics.fmean(b for _, b in paired) if paired else None
+        out[key] = {
+            "trained": statistics.fmean(trained) if trained else None,
+            "probes": len(paired),
+            "with_replay": with_replay,
+            "without_replay": without,
+            "ratio": without / with_replay if with_replay and without is not None else None,
+            "median_ratio": statistics.median(ratios) if ratios else None,
+        }
+    return out
+
+
+def mean_times(rows: list[Row]) -> dict[str, float]:
+    """`time` of summary.json: seconds per step, averaged over all steps, per part (`rollout`, ..., `step`)."""
+    steps = [row for row in rows if "time/step" in row]
+    names = sorted({name for row in steps for name in row if name.startswith("time/")})
+    return {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in steps) / len(steps) for name in names}
+
+
+def _finite(values: Any) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    # a lone surrogate in a decoded response becomes its own JSON escape
+    return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _append(file: FileIO, row: Mapping[str, Any]) -> None:
+    line = _line(row)
+    written = file.write(line)
+    if written != len(line):
+        raise OSError(f"{file.name!r}: wrote {written} of {len(line)} bytes; is the disk full?")
+
+
+def _open_lines(path: Path) -> FileIO:
+    file = FileIO(path, "ab+")
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.close()
+            raise UsageError(f"{path}: the last line is half-written; resume the run, which cuts it off")
+    return file
+
+
+def _summary_writer_class() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(
+            "log.tensorboard: true, but tensorboard is not installed; pip install 'onepolicy[report]' "
+            "or set log.tensorboard=false"
+        ) from None
+    return SummaryWriter

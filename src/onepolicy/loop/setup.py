@@ -1,0 +1,85 @@
+"""RunConfig -> the parts of a run. Every check that needs no weights comes before any weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import build
+from onepolicy.interfaces import Environment
+from onepolicy.loop.step import Parts
+from onepolicy.models.load import (
+    context_length,
+    device_of,
+    is_recurrent,
+    load_model,
+    load_tokenizer,
+    prepare_for_training,
+    read_config,
+)
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.policy import cached_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """`tiny` -> the folder in the user's cache."""
+    if model.path != "tiny":
+        return model
+    path = cached_path(PolicyConfig())
+    if not path.is_dir():
+        raise UsageError("model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once")
+    return model.model_copy(update={"path": str(path)})
+
+
+def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment, PreTrainedTokenizerBase, int]:
+    """Tokenizer, task and the longest sequence allowed, all checked against each other."""
+    context = context_length(read_config(model))
+    max_len = config.rollout.engine.max_len or context
+    if max_len > context:
+        raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
+    tokenizer = load_tokenizer(model)
+    environment = build(config.task, tokenizer)
+    longest = max(config.rollout.sampling.max_tokens, config.eval.max_tokens or 0)
+    environment.check(max_tokens=longest, max_len=max_len)
+    return environment, tokenizer, max_len
+
+
+def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, PreTrainedTokenizerBase]:
+    """`weights`: a checkpoint folder to load instead of model.path (resume, fork)."""
+    device = device_of(config.train.device)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    model_config = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
+    hf_config = read_config(model_config)
+    moe = is_moe(hf_config)
+    if config.replay.mode == "r3" and not moe:
+        raise UsageError(
+            f"replay.mode: r3 replays expert choices, but {hf_config.model_type} ({model_config.path}) has no experts; "
+            "set replay.mode=off"
+        )
+    environment, tokenizer, max_len = open_environment(config, model_config)
+    model = load_model(model_config, DTYPES[config.model.dtype], device)
+    prepare_for_training(model, device)
+    routers = bind_routers(model) if moe else None
+    learner = LocalLearner(model, config, routers=routers)
+    engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len)
+    return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,)), tokenizer
+
+
+def build_engine(
+    model: ModelConfig, config: HFEngineConfig, device: torch.device, *, record: bool, max_len: int
+) -> HFEngine:
+    """The engine with a copy of the weights of its own, in its own dtype."""
+    return HFEngine(load_model(model, DTYPES[config.dtype], device), config, record=record, max_len=max_len)
+
+
+__all__ = ["build_engine", "build_parts", "is_recurrent", "open_environment", "resolve_model"]

@@ -1,0 +1,51 @@
+"""`onepolicy eval`: held-out evaluation of a model folder or of a run's checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from onepolicy.config import RunConfig
+from onepolicy.loop import setup
+from onepolicy.loop.evaluate import attempts, evaluate
+from onepolicy.models.load import device_of
+from onepolicy.train import checkpoint
+
+
+def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dict[str, float]:
+    """Evaluate model.path, or (with `run`) the run's checkpoint of `step` (None: the newest). Prints a table, and one
+    JSON line for scripts."""
+    model = config.model
+    if run is not None:
+        folder = checkpoint.latest(run) if step is None else checkpoint.folder_of(run, step)
+        checkpoint.verify(folder)
+        model = model.model_copy(update={"path": str(folder)})
+    model = setup.resolve_model(model)
+    environment, tokenizer, max_len = setup.open_environment(config, model)
+    device = device_of(config.train.device)
+    engine = setup.build_engine(model, config.rollout.engine, device, record=False, max_len=max_len)
+    with Progress(transient=True) as bars:
+        task = bars.add_task("evaluation", total=attempts(config.eval))
+        metrics = asyncio.run(
+            evaluate(
+                engine,
+                environment,
+                config.eval,
+                stop=(tokenizer.eos_token_id,),
+                max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
+                solved_at=getattr(config.task, "threshold", 1.0),
+                advance=lambda: bars.advance(task),
+            )
+        )
+    table = Table("metric", "value", title=f"{model.path}: {config.eval.problems} held-out problems")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.3f}")
+    console = Console()
+    console.print(table)
+    console.print_json(json.dumps({"model": model.path, **metrics}), indent=None)
+    return metrics

@@ -1,0 +1,93 @@
+"""ONE RL STEP. Read this first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from onepolicy.config import RunConfig
+from onepolicy.correct.weights import reweight
+from onepolicy.interfaces import Environment, Learner, RolloutEngine
+from onepolicy.loop.probe import counterfactual, measure
+from onepolicy.objective.advantages import credit, outcomes
+from onepolicy.rollout.collect import collect
+from onepolicy.sync.local import push_weights
+from onepolicy.train.pack import pack
+from onepolicy.types import Group, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a step is made of."""
+
+    config: RunConfig
+    engine: RolloutEngine
+    learner: Learner
+    environment: Environment
+    stop: tuple[int, ...]  # token ids that end a completion
+
+
+@dataclass(slots=True)
+class StepResult:
+    groups: list[Group]
+    batch: TokenBatch
+    without_replay: TokenBatch | None  # the same batch scored without replay, on probe steps
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None) -> StepResult:
+    """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine."""
+    cfg, learner, clock = parts.config, parts.learner, Clock()
+    with clock("rollout"):
+        groups = await collect(
+            parts.engine, parts.environment, cfg.rollout, stop=parts.stop, step=step, seed=cfg.seed, advance=advance
+        )
+    groups = outcomes(groups, cfg.objective)  # reward against siblings
+    batch = pack(groups)  # Sample[N] -> TokenBatch[T]
+    with clock("score"):
+        batch = learner.score(batch)  # logp_old, the rollout's experts replayed
+    batch = credit(batch, cfg.objective)  # outcome -> slots
+    result = StepResult(groups, batch, None, measure(batch))  # read-only, every step
+    if probe:
+        with clock("probe"):
+            result.without_replay = learner.score_without_replay(batch)
+            result.metrics |= counterfactual(result.without_replay)
+    applied = reweight(batch.logp_old, batch.logp_rollout, batch.trainable, cfg.correction)
+    result.batch = batch = batch.replace(weight=applied.weight, keep=applied.keep)
+    with clock("update"):
+        result.metrics |= learner.step(batch) | applied.report  # forward with replay, loss, backward, optimiser
+    with clock("sync"):
+        await push_weights(learner, parts.engine)
+    result.metrics |= rollout_metrics(groups) | clock.metrics()
+    result.metrics["train/tokens_per_second"] = batch.num_slots / clock.metrics()["time/step"]
+    return result
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group.samples]
+    count = len(samples)
+    return {
+        "train/reward": sum(s.reward for s in samples) / count,
+        "train/response_length": sum(s.response_length for s in samples) / count,
+        "train/cut_by_length": sum(s.finish == "length" for s in samples) / count,
+        "train/groups_without_signal": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
+    }
+
+
+class Clock:
+    """Seconds per named part of a step."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{part}": s for part, s in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}

@@ -1,0 +1,59 @@
+"""Drive a step's episodes: every problem is played `group_size` times, all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+
+from onepolicy.config import RolloutConfig
+from onepolicy.interfaces import Environment, Problem, RolloutEngine
+from onepolicy.types import Completion, Group, Sample, Sampling
+
+
+def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 0) -> int:
+    """Seed of one request: a pure function of its place in the run, so that a resumed run draws the same numbers."""
+    place = repr((run_seed, problem_id, step, member, turn)).encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "little")
+
+
+async def play(
+    engine: RolloutEngine, environment: Environment, problem: Problem, sampling: Sampling, seeds: Callable[[int], int]
+) -> Sample:
+    """One episode; `seeds(turn)` seeds each of its requests."""
+    turn = 0
+
+    async def sample(prompt_ids: Sequence[int]) -> Completion:
+        nonlocal turn
+        turn += 1
+        return await engine.generate(prompt_ids, sampling, seed=seeds(turn - 1))
+
+    return await environment.episode(problem, sample, sampling.temperature)
+
+
+async def collect(
+    engine: RolloutEngine,
+    environment: Environment,
+    config: RolloutConfig,
+    *,
+    stop: tuple[int, ...],
+    step: int,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Group]:
+    """The groups of step `step`, in problem order. `advance` is called as each episode ends (progress)."""
+    sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop)
+    first = step * config.prompts_per_step
+    problems = [environment.train_problem(first + i) for i in range(config.prompts_per_step)]
+
+    async def member(problem: Problem, m: int) -> Sample:
+        sample = await play(
+            engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, step, m, turn)
+        )
+        advance()
+        return sample
+
+    episodes = [member(problem, m) for problem in problems for m in range(config.group_size)]
+    samples = await asyncio.gather(*episodes)
+    size = config.group_size
+    return [Group(p.id, tuple(samples[i * size : (i + 1) * size])) for i, p in enumerate(problems)]

@@ -1,0 +1,1 @@
+"""Trainer weights -> engine weights."""

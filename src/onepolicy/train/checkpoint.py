@@ -1,0 +1,122 @@
+"""Checkpoints: model and tokenizer in transformers' layout, optimiser and RNG as safetensors, the rest as JSON.
+
+A checkpoint is written into a temporary folder and renamed into place, so a folder named step_NNNNN is complete or does
+not exist; `state.json` lists every file with its size, so a folder damaged later is noticed too. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import UsageError
+from onepolicy.train.learner import LocalLearner
+
+FOLDER = "checkpoints"
+STATE = "state.json"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def folder_of(run: Path, step: int) -> Path:
+    return run / FOLDER / f"step_{step:05d}"
+
+
+def save(run: Path, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]) -> Path:
+    """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json."""
+    final = folder_of(run, step)
+    if final.exists():
+        verify(final)
+        return final
+    temporary = final.with_name(f".{final.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    learner.model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    save_file(optimizer_tensors(learner), temporary / OPTIMIZER)
+    files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    (temporary / STATE).write_text(json.dumps({"step": step, **extra, "files": files}, indent=1))
+    for path in [*temporary.iterdir(), temporary]:
+        _sync(path)
+    os.rename(temporary, final)
+    _sync(final.parent)
+    return final
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
+    for path in complete(run)[:-keep] if keep else []:
+        shutil.rmtree(path)
+
+
+def complete(run: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first. Folders of an interrupted save carry another name."""
+    folder = run / FOLDER
+    found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def latest(run: Path) -> Path:
+    if not run.is_dir():
+        raise UsageError(f"{run}: no such run folder")
+    found = complete(run)
+    if not found:
+        raise UsageError(f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder")
+    verify(found[-1])
+    return found[-1]
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's state.json, after checking that every file it lists is there in full."""
+    path = checkpoint / STATE
+    mend = "delete the folder to fall back to an older checkpoint"
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint}: no such checkpoint")
+    if not path.is_file():
+        raise UsageError(f"{checkpoint}: half written (no {STATE}); {mend}")
+    try:
+        state = json.loads(path.read_text())
+    except json.JSONDecodeError:
+        raise UsageError(f"{path}: not valid JSON; {mend}") from None
+    for name, size in state["files"].items():
+        found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if found != size:
+            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {mend}")
+    return state
+
+
+def optimizer_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
+    tensors = {"rng": torch.get_rng_state()}
+    for name, parameter in learner.model.named_parameters():
+        for key, value in learner.optimizer.state.get(parameter, {}).items():
+            tensors[f"{key}/{name}"] = value.contiguous()
+    return tensors
+
+
+def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
+    """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere."""
+    tensors = load_file(checkpoint / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("rng"))
+    parameters = dict(learner.model.named_parameters())
+    for full, value in tensors.items():
+        key, _, name = full.partition("/")
+        if name not in parameters:
+            raise UsageError(f"{checkpoint / OPTIMIZER}: optimiser state for {name}, which the model does not have")
+        device = "cpu" if key == "step" and learner.device.type == "cpu" else learner.device
+        learner.optimizer.state[parameters[name]][key] = value.to(device)
+    learner.version = verify(checkpoint)["step"]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

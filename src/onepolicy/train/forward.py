@@ -1,0 +1,43 @@
+"""One packed micro-batch through the model: log-probabilities and entropy of its trainable slots."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.models.packed_attention import Packing
+from onepolicy.types import TokenBatch
+
+
+class Scored(NamedTuple):
+    logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
+    entropy: Tensor  # [T] float32, detached, 0 where not trainable
+
+
+def forward(model: PreTrainedModel, batch: TokenBatch, *, autocast: torch.dtype | None = None) -> Scored:
+    """`batch` is on the model's device. Only trainable slots reach the vocabulary projection.
+
+    Log-probabilities are fp32 `log_softmax(logits / temperature)` then gather: the same as the rollout engine's.
+    """
+    device = batch.input_ids.device
+    slots = batch.trainable.nonzero()[:, 0]
+    cast: AbstractContextManager = torch.autocast(device.type, autocast) if autocast else nullcontext()
+    with cast:
+        logits = model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=slots,
+            packing=Packing.of(batch.cu_seqlens, device),
+        ).logits[0]
+    logits = logits.float() / batch.temperature[batch.segment[slots], None]
+    logps = torch.log_softmax(logits, -1)  # [n, vocabulary]
+    picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
+    with torch.no_grad():
+        entropy = -(logps.exp() * logps).sum(-1)
+    zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
+    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy))

@@ -1,0 +1,136 @@
+"""The learner: scores a packed batch, and takes optimiser steps on it, with the rollout's experts replayed.
+
+Nothing here knows how many processes there are: the model is called as a module, gradients live on parameters, and
+denominators arrive fixed, so FSDP2 can wrap the model without a change to this file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.config import OptimConfig, RunConfig
+from onepolicy.objective.advantages import totals
+from onepolicy.objective.loss import policy_loss
+from onepolicy.replay.routers import RouteTape, Routers
+from onepolicy.train.forward import Scored, forward
+from onepolicy.train.pack import micro_batches, mini_steps
+from onepolicy.types import RoutingTrace, TokenBatch
+
+
+class LocalLearner:
+    """Learner of one process. `routers` is None for a dense model."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
+        self.model, self.config, self.routers = model, config, routers
+        self.device = next(model.parameters()).device
+        self.version = 0
+        self.optimizer = adamw(model, config.optim, self.device)
+        self._live: list[tuple[list[int], Tensor]] = []  # micro-batches of score() whose graph step() will use
+        if config.train.activation_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()  # transformers checkpoints in train mode only; refuse_dropout makes that safe
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        return self._score(batch, replay=self.config.replay.mode == "r3", live=self.config.train.reuse_scoring_forward)
+
+    def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
+        return self._score(batch, replay=False, live=False)
+
+    def step(self, batch: TokenBatch) -> dict[str, float]:
+        """One optimiser step per mini-step. Metrics are means over the step's trainable slots, norms over mini-steps."""
+        sums: Counter[str] = Counter()
+        norms = [self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)]
+        self.version += 1
+        slots = totals(batch).slots
+        metrics = {f"train/{name}": value / slots for name, value in sums.items()}
+        return metrics | {"train/grad_norm": max(norms), "train/lr": self.optimizer.param_groups[0]["lr"]}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.model.state_dict().items()
+
+    def _optimise(self, batch: TokenBatch, sums: Counter[str]) -> float:
+        denominator = totals(batch).slots
+        live, self._live = self._live, []
+        if self.config.train.reuse_scoring_forward:
+            assert live, "score() comes before step() when its forward is reused"
+        for chosen, logp in live or ((c, None) for c in self._micro_batches(batch)):
+            micro = batch.select(chosen).to(self.device)
+            with self._replaying(micro) if logp is None else nullcontext():
+                new = self._forward(micro).logp if logp is None else logp
+                loss, parts = policy_loss(new, micro, config=self.config.objective, denominator=denominator)
+                loss.backward()  # inside the replay context: recompute routes like the forward did
+            sums.update({"loss": float(loss) * denominator} | {name: float(value) for name, value in parts.items()})
+        return self._update()
+
+    def _update(self) -> float:
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
+        if not norm < float("inf"):
+            raise RuntimeError(
+                f"gradient norm is {norm} after step {self.version}; weights are untouched. Resume from the last "
+                "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
+            )
+        warmup = self.config.optim.warmup_steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optim.lr * min(1.0, (self.version + 1) / (warmup + 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _score(self, batch: TokenBatch, *, replay: bool, live: bool) -> TokenBatch:
+        logp, entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
+        native: Tensor | None = None
+        self._live = []
+        bounds = batch.cu_seqlens.tolist()
+        for chosen in self._micro_batches(batch):
+            slots = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in chosen])
+            micro = batch.select(chosen).to(self.device)
+            with torch.set_grad_enabled(live), self._replaying(micro, replay, native=True) as tape:
+                scored = self._forward(micro)
+            logp[slots], entropy[slots] = scored.logp.detach().cpu(), scored.entropy.cpu()
+            if live:
+                self._live.append((chosen, scored.logp))
+            if tape is not None:
+                ids = (tape.native() if replay else tape.trace()).ids.cpu()
+                native = torch.empty(batch.num_slots, *ids.shape[1:], dtype=ids.dtype) if native is None else native
+                native[slots] = ids
+        return batch.replace(logp_old=logp, entropy=entropy, routing_native=self._trace(native))
+
+    def _trace(self, ids: Tensor | None) -> RoutingTrace | None:
+        if ids is None or self.routers is None:
+            return None
+        return RoutingTrace(ids, torch.ones(len(ids), dtype=torch.bool), self.routers.layers, self.routers.num_experts)
+
+    def _replaying(
+        self, micro: TokenBatch, replay: bool | None = None, *, native: bool = False
+    ) -> AbstractContextManager[RouteTape | None]:
+        """Replay the micro-batch's routes; else record the trainer's own if they are wanted; else do nothing."""
+        if self.routers is None:
+            return nullcontext()
+        if self.config.replay.mode == "r3" if replay is None else replay:
+            assert micro.routing is not None, "replay needs the rollout's routes"
+            return self.routers.replay(micro.routing, native=native)
+        return self.routers.record() if native else nullcontext()
+
+    def _forward(self, micro: TokenBatch) -> Scored:
+        autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None
+        return forward(self.model, micro, autocast=autocast)
+
+    def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        return micro_batches(batch, self.config.train.tokens_per_micro_batch)
+
+
+def adamw(model: PreTrainedModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=device.type in ("cpu", "cuda"),
+    )

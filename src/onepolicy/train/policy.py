@@ -1,0 +1,160 @@
+"""Make the tiny policy: a real Qwen3-MoE with a character tokenizer, warmed up by supervised learning.
+
+The warm-up teaches the mechanics completely and plants a known sampling error (solutions with mistakes that are carried
+on consistently), which is what reinforcement learning can then remove.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.models.load import cache_dir, prepare_for_training
+from onepolicy.models.packed_attention import Packing
+
+Example = tuple[str, str]  # prompt, response without the closing eos
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+
+
+def cached_path(config: PolicyConfig) -> Path:
+    """Where this policy lives in the user's cache. The name follows from the settings, so a change makes a new one."""
+    digest = hashlib.blake2b(config.model_dump_json(exclude={"threads"}).encode(), digest_size=5).hexdigest()
+    return cache_dir() / f"policy-{digest}"
+
+
+def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character, plus <pad>, <eos> and <unk>."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(set(alphabet))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
+    """Randomly initialised from config.seed."""
+    torch.manual_seed(config.seed)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=max(32, -(-vocab_size // 16) * 16),
+            hidden_size=config.hidden_size,
+            intermediate_size=2 * config.hidden_size,
+            num_hidden_layers=config.layers,
+            num_experts=config.experts,
+            num_experts_per_tok=config.top_k,
+            moe_intermediate_size=config.expert_size,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+            max_position_embeddings=config.max_len,
+            router_aux_loss_coef=config.load_balance,
+            bos_token_id=None,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
+    )
+
+
+def warm_up(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Iterator[Example],
+    config: PolicyConfig,
+    *,
+    progress: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
+) -> None:
+    """Supervised learning on the responses, packed without padding. `progress` gets step, loss, next-token accuracy."""
+    device = torch.device("cpu")
+    prepare_for_training(model, device)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    for step in range(config.steps):
+        rate = min(1.0, (step + 1) / config.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
+        optimizer.param_groups[0]["lr"] = config.lr * rate * (0.05 + 0.95 * cosine)
+        loss, accuracy = _supervised_loss(model, *_packed(tokenizer, examples, config.tokens_per_step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(step + 1, loss.item(), accuracy)
+    model.eval()
+
+
+def _packed(
+    tokenizer: PreTrainedTokenizerFast, examples: Iterator[Example], budget: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whole examples up to `budget` slots: input ids, targets (-100 on the prompt), positions [T], cu_seqlens [S + 1]."""
+    paths: list[list[int]] = []
+    prompts: list[int] = []
+    while sum(map(len, paths)) < budget:
+        prompt, response = next(examples)
+        ids = tokenizer.encode(prompt + response, add_special_tokens=False)
+        paths.append([*ids, tokenizer.eos_token_id])
+        prompts.append(len(tokenizer.encode(prompt, add_special_tokens=False)))
+    inputs = torch.cat([torch.tensor(p[:-1]) for p in paths])
+    targets = [torch.tensor(p[1:]) for p in paths]
+    for target, prompt_length in zip(targets, prompts, strict=True):
+        target[: prompt_length - 1] = -100
+    positions = torch.cat([torch.arange(len(p) - 1) for p in paths])
+    bounds = torch.tensor([0, *(len(p) - 1 for p in paths)]).cumsum(0).int()
+    return inputs, torch.cat(targets), positions, bounds
+
+
+def _supervised_loss(
+    model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, bounds: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    slots = (targets >= 0).nonzero()[:, 0]
+    out = model(
+        input_ids=inputs[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=slots,
+        output_router_logits=True,
+        packing=Packing.of(bounds, inputs.device),
+    )
+    logits, wanted = out.logits[0].float(), targets[slots]
+    loss = torch.nn.functional.cross_entropy(logits, wanted) + model.config.router_aux_loss_coef * out.aux_loss
+    return loss, (logits.argmax(-1) == wanted).float().mean().item()
+
+
+def fastest_threads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, example: Example) -> int:
+    """1 thread or all of them, whichever runs a warm-up step faster right now (two busy OpenMP teams on two cores are
+    far slower than one)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    batch = _packed(tokenizer, iter(lambda: example, None), 1024)
+    seconds: dict[int, float] = {}
+    for threads in {1, cores}:
+        torch.set_num_threads(threads)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            _supervised_loss(model, *batch)[0].backward()
+            times.append(time.perf_counter() - start)
+        seconds[threads] = min(times)
+    model.zero_grad(set_to_none=True)
+    return min(seconds, key=lambda threads: seconds[threads])
+
+
+def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path) -> None:
+    """Folder in transformers' layout plus policy.json; appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    (temporary / "policy.json").write_text(json.dumps(config.model_dump(), indent=1))
+    os.rename(temporary, path)

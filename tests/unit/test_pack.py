@@ -1,0 +1,69 @@
+"""Groups -> batch -> micro-batches and mini-steps."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.config import UsageError
+from onepolicy.train.pack import micro_batches, mini_steps, pack
+from onepolicy.types import Group, RoutingTrace, Sample
+
+
+def sample(length: int, prompt: int = 2, routed: bool = True, outcome: float = 1.0) -> Sample:
+    slots = length - 1
+    trainable = torch.arange(slots) >= prompt - 1
+    routing = None
+    if routed:
+        ids = torch.randint(0, 8, (slots, 2, 1)).to(torch.uint8)
+        routing = RoutingTrace(ids, torch.ones(slots, dtype=torch.bool), (0, 1), 8)
+    return Sample(
+        tokens=torch.arange(length, dtype=torch.int32),
+        trainable=trainable,
+        logp_rollout=torch.where(trainable, -0.5, torch.nan),
+        version=torch.zeros(slots, dtype=torch.int32),
+        turn=torch.zeros(slots, dtype=torch.int32),
+        temperature=1.0,
+        reward=1.0,
+        finish="stop",
+        routing=routing,
+        outcome=outcome,
+    )
+
+
+def test_layout_by_hand():
+    batch = pack([Group(7, (sample(4, prompt=2), sample(3, prompt=1)))])
+    assert batch.input_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.target_ids.tolist() == [1, 2, 3, 1, 2]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.segment.tolist() == [0, 0, 0, 1, 1]
+    assert batch.trainable.tolist() == [False, True, True, True, True]
+    assert batch.logp_rollout.tolist() == [0.0, -0.5, -0.5, -0.5, -0.5]
+    assert batch.group.tolist() == [0, 0]
+    assert len(batch.routing) == 5
+
+
+def test_routes_all_or_none():
+    with pytest.raises(UsageError, match="sample 1 has no routes"):
+        pack([Group(0, (sample(4), sample(4, routed=False)))])
+    assert pack([Group(0, (sample(4, routed=False),))]).routing is None
+    with pytest.raises(UsageError, match="no samples"):
+        pack([])
+
+
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(1, 60))
+def test_micro_batches_partition_and_respect_the_budget(lengths, budget):
+    batch = pack([Group(0, tuple(sample(n, routed=False) for n in lengths))])
+    chosen = micro_batches(batch, budget)
+    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
+    for part in chosen:
+        assert sum(lengths[s] - 1 for s in part) <= budget or len(part) == 1
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
+    groups = [Group(g, tuple(sample(3, routed=False) for _ in range(size))) for g in range(parts * groups_per_part)]
+    chosen = mini_steps(pack(groups), parts)
+    assert [s for part in chosen for s in part] == list(range(len(groups) * size))
+    assert all(len(part) == groups_per_part * size for part in chosen)

@@ -1,0 +1,42 @@
+"""Best step and the written crash rule."""
+
+import pytest
+
+from onepolicy.config import resolve
+from onepolicy.loop.summary import crash_step, summarise
+
+
+@pytest.mark.parametrize(
+    ("scores", "crash"),
+    [
+        ([], None),
+        ([0.5, 0.8, 0.9], None),
+        ([0.5, 0.9, 0.7, 0.66], None),  # never 0.25 below 0.9
+        ([0.5, 0.9, 0.6, 0.3], 2),  # falls at index 2 and stays
+        ([0.5, 0.9, 0.6, 0.7], None),  # came back above 0.65
+        ([0.5, 0.9, 0.3, 0.7, 0.2, 0.1], 4),  # recovered once, then for good
+        ([0.9, 0.65], 1),  # exactly 0.25 counts
+    ],
+)
+def test_crash_rule(scores, crash):
+    assert crash_step(list(enumerate(scores))) == crash
+
+
+def test_summary_by_hand(tmp_path):
+    config = resolve(
+        {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}, "eval": {"every": 2, "greedy": True}}
+    )
+    rows = [{"step": 0, "eval/greedy": 0.25}]
+    for step, (reward, greedy) in enumerate([(0.0, None), (0.5, 0.75), (0.5, None), (1.0, 0.5)], start=1):
+        row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
+        rows.append(row if greedy is None else row | {"eval/greedy": greedy})
+    rows[1] |= {"counterfactual/mismatch/k3": 5e-3}
+    summary = summarise(config, rows, tmp_path, None)
+    assert summary["reward_window"] == 2
+    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
+    assert summary["eval_best"] == {"step": 2, "value": 0.75}
+    assert summary["crash_step"] == 4
+    assert summary["mismatch"]["mismatch/k3"] == pytest.approx(2.5e-3)
+    assert summary["mismatch_at_probes"]["mismatch/k3"] == pytest.approx(1e-3)
+    assert summary["mismatch_without_replay"]["mismatch/k3"] == pytest.approx(5e-3)
+    assert summary["time"]["step"] == 2.0
