@@ -1,0 +1,126 @@
+"""What `record()` and `replay()` hand out: a tape of the routes a forward took, and a replay with its account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import mode
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.layers import Router
+from onepolicy.replay.seam import Recorder, Replayer, override
+from onepolicy.types import RoutingTrace, id_dtype
+
+_CHECKPOINT = "_gradient_checkpointing_func"  # transformers: how a decoder layer checkpoints itself
+
+
+def _trace(ids: Tensor, routers: Sequence[Router]) -> RoutingTrace:  # ids [T, L, K] any integer dtype
+    experts = routers[0].num_experts
+    valid = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    return RoutingTrace(ids.to(id_dtype(experts)), valid, tuple(r.layer for r in routers), experts)
+
+
+class Tape:
+    """Routes of every forward run while recording. Rows are the flattened [B * S] tokens the routers saw."""
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+        self.recorders = [Recorder(router) for router in routers]
+
+    def ids(self) -> list[Tensor]:
+        """Of the last forward, per layer: [N, K] int64, the router's own tensors."""
+        self.check()
+        if not self.recorders[0].seen:
+            raise RoutingError("no forward was recorded")
+        return [recorder.seen[-1] for recorder in self.recorders]
+
+    def take(self) -> list[Tensor]:
+        """`ids()` of the one forward since the last `take()`, and forget it. The decode loop's way to read the tape."""
+        taken = []
+        for recorder in self.recorders:
+            if len(recorder.seen) != 1:
+                layer, times = recorder.router.layer, len(recorder.seen)
+                raise RoutingError(f"layer {layer} fired {times} times since the last take(), expected one")
+            taken.append(recorder.seen.pop())
+        return taken
+
+    def trace(self) -> RoutingTrace:
+        """Rows of all recorded forwards, one after the other."""
+        self.check()
+        if not self.recorders[0].seen:
+            raise RoutingError("no forward was recorded")
+        dtype = id_dtype(self._routers[0].num_experts)
+        return _trace(torch.stack([torch.cat(r.seen).to(dtype) for r in self.recorders], dim=1), self._routers)
+
+    def check(self) -> None:
+        """Every router fired once per forward, on the same rows."""
+        rows = [tuple(len(ids) for ids in recorder.seen) for recorder in self.recorders]
+        usual = mode(rows)
+        for router, own in zip(self._routers, rows, strict=True):
+            if own != usual:
+                raise RoutingError(
+                    f"layer {router.layer}, {router.path!r}: fired {len(own)} times, others {len(usual)} times, or "
+                    "on other row counts; a block must call its router once per forward (was it fused or replaced?)"
+                )
+
+
+class Replayed:
+    """One replayed forward. It and its backward's recomputes see the trace; nothing else does."""
+
+    def __init__(self, routers: Sequence[Router], trace: RoutingTrace, *, native: bool) -> None:
+        self._routers = routers
+        valid = None if bool(trace.valid.all()) else trace.valid
+        routes = trace.ids.unbind(1)
+        self._replayers = [Replayer(r, ids, valid, native=native) for r, ids in zip(routers, routes, strict=True)]
+
+    def native(self) -> RoutingTrace:
+        """What the routers would have chosen themselves on the same rows, all of them valid."""
+        chosen = []
+        for replayer in self._replayers:
+            if replayer.native is None:
+                raise RoutingError("the router's own choice was not kept: replay(trace, native=True) and run a forward")
+            chosen.append(replayer.native)
+        return _trace(torch.stack(chosen, dim=1), self._routers)
+
+    def check(self) -> None:
+        """Every router took its routes."""
+        for replayer in self._replayers:
+            if not replayer.fired:
+                raise RoutingError(
+                    f"layer {replayer.router.layer}: {replayer.router.path!r} did not fire while its routes were "
+                    "replayed; no forward ran, or its block does not call it (a fused or replaced block?)"
+                )
+
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[None]:
+        """Routers replay; activation checkpoints started in here replay again when they recompute, whenever that is."""
+        checkpointing = [
+            (module, self._carried(module.__dict__[_CHECKPOINT], path))
+            for path, module in model.named_modules()
+            if _CHECKPOINT in module.__dict__
+        ]
+        with override("forward", self._under("")), override(_CHECKPOINT, checkpointing):
+            yield
+
+    def _under(self, path: str) -> list[tuple[nn.Module, Callable]]:
+        return [(r.router.module, r) for r in self._replayers if not path or r.router.path.startswith(f"{path}.")]
+
+    def _carried(self, checkpoint: Callable, path: str) -> Callable:
+        """`checkpoint`, with this replay travelling inside the checkpointed function.
+
+        A recompute may run after the context was left, or inside another micro-batch's replay. It has to take the
+        routes of its own forward: with any others the gradients are wrong and nothing else would tell.
+        """
+
+        def carrying(function: Callable, *args: Any, **kwargs: Any) -> Any:
+            def replaying(*inner: Any, **inner_kwargs: Any) -> Any:
+                with override("forward", self._under(path)):
+                    return function(*inner, **inner_kwargs)
+
+            return checkpoint(replaying, *args, **kwargs)
+
+        return carrying

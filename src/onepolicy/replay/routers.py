@@ -1,0 +1,106 @@
+"""`bind_routers(model)`: record and replay the expert choices of any transformers MoE causal LM.
+
+A bound model is not changed. Routers are intercepted only inside `record()` and `replay()`, and only those of this
+model; leaving the context, normally or by an exception, puts the model back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from onepolicy.config import UsageError
+from onepolicy.replay.checks import RoutingError, check_trace
+from onepolicy.replay.contexts import Replayed, Tape
+from onepolicy.replay.layers import Router, find_routers
+from onepolicy.replay.seam import override
+from onepolicy.types import RoutingTrace
+
+
+class Routers:
+    """The MoE routers of one model, in decoder order."""
+
+    def __init__(self, model: nn.Module, routers: Sequence[Router]) -> None:
+        self._model = model
+        self._routers = tuple(routers)
+        self.layers = tuple(router.layer for router in routers)  # decoder index of each MoE layer, ascending
+        self.num_experts = routers[0].num_experts
+        self.top_k = routers[0].top_k
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Routers) and self._model is other._model and self._routers == other._routers
+
+    def __hash__(self) -> int:
+        return hash((id(self._model), self.layers))
+
+    @contextmanager
+    def record(self) -> Iterator[Tape]:
+        """Keep what every forward in here routes to. Recomputes of a backward are not forwards.
+
+        Open it once around a decode loop and `take()` after each forward: from a router's second forward on, recording
+        costs two Python calls.
+        """
+        tape = Tape(self._routers)
+        with override("forward", [(recorder.router.module, recorder) for recorder in tape.recorders]):
+            yield tape
+        tape.check()
+
+    @contextmanager
+    def replay(self, trace: RoutingTrace, *, native: bool = False) -> Iterator[Replayed]:
+        """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
+
+        Weights, and gradients to the router, come from the live scores. `native=True` also keeps what the routers would
+        have chosen (one more router forward, no gradient). With transformers' gradient checkpointing the backward may
+        run anywhere; a checkpoint made by other means must have its backward in here.
+        """
+        check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
+        self._check_device(trace)
+        replayed = Replayed(self._routers, trace, native=native)
+        with replayed.active(self._model):
+            yield replayed
+        replayed.check()
+
+    def self_test(self) -> None:
+        """Record and replay a few tokens and compare bits; RoutingError if this model's routers cannot be trusted."""
+        device = next(self._model.parameters()).device
+        tokens = torch.arange(8, device=device).view(2, 4) % self._model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        with torch.no_grad(), _evaluating(self._model):
+            with self.record() as tape:
+                expected = self._model(input_ids=tokens, use_cache=False).logits
+            trace = tape.trace()
+            with self.replay(trace, native=True) as replayed:
+                logits = self._model(input_ids=tokens, use_cache=False).logits
+        chosen = replayed.native().ids
+        for column, layer in enumerate(self.layers):
+            if not torch.equal(chosen[:, column], trace.ids[:, column]):
+                raise RoutingError(f"layer {layer}: two forwards of the same tokens chose different experts")
+        if not torch.equal(logits, expected):
+            raise RoutingError(f"replaying its own routes changed the logits of {type(self._model).__name__}")
+
+    def _check_device(self, trace: RoutingTrace) -> None:
+        device = next(self._model.parameters()).device
+        if trace.ids.device != device or trace.valid.device != device:
+            raise UsageError(f"trace is on {trace.ids.device}, the model on {device}; pass trace.to({str(device)!r})")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def bind_routers(model: nn.Module) -> Routers:
+    """Find the routers of a transformers MoE causal LM.
+
+    UsageError if the model is dense, RoutingError if a block has experts but no router that can be replayed. Binding
+    again finds the same routers; the model itself is not touched.
+    """
+    return Routers(model, find_routers(model))

@@ -1,0 +1,204 @@
+"""The seam: the expert-selecting top-k inside a router's own forward, observed or answered for it.
+
+Every router computes scores [N, E], selects K columns of each row with one top-k and turns what was selected into
+weights by its family's own formula (softmax before or after, sigmoid with a selection bias, renormalised, scaled, ...).
+Answering only the top-k, with `(scores.gather(-1, ids), ids)`, leaves that formula, its gradients and its bits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.layers import Router
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+_ABSENT = object()
+
+
+def in_backward() -> bool:
+    """Is autograd running a backward on this thread? A router called from there is an activation recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def override(name: str, values: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Give each module an instance attribute `name`; on exit put back exactly what was there."""
+    values = list(values)
+    saved = [(module, module.__dict__.get(name, _ABSENT)) for module, _ in values]
+    try:
+        for module, value in values:
+            module.__dict__[name] = value
+        yield
+    finally:
+        for module, old in saved:
+            if old is _ABSENT:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = old
+
+
+class Seam(TorchFunctionMode):
+    """What stands in for one router's `forward` inside a record or replay context."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        if isinstance(router.module.forward, Seam):
+            raise RoutingError(
+                f"layer {router.layer} is being recorded or replayed already; leave that context first (a replay also "
+                "reports the router's own choice: replay(trace, native=True))"
+            )
+        self.router = router
+        self.forward = router.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _once(self, count: int) -> None:
+        if count != 1:
+            raise RoutingError(
+                f"layer {self.router.layer}: {self.router.path!r} ({type(self.router.module).__name__}) ran {count} "
+                f"top-{self.router.top_k} selections of {self.router.num_experts} experts in its forward, expected one"
+            )
+
+
+class Recorder(Seam):
+    """Keeps the ids [N, K] int64 of every forward of one router."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self.seen: list[Tensor] = []
+        self._found: list[Tensor] = []
+        self._position: int | None = None  # of the ids in the router's output, once a first forward has shown it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out, ids = self.observe(args, kwargs)
+        if not in_backward():
+            self.seen.append(ids)
+        return out
+
+    def observe(self, args: tuple, kwargs: dict) -> tuple[Any, Tensor]:
+        """The router's own output, and the experts it selected."""
+        if self._position is not None:  # ten times cheaper than a function mode, and decoding pays for it every step
+            out = self.forward(*args, **kwargs)
+            return out, out[self._position]
+        self._found.clear()
+        with self:
+            out = self.forward(*args, **kwargs)
+        self._once(len(self._found))
+        ids = self._found.pop()
+        if isinstance(out, tuple):
+            self._position = next((i for i, item in enumerate(out) if item is ids), None)
+        return out, ids
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _TOPK:
+            _, k, width = _operands(args, kwargs)
+            if (k, width) == (self.router.top_k, self.router.num_experts):
+                self._found.append(out[1])
+        return out
+
+
+class Replayer(Seam):
+    """Makes one router select the experts of `route` in one forward and in every recompute of it."""
+
+    def __init__(self, router: Router, route: Tensor, valid: Tensor | None, *, native: bool) -> None:
+        """route [T, K] uint8 | uint16; valid [T] bool, None = all rows; native: also keep the router's own choice."""
+        super().__init__(router)
+        self.fired = False
+        self.native: Tensor | None = None  # [T, K], dtype of route
+        self._route = route
+        self._valid = valid
+        self._keep_native = native
+        self._target: Tensor | None = None  # [T, K] int64 while the router runs
+        self._answered = 0
+        self._own = Recorder(router)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            self._first_call(args, kwargs)
+        self._target, self._answered = self._route.to(torch.int64), 0  # the only int64 copy, one layer at a time
+        try:
+            with self:
+                out = self.forward(*args, **kwargs)
+        finally:
+            self._target = None
+        self._once(self._answered)
+        return out
+
+    def _first_call(self, args: tuple, kwargs: dict) -> None:
+        if self.fired:
+            raise RoutingError(
+                f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
+            )
+        self.fired = True
+        if not self._keep_native and self._valid is None:
+            return
+        with torch.no_grad(), _no_autocast_cache():
+            _, own = self._own.observe(args, kwargs)
+        self._check_rows(len(own))
+        if self._keep_native:
+            self.native = own.to(self._route.dtype)
+        if self._valid is not None:  # kept for the recompute, which must not choose again
+            self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(self._route.dtype)
+
+    def _check_rows(self, rows: int) -> None:
+        if rows != len(self._route):
+            raise RoutingError(
+                f"layer {self.router.layer} routes {rows} tokens, but the trace has {len(self._route)} rows"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TOPK:
+            assert self._target is not None
+            scores, k, width = _operands(args, kwargs)
+            router = self.router
+            if (k, width) == (router.top_k, router.num_experts):
+                self._check_rows(len(scores))
+                self._answered += 1
+                return _select(scores, self._target)
+            if router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups):
+                return _select(scores, _groups_of(self._target, router))
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:
+    """(scores, k, width) of a top-k call; width 0 unless scores are one row per token.
+
+    3-D calls score groups of experts, and with one group their last axis is as long as the experts'.
+    """
+    scores = args[0] if args else kwargs["input"]  # type: ignore[index]
+    k = args[1] if len(args) > 1 else kwargs["k"]  # type: ignore[index]
+    return scores, k, scores.shape[-1] if scores.dim() == 2 else 0
+
+
+def _select(scores: Tensor, ids: Tensor) -> Any:
+    return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+def _groups_of(ids: Tensor, router: Router) -> Tensor:  # [T, K] -> [T, max(K, top_groups)]
+    """Groups to keep, so that no replayed expert is masked out of its own scores (DeepSeek-V2 weighs what is left).
+
+    A group may be named more than once: the routers only mark the groups they are given.
+    """
+    groups = ids // (router.num_experts // router.num_groups)
+    missing = router.top_groups - groups.shape[1]
+    return groups if missing <= 0 else torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """A weight cast under no_grad must not be cached: the forward with gradients would reuse it and cut the graph."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

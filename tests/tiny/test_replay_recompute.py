@@ -1,0 +1,171 @@
+"""Replay under activation checkpointing, interleaved micro-batches and autocast."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from replay_models import build, experts_inputs, loss_and_grads, random_trace, tokens
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from onepolicy import bind_routers
+from onepolicy.replay import Routers
+from onepolicy.types import RoutingTrace
+
+MODES = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+
+
+def _checkpointed(model: PreTrainedModel, reentrant: bool) -> PreTrainedModel:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+def _trace(routers: Routers, seed: int, every: int = 0) -> RoutingTrace:
+    """Random routes; with `every`, each every-th row is left to the routers."""
+    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
+    if every:
+        trace.valid[::every] = False
+    return trace
+
+
+def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
+
+
+def _grads(model: PreTrainedModel) -> dict[str, Tensor]:
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@MODES
+@pytest.mark.parametrize("every", [0, 3], ids=["all_valid", "some_native"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_recompute_takes_the_same_routes(family: str, every: int, reentrant: bool) -> None:
+    model, ids = build(family), tokens()
+    routers = bind_routers(model)
+    trace = _trace(routers, 2, every)
+    with routers.replay(trace, native=True) as plain:
+        _, expected = loss_and_grads(model, ids)
+    _checkpointed(model, reentrant)
+    with experts_inputs(model) as computed, routers.replay(trace, native=True) as replayed:
+        _, grads = loss_and_grads(model, ids)
+    assert len(computed) > len(routers.layers)  # something was recomputed
+    assert _same(grads, expected)
+    assert torch.equal(replayed.native().ids, plain.native().ids)  # kept once, not again by the recompute
+
+
+@MODES
+def test_a_recording_keeps_recomputes_out(reentrant: bool) -> None:
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    with routers.record() as plain:
+        _, expected = loss_and_grads(model, ids)
+    _checkpointed(model, reentrant)
+    with routers.record() as tape:
+        _, grads = loss_and_grads(model, ids)
+    assert torch.equal(tape.trace().ids, plain.trace().ids)
+    assert _same(grads, expected)
+
+
+@MODES
+def test_micro_batches_may_interleave(reentrant: bool) -> None:
+    """Forward 1, forward 2, backward 2 inside replay 2, backward 1 outside any: each recompute takes its own routes."""
+    model = build("qwen3_moe")
+    routers = bind_routers(model)
+    batches, traces = (tokens(seed=5), tokens(seed=6)), (_trace(routers, 7, 4), _trace(routers, 8))
+
+    def interleaved() -> dict[str, Tensor]:
+        with routers.replay(traces[0]):
+            first = _loss(model, batches[0])
+        with routers.replay(traces[1]):
+            second = _loss(model, batches[1])
+            second.backward()
+        first.backward()
+        return _grads(model)
+
+    expected = interleaved()
+    _checkpointed(model, reentrant)
+    assert _same(interleaved(), expected)
+
+    with routers.replay(traces[0]):
+        first = _loss(model, batches[0])
+    with routers.replay(traces[1]):
+        second = _loss(model, batches[1])
+        first.backward()  # inside the other micro-batch's replay
+    second.backward()
+    wanted = _grads(model)
+    model.gradient_checkpointing_disable()
+    for trace, batch in zip(traces, batches, strict=True):
+        with routers.replay(trace):
+            _loss(model, batch).backward()
+    assert _same(wanted, _grads(model))
+
+
+@MODES
+def test_a_checkpoint_of_other_making_works_inside_the_context(reentrant: bool) -> None:
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    trace = _trace(routers, 2)
+    with routers.replay(trace):
+        _loss(model, ids).backward()
+    expected = _grads(model)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        logits = model(inputs_embeds=x, use_cache=False).logits
+        return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
+
+    with routers.replay(trace):
+        checkpoint(forward, embedded, use_reentrant=reentrant).backward()
+    grads = _grads(model)
+    expected.pop("model.embed_tokens.weight")
+    assert _same(grads, expected)
+
+
+def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
+    model, ids = _checkpointed(build("qwen3_moe"), False), tokens()
+    routers = bind_routers(model)
+    with experts_inputs(model) as computed, routers.replay(_trace(routers, 2, 2)):
+        loss = _loss(model, ids)
+        with torch.no_grad():
+            for router in routers._routers:
+                router.module.weight.neg_()  # now every choice would come out differently
+        loss.backward()
+    forward, recompute = computed[: len(routers.layers)], computed[len(routers.layers) :]
+    for (chosen, _), (again, _) in zip(forward, reversed(recompute), strict=True):
+        assert torch.equal(chosen, again)
+
+
+def test_autocast_keeps_the_router_gradient() -> None:
+    """The extra gradient-free router forward must not leave its cast weights in autocast's cache."""
+    model, ids = build("qwen3_moe", experts="eager"), tokens()
+    routers = bind_routers(model)
+    with torch.autocast("cpu", torch.bfloat16), routers.record() as tape:
+        plain, expected = loss_and_grads(model, ids)
+    trace = dataclasses.replace(tape.trace(), valid=torch.arange(21) % 2 == 0)
+    with torch.autocast("cpu", torch.bfloat16), routers.replay(trace, native=True):
+        logits, grads = loss_and_grads(model, ids)
+    assert torch.equal(logits, plain)
+    assert _same(grads, expected)
+
+
+@MODES
+def test_leaving_a_replay_restores_checkpointing(reentrant: bool) -> None:
+    model = _checkpointed(build("qwen3_moe"), reentrant)
+    routers = bind_routers(model)
+    before = [dict(module.__dict__) for module in model.modules()]
+    with routers.replay(_trace(routers, 2)):
+        _loss(model, tokens()).backward()
+    model.zero_grad(set_to_none=True)
+    assert [module.__dict__.keys() for module in model.modules()] == [state.keys() for state in before]
+    for module, state in zip(model.modules(), before, strict=True):
+        assert module.__dict__.get("_gradient_checkpointing_func") is state.get("_gradient_checkpointing_func")
