@@ -58,6 +58,7 @@ def test_engines_that_agree_weigh_exactly_one(config: CorrectionConfig) -> None:
     logp = -torch.rand(100) * 20
     applied = reweight(logp, logp, torch.ones(100, dtype=torch.bool), config)
     assert (applied.weight == 1).all()
+    assert reweight(logp, logp, torch.ones(100, dtype=torch.bool), TIS(cap=1.0)).report["correction/capped"] == 0
 
 
 @BOTH

@@ -62,10 +62,14 @@ def test_k3_estimates_kl_from_rollout_to_trainer() -> None:
 
 @pytest.mark.parametrize(
     ("old", "rollout", "expected"),
-    [([-1.0, -1.0], [-1.0, -1.0], 1.0), ([-1.0, -1.0], [-2.0, -2.0], math.nan), ([-1.0, -1.0], [-1.0, -2.0], math.nan)],
+    [
+        ([-0.7] * 7, [-0.7] * 7, 1.0),
+        ([-0.7] * 7, [-2.1] * 7, math.nan),
+        ([-0.7] * 7, [-0.7] * 6 + [-2.1], math.nan),  # exp(-.7) seven times has a rounded mean: deviations are not 0
+    ],
 )
 def test_pearson_of_constants(old: list[float], rollout: list[float], expected: float) -> None:
-    m = mismatch(torch.tensor(old), torch.tensor(rollout), torch.ones(2, dtype=torch.bool))
+    m = mismatch(torch.tensor(old), torch.tensor(rollout), torch.ones(7, dtype=torch.bool))
     assert m.pearson == pytest.approx(expected, nan_ok=True)
 
 
