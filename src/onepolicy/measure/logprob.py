@@ -69,7 +69,7 @@ def mismatch(
     dp = (old.exp() - rollout.exp()).abs()
     dlogp = log_rho.abs().sort().values
     numbers = {
-        "k1": -log_rho.mean(),
+        "k1": (rollout - old).mean(),
         "k3": (log_rho.expm1() - log_rho).mean(),
         "chi2": (2 * log_rho).expm1().mean(),
         "ess": shifted.sum().square() / (len(log_rho) * shifted.square().sum()),
