@@ -10,20 +10,20 @@ import json
 import math
 import os
 import re
-import statistics
 from collections.abc import Mapping
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from onepolicy.config import UsageError
-from onepolicy.jsonl import read_jsonl
+from onepolicy.report.jsonl import read_jsonl
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Row = dict[str, float]
+Row = dict[str, Any]
 
 _ROUTING = {
     "routing/routers": "routers (token, MoE layer) whose set of experts differs between rollout and trainer [share]",
@@ -44,37 +44,38 @@ _MISMATCH = {
     "mismatch/max_dlogp": "largest |log rho| [nats]",
     "mismatch/mean_dlogp": "mean |log rho| [nats]",
     "mismatch/pearson": "correlation of p_trainer with p_rollout [1]",
-    "mismatch/ppl_ratio": "perplexity of the samples under the trainer over that under the rollout engine [1]",
+    "mismatch/ppl_ratio": "perplexity under the trainer over that under the rollout engine, mean over samples [1]",
 }
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
-    "train/reward_std": "standard deviation of those rewards [reward]",
     "train/response_length": "mean sampled tokens per rollout [tokens]",
-    "train/truncated": "rollouts that hit the length limit [share]",
+    "train/cut_by_length": "rollouts that hit the length limit [share]",
     "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
-    "train/loss": "value of the objective [1]",
+    "train/loss": "value of the objective, mean over trainable slots [1]",
     "train/grad_norm": "gradient norm before clipping, largest of the mini-steps [1]",
     "train/lr": "learning rate of the last mini-step [1]",
-    "train/ratio_mean": "mean PPO ratio new / old [1]",
+    "train/ratio_dev": "mean |PPO ratio new / old - 1| [1]",
     "train/clip_high": "trainable slots whose PPO ratio was clipped from above [share]",
     "train/clip_low": "trainable slots whose PPO ratio was clipped from below [share]",
-    "train/tokens": "trainable slots of the step [tokens]",
-    "train/tokens_per_second": "trainable slots per second of the whole step [tokens/s]",
+    "train/tokens_per_second": "slots (prompts included) per second of the whole step [tokens/s]",
     **_MISMATCH,
     **_ROUTING,
-    "correction/weight_mean": "mean importance weight [1]",
+    "correction/weight_mean": "mean importance weight, rejected slots as 0 [1]",
     "correction/weight_min": "smallest importance weight [1]",
     "correction/weight_max": "largest importance weight [1]",
-    "correction/truncated": "trainable slots whose weight hit the cap [share]",
+    "correction/weight_ess": "effective sample size of the weights [share]",
+    "correction/capped": "trainable slots whose rho is above the cap [share]",
+    "correction/rejected": "trainable slots left out of the loss [share]",
+    "correction/ratio_mean": "mean rho before the cap [1]",
+    "correction/ratio_max": "largest rho before the cap [1]",
+    "correction/ratio_ess": "effective sample size of rho before the cap [share]",
     "time/rollout": "sampling and grading [s]",
     "time/score": "scoring forward of the trainer [s]",
     "time/probe": "second scoring without replay, on probe steps [s]",
     "time/update": "forward, backward and optimiser [s]",
     "time/sync": "trainer weights to the engine [s]",
-    "time/eval": "evaluation, on evaluation steps [s]",
-    "time/checkpoint": "saving, on checkpoint steps [s]",
-    "time/step": "the whole step, wall clock [s]",
+    "time/step": "the whole step, without evaluation and checkpoint [s]",
     "eval/greedy": "accuracy of one greedy answer per held-out problem [share]",
     "eval/avg@k": "mean accuracy of k sampled answers per held-out problem [share]",
     "eval/pass@k": "held-out problems with at least one right answer among k [share]",
@@ -83,18 +84,10 @@ METRICS: dict[str, str] = {
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
 }
 
-COMPARED = {
-    "k3": "mismatch/k3",
-    "f2": "mismatch/f2",
-    "routers": "routing/routers",
-    "tokens": "routing/tokens",
-    "sequence": "routing/sequence",
-}
 
-
-def meaning(name: str) -> str:
-    """What a metric is, with its unit. `eval/avg@4` is looked up as `eval/avg@k`. KeyError: not in the vocabulary."""
-    return METRICS[re.sub(r"@\d+$", "@k", name)]
+def is_known(name: str) -> bool:
+    """Whether METRICS says what this is; `eval/avg@4` stands there as `eval/avg@k`."""
+    return re.sub(r"@\d+$", "@k", name) in METRICS
 
 
 class RunLog:
@@ -109,31 +102,33 @@ class RunLog:
         self._tensorboard = _summary_writer_class() if tensorboard else None
         rows = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
         self._last_step = int(rows[-1]["step"]) if rows else -1
+        self._open = ExitStack()
         self._metrics: FileIO | None = None
         self._samples: FileIO | None = None
         self._writer: SummaryWriter | None = None
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_lines(self._folder / "metrics.jsonl")
-        self._samples = _open_lines(self._folder / "samples.jsonl")
-        if self._tensorboard is not None:
-            self._writer = self._tensorboard(str(self._folder / "tensorboard"), purge_step=self._last_step + 1)
+        with ExitStack() as opening:  # closes what is open if a later one fails
+            self._metrics = opening.enter_context(_open_lines(self._folder / "metrics.jsonl"))
+            self._samples = opening.enter_context(_open_lines(self._folder / "samples.jsonl"))
+            if self._tensorboard is not None:
+                writer = self._tensorboard(str(self._folder / "tensorboard"), purge_step=self._last_step + 1)
+                self._writer = opening.enter_context(writer)
+            self._open = opening.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sink in (self._metrics, self._samples, self._writer):
-            if sink is not None:
-                sink.close()
+        self._open.close()
         self._metrics = self._samples = self._writer = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The row of one step; steps only grow. NaN and infinity become null (JSON has neither)."""
         assert self._metrics is not None, "RunLog is used outside its with block"
         assert step > self._last_step, f"step {step} after step {self._last_step}: one row per step"
-        unknown = [name for name in metrics if re.sub(r"@\d+$", "@k", name) not in METRICS]
+        unknown = [name for name in metrics if not is_known(name)]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: not in loop.metrics.METRICS; add the name with meaning and unit")
         _append(self._metrics, {"step": step} | {name: float(value) for name, value in metrics.items()})
@@ -150,13 +145,13 @@ class RunLog:
 
 
 def read_metrics(folder: Path) -> list[Row]:
-    """All rows of metrics.jsonl, null as NaN. A half-written last line is left out, any other bad line raises."""
+    """All rows of metrics.jsonl (null: NaN, infinite). A half-written last line is left out, any other raises."""
     path = folder / "metrics.jsonl"
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int):
             raise UsageError(f"{path}:{number}: no integer `step`; remove the line or restore the file")
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
+    return rows
 
 
 def truncate_after(folder: Path, step: int) -> None:
@@ -169,43 +164,6 @@ def truncate_after(folder: Path, step: int) -> None:
         temporary = path.with_suffix(".jsonl.tmp")
         temporary.write_bytes(b"".join(_line(row) for row in kept))
         os.replace(temporary, path)
-
-
-def compare_scorings(rows: list[Row], *, replay: bool) -> dict[str, Any]:
-    """`mismatch` of summary.json: how far apart rollout and trainer were, and what replay changed.
-
-    Per quantity: `trained`, mean over all steps of the scoring that trained; and, over the probe steps, where the same
-    batch was scored both ways, the means `with_replay` and `without_replay`, their `ratio` without / with, and
-    `median_ratio` of the single probes (k3 is heavy-tailed, one step can make the mean). None: nothing to compute from.
-    """
-    out: dict[str, Any] = {"replay": replay}
-    for key, name in COMPARED.items():
-        trained = _finite(row.get(name) for row in rows)
-        pairs = [(row.get(name), row.get(f"counterfactual/{name}")) for row in rows]
-        paired = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
-        ratios = [b / a for a, b in paired if a > 0]
-        with_replay = statistics.fmean(a for a, _ in paired) if paired else None
-        without = statistics.fmean(b for _, b in paired) if paired else None
-        out[key] = {
-            "trained": statistics.fmean(trained) if trained else None,
-            "probes": len(paired),
-            "with_replay": with_replay,
-            "without_replay": without,
-            "ratio": without / with_replay if with_replay and without is not None else None,
-            "median_ratio": statistics.median(ratios) if ratios else None,
-        }
-    return out
-
-
-def mean_times(rows: list[Row]) -> dict[str, float]:
-    """`time` of summary.json: seconds per step, averaged over all steps, per part (`rollout`, ..., `step`)."""
-    steps = [row for row in rows if "time/step" in row]
-    names = sorted({name for row in steps for name in row if name.startswith("time/")})
-    return {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in steps) / len(steps) for name in names}
-
-
-def _finite(values: Any) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

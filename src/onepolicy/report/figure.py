@@ -1,0 +1,117 @@
+"""What every figure shares: the three looks, axes, and a log axis on which zero stays visible.
+
+Figures are plain plotly JSON. A colour `@name` is resolved in the browser from the page's CSS variables, so that one
+figure serves the light and the dark theme.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Spec = dict[str, Any]
+
+TAU = "\N{GREEK SMALL LETTER TAU}"
+RHO = "\N{GREEK SMALL LETTER RHO}"
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour plus a second sign (line style, marker, fill pattern), so that no reader depends on colour alone."""
+
+    color: str
+    dash: str
+    symbol: str
+    pattern: str
+
+
+ROLLOUT = Look("@rollout", "solid", "circle", "")
+TRAINER = Look("@trainer", "9px,3px", "diamond", "/")
+REPLAY = Look("@replay", "dot", "square", "x")
+NEUTRAL = Look("@ink", "solid", "star", "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str  # id of its div: fig-<name>
+    title: str  # what one should see
+    note: str  # how to read it
+    data: list[Spec]
+    layout: Spec
+    width: Literal["third", "half", "wide"] = "half"  # of the page
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A figure that is left out, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LogScale:
+    """A log axis. Values <= 0 are drawn at `floor`, one decade below the smallest positive value, and labelled 0."""
+
+    floor: float
+    top: float
+    has_zero: bool
+
+    @classmethod
+    def of(cls, *series: Iterable[float], top: float | None = None) -> LogScale:
+        values = [float(v) for values in series for v in values if math.isfinite(v)]
+        positive = [v for v in values if v > 0]
+        smallest, largest = (min(positive), max(positive)) if positive else (1e-7, 1e-7)
+        has_zero = len(positive) < len(values)
+        low = math.floor(math.log10(smallest)) - (1 if has_zero else 0)
+        high = math.ceil(math.log10(top or largest))
+        return cls(10.0**low, 10.0 ** max(high, low + 1), has_zero)
+
+    def lift(self, values: Iterable[float]) -> list[float]:
+        return [self.floor if v <= 0 else v for v in values]
+
+    def symbols(self, values: Iterable[float], symbol: str) -> list[str]:
+        """Open markers for zeros."""
+        return [f"{symbol}-open" if v <= 0 else symbol for v in values]
+
+    def axis(self, title: str) -> Spec:
+        low, high = round(math.log10(self.floor)), round(math.log10(self.top))
+        stride = max(1, (high - low) // 6)
+        ticks = list(range(high, low - 1, -stride))[::-1]
+        if self.has_zero:
+            ticks = [low, *(t for t in ticks if t > low)]
+        text = ["0" if self.has_zero and t == low else decade(t) for t in ticks]
+        margin = 0.06 * (high - low)
+        return axis(title) | {
+            "type": "log",
+            "range": [low - margin, high + margin],
+            "tickmode": "array",
+            "tickvals": [10.0**t for t in ticks],
+            "ticktext": text,
+        }
+
+
+def decade(exponent: int) -> str:
+    return {0: "1", 1: "10", -1: "0.1", -2: "0.01"}.get(exponent, f"10<sup>{exponent}</sup>".replace("-", "\u2212"))
+
+
+def axis(title: str, **settings: Any) -> Spec:
+    return {"title": {"text": title}, **settings}
+
+
+def line(name: str, x: Sequence[float], y: Sequence[float], look: Look, **settings: Any) -> Spec:
+    stroke = {"color": look.color, "dash": look.dash, "width": 1.8}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": stroke, **settings}
+
+
+def markers(name: str, x: Sequence[float], y: Sequence[float], look: Look, **settings: Any) -> Spec:
+    marker = {"color": look.color, "symbol": look.symbol, "size": 8} | settings.pop("marker", {})
+    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **settings}
+
+
+def bars(name: str, x: Sequence[Any], y: Sequence[float | None], look: Look, **settings: Any) -> Spec:
+    pattern = {"shape": look.pattern, "size": 7, "solidity": 0.15, "fgcolor": "@paper", "fillmode": "overlay"}
+    marker = {"color": look.color, "pattern": pattern}
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **settings}

@@ -1,0 +1,129 @@
+"""Figures over training steps: reward and evaluation, length, entropy, gradient norm, time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onepolicy.report.figure import NEUTRAL, ROLLOUT, TRAINER, Absent, Figure, Look, Spec, axis, line, markers
+from onepolicy.report.run import Run
+
+EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
+TIME_PARTS = {  # part -> colour, fill pattern
+    "rollout": ("@rollout-soft", ""),
+    "score": ("@trainer-soft", "/"),
+    "probe": ("@replay", "x"),
+    "update": ("@trainer", "\\"),
+    "sync": ("@muted", "."),
+    "eval": ("@ink", "-"),
+}
+
+
+def learning_figures(run: Run) -> list[Figure | Absent]:
+    return [
+        reward(run),
+        single(run, "length", "train/response_length", "tokens", ROLLOUT, "Response length: slow drifts only",
+               "Mean sampled tokens per rollout. A sudden jump to the limit means answers stopped ending."),
+        single(run, "entropy", "train/entropy", "nats", TRAINER, "Entropy: falls slowly, never to 0 at once",
+               "Mean entropy of the trainer's next-token distribution on sampled tokens."),
+        single(run, "grad_norm", "train/grad_norm", "norm", TRAINER, "Gradient norm: no lasting rise",
+               "Before clipping. Spikes that come before a fall of the reward are a warning.", log=True),
+    ]  # fmt: skip
+
+
+def reward(run: Run) -> Figure | Absent:
+    steps, values = run.points("train/reward")
+    if not steps:
+        return Absent("reward", "Reward: metrics.jsonl has no train/reward.")
+    window = max(5, len(steps) // 25)
+    raw = {"color": ROLLOUT.color, "width": 1}
+    data = [line("training reward, per step", steps, values, ROLLOUT, line=raw, opacity=0.45)]
+    if len(steps) >= 4 * window:
+        mean = line(f"mean of {window} steps", steps, trailing_mean(values, window), ROLLOUT)
+        mean["line"]["width"] = 2.6
+        data.append(mean)
+    scores = [name for name in run.names("eval/") if name != "eval/response_length"]
+    for name, symbol in zip(scores, EVAL_SYMBOLS, strict=False):
+        look = Look(NEUTRAL.color, "solid", symbol, "")
+        points = markers(name.replace("eval/", "evaluation, "), *run.points(name), look)
+        thin = {"color": "@muted", "width": 1, "dash": "dot"}
+        data.append(points | {"mode": "lines+markers", "line": thin, "cliponaxis": False})
+    layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(run.summary.get("crash_step"))
+    held_out = "evaluation uses held-out problems." if scores else "no evaluation was run (eval.every = 0)."
+    note = f"Training reward is sampled at the training temperature; {held_out}"
+    title = "Reward should rise, and evaluation with it" if scores else "Reward should rise"
+    return Figure("reward", title, note, data, layout, width="wide")
+
+
+def _crash_line(step: int | None) -> Spec:
+    if step is None:
+        return {}
+    stroke = {"color": "@ink", "width": 1.5, "dash": "dash"}
+    text = {"text": "crash", "showarrow": False, "xanchor": "left", "xshift": 4}
+    return {
+        "shapes": [{"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}],
+        "annotations": [{"x": step, "y": 1, "yref": "paper", **text}],
+    }
+
+
+def single(
+    run: Run, name: str, metric: str, unit: str, look: Look, title: str, note: str, *, log: bool = False
+) -> Figure | Absent:
+    steps, values = run.points(metric)
+    if not any(math.isfinite(v) for v in values):
+        return Absent(name, f"{title.partition(':')[0]}: metrics.jsonl has no {metric}.")
+    yaxis = axis(unit, rangemode="tozero")
+    if log and min(v for v in values if math.isfinite(v)) > 0 and np.nanmax(values) > 30 * np.nanmedian(values):
+        yaxis = axis(f"{unit} (log)", type="log")
+    trace = line(metric, steps, values, look)
+    return Figure(name, title, note, [trace], {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False}, "third")
+
+
+def time_split(run: Run) -> Figure | Absent:
+    """Seconds per step, stacked; what no part claims is `other`."""
+    rows = [row for row in run.rows if row.get("time/step") is not None]
+    if not rows:
+        return Absent("time", "Time per step: metrics.jsonl has no time/step.")
+    steps = [row["step"] for row in rows]
+    total = np.array([row["time/step"] for row in rows], dtype=np.float64)
+    found = [name.removeprefix("time/") for name in run.names("time/") if name != "time/step"]
+    parts = [part for part in TIME_PARTS if part in found] + [part for part in found if part not in TIME_PARTS]
+    data, rest = [], total
+    for part in parts:
+        seconds = np.array([row.get(f"time/{part}") or 0.0 for row in rows], dtype=np.float64)
+        data.append(_area(part, steps, seconds, *TIME_PARTS.get(part, ("@muted", "+"))))
+        rest = rest - seconds
+    data.append(_area("other", steps, np.clip(rest, 0, None), "@line", ""))
+    shares = ", ".join(f"{trace['name']} {sum(trace['y']) / total.sum():.0%}" for trace in data)
+    note = f"Over the whole run: {shares}. Mean step: {total.mean():.3g} s."
+    layout = {"xaxis": step_axis(), "yaxis": axis("seconds per step", rangemode="tozero"), "hovermode": "x unified"}
+    return Figure("time", "Most of a step should be rollout and update", note, data, layout, width="wide")
+
+
+def step_axis() -> Spec:
+    return axis("training step", rangemode="tozero")
+
+
+def trailing_mean(values: list[float], window: int) -> list[float]:
+    """Mean of the last `window` values up to each one; NaN is left out."""
+    out = []
+    for end in range(1, len(values) + 1):
+        known = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+        out.append(sum(known) / len(known) if known else math.nan)
+    return out
+
+
+def _area(name: str, steps: list[int], seconds: np.ndarray, color: str, pattern: str) -> Spec:
+    fill = {"shape": pattern, "size": 6, "solidity": 0.2, "fgcolor": "@paper", "bgcolor": color, "fillmode": "overlay"}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": steps,
+        "y": seconds.tolist(),
+        "stackgroup": "time",
+        "line": {"width": 0.5, "color": color},
+        "fillcolor": color,
+        "fillpattern": fill,
+    }

@@ -1,0 +1,49 @@
+"""The end of a run in the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from onepolicy.report.words import ARROW, Compared, Tree, compared, factor, number, time_shares
+
+
+def summary_table(summary: Tree) -> Table:
+    """Two columns, what and how much; a quantity the summary does not have gets no row. Keys: see report/words.py."""
+    table = Table(title=f"{summary['steps']} steps", show_header=False, title_justify="left", pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(summary):
+        table.add_row(name, Text.assemble(*text) if isinstance(text, list) else Text(text))
+    return table
+
+
+def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
+    rows: list[tuple[str, str | list[tuple[str, str]]]] = []
+    if (parent := summary.get("parent")) is not None:
+        rows.append(("continued from", f"{parent['run']}, step {parent['step']}"))
+    if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
+        rows.append(("reward", f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}"))
+    if (best := summary.get("eval_best")) is not None:
+        rows.append(("best evaluation", f"{number(best['value'])} at step {best['step']}"))
+    crash = summary.get("crash_step")
+    rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
+    rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
+    if split := time_shares(summary):
+        rows.append(("time per step", split))
+    if summary.get("tokens_per_second") is not None:
+        rows.append(("tokens / s", number(summary["tokens_per_second"])))
+    rows += [(name, str(summary[name])) for name in ("run", "report") if summary.get(name)]
+    return rows
+
+
+def _mismatch_cell(entry: Compared) -> str | list[tuple[str, str]]:
+    if entry.without_replay is None:
+        return entry.show(entry.trained)
+    cut = f"  ({factor(entry.ratio)})" if entry.ratio is not None else ""
+    return [
+        (entry.show(entry.without_replay), "blue"),
+        (f" without {ARROW} ", "dim"),
+        (entry.show(entry.with_replay), "green"),
+        (f" with replay{cut}", "dim"),
+    ]

@@ -1,0 +1,149 @@
+"""summary.json in plain words: the sentences and table rows that the HTML report and the terminal share.
+
+Keys used, all optional but `steps`: steps, reward_first, reward_last, score (metric name), eval_best {step, value},
+crash_step, replay, mismatch {metric: mean over all steps}, probe_steps, mismatch_at_probes and mismatch_without_replay
+{metric: mean over the probe steps, with and without replay}, time {part: seconds}, tokens_per_second,
+parent {run, step}, run and report (paths).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from onepolicy.config import UsageError
+
+Tree = dict[str, Any]
+
+DASH = "\N{EN DASH}"
+ARROW = "\N{RIGHTWARDS ARROW}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+QUANTITIES = {  # metric -> (name, is a share)
+    "mismatch/k3": ("k3, nats per token", False),
+    "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, False),
+    "routing/routers": ("Routers that differ", True),
+    "routing/tokens": ("Tokens with a differing router", True),
+    "routing/sequence": ("Differing routers per token", False),
+}
+
+
+def number(value: float | None, *, share: bool = False) -> str:
+    """Three significant digits; a dash where there is no number."""
+    if value is None or math.isnan(value):
+        return DASH
+    if share:
+        percent = 100 * value
+        return f"{percent:.3g}%" if percent == 0 or abs(percent) >= 0.01 else f"{number(percent)}%"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+def factor(ratio: float | None) -> str:
+    return DASH if ratio is None else f"{ratio:.3g}{TIMES}" if ratio < 1000 else f"{ratio:,.0f}{TIMES}"
+
+
+def verdict(summary: Tree) -> list[str]:
+    """One sentence each on reward, evaluation, crash, and replay."""
+    out = []
+    if (parent := summary.get("parent")) is not None:
+        out.append(f"Continued from {parent['run']} at step {parent['step']}.")
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if first is not None and last is not None:
+        verb = "rose" if last > first else "fell" if last < first else "went"
+        out.append(f"Reward {verb} from {number(first)} to {number(last)} over {summary['steps']} steps.")
+    best = summary.get("eval_best")
+    if best is None:
+        out.append("No evaluation was run.")
+    else:
+        out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
+    crash = summary.get("crash_step")
+    out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
+    return [*out, _replay_sentence(summary)]
+
+
+def _of_score(summary: Tree) -> str:
+    name = (summary.get("score") or "").removeprefix("eval/")
+    return f" ({name})" if name else ""
+
+
+def _replay_sentence(summary: Tree) -> str:
+    found = {entry.metric: entry for entry in compared(summary)}
+    k3 = found.get("mismatch/k3")
+    if k3 is None:
+        return "The mismatch of rollout and trainer was not measured."
+    if summary.get("replay") != "r3":
+        return f"Replay was off; k3 averaged {number(k3.trained)}."
+    if k3.without_replay is None:
+        return f"Replay was on and k3 averaged {number(k3.trained)}; no probe measured it without."
+    count = len(summary.get("probe_steps") or [])
+    probes = "1 probe batch" if count == 1 else f"{count} probe batches"
+    short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": "routers that differ"}
+    clauses = [f"{name} {_change(found[key])}" for key, name in short.items() if key in found]
+    return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}."
+
+
+def _change(entry: Compared) -> str:
+    change = f"{entry.show(entry.without_replay)} {ARROW} {entry.show(entry.with_replay)}"
+    ratio = entry.ratio
+    if ratio is None:
+        return change
+    if ratio == 0:
+        return f"{change} (more)"
+    return f"{change} ({factor(ratio)} less)" if ratio >= 1 else f"{change} ({factor(1 / ratio)} more)"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity: mean over all steps as trained, and over the probe steps scored both ways. None: not measured."""
+
+    metric: str
+    name: str
+    is_share: bool
+    trained: float | None
+    with_replay: float | None
+    without_replay: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """without / with; None where replay left nothing or one of both was not measured."""
+        return self.without_replay / self.with_replay if self.with_replay and self.without_replay is not None else None
+
+    def show(self, value: float | None) -> str:
+        return number(value, share=self.is_share)
+
+
+def compared(summary: Tree) -> list[Compared]:
+    """The quantities that were measured, in the order of QUANTITIES."""
+    tables = []
+    for key in ("mismatch", "mismatch_at_probes", "mismatch_without_replay"):
+        table = summary.get(key) or {}
+        if not isinstance(table, dict) or any(not isinstance(v, int | float | None) for v in table.values()):
+            raise UsageError(f"summary.json: {key} is {table!r}; expected an object of metric: number or null")
+        tables.append(table)
+    found = [Compared(key, *words, *(table.get(key) for table in tables)) for key, words in QUANTITIES.items()]
+    return [entry for entry in found if entry.trained is not None]
+
+
+COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
+
+
+def comparison(summary: Tree) -> list[tuple[str, ...]]:
+    """Rows under COMPARISON_HEADER: mean over all steps as trained; the other columns over probe steps only."""
+    rows = []
+    for entry in compared(summary):
+        numbers = (entry.show(value) for value in (entry.trained, entry.without_replay, entry.with_replay))
+        rows.append((entry.name, *numbers, factor(entry.ratio)))
+    return rows
+
+
+def time_shares(summary: Tree) -> str:
+    """`rollout 61%, update 30%, ... of 1.2 s`; empty if the summary has no times."""
+    times = summary.get("time") or {}
+    step = times.get("step")
+    if not step:
+        return ""
+    parts = sorted(((v, k) for k, v in times.items() if k != "step" and v > 0), reverse=True)
+    return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
