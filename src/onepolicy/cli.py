@@ -44,20 +44,32 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     train = _command(commands, "train", "train a policy; resume or fork a run", run_train)
-    train.add_argument("recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)")
+    train.add_argument(
+        "recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)"
+    )
     origin = train.add_mutually_exclusive_group()
-    origin.add_argument("--resume", metavar="RUN", help="continue this run folder after its newest checkpoint (steps=N trains on)")
-    origin.add_argument("--from", dest="fork", metavar="RUN/STEP", help="new run from a checkpoint of another, with changed settings")
+    origin.add_argument(
+        "--resume", metavar="RUN", help="continue this run folder after its newest checkpoint (steps=N trains on)"
+    )
+    origin.add_argument(
+        "--from", dest="fork", metavar="RUN/STEP", help="new run from a checkpoint of another, with changed settings"
+    )
     train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
 
     evaluate = _command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
     evaluate.add_argument("recipe", help="TOML recipe whose task, sampling and eval settings are used, or a run folder")
-    evaluate.add_argument("--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)")
+    evaluate.add_argument(
+        "--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)"
+    )
     evaluate.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200")
 
-    policy = _command(commands, "make-policy", "make and warm up the tiny MoE policy `model.path = \"tiny\"` names", run_make_policy)
+    policy = _command(
+        commands, "make-policy", 'make and warm up the tiny MoE policy `model.path = "tiny"` names', run_make_policy
+    )
     policy.add_argument("--out", help="folder to write to (default: the user's cache)")
-    policy.add_argument("overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1")
+    policy.add_argument(
+        "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
+    )
 
     config = _command(commands, "config", "print the effective settings of a recipe", run_config)
     config.add_argument("recipe", help="TOML recipe")

@@ -1,5 +1,7 @@
 """Tiny random models of the families the tests run on. Perturbed, so that routers, biases and sinks are not trivial."""
 
+import copy
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -38,7 +40,12 @@ CONFIGS = {
     "deepseek_v3": DeepseekV3Config(**{**BASE, "num_key_value_heads": 4}, **LATENT, **SIGMOID),
     "glm4_moe": Glm4MoeConfig(**BASE, **HEADS, **SIGMOID),
     "gpt_oss": GptOssConfig(
-        **BASE, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+        **BASE,
+        **HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "qwen3_dense": Qwen3Config(**BASE, **HEADS),
 }
@@ -47,7 +54,7 @@ MOE = [name for name in CONFIGS if name != "qwen3_dense"]
 
 def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     with torch.no_grad():
         for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
             tensor += 0.05 * torch.randn_like(tensor)

@@ -68,16 +68,24 @@ class RunConfig(Frozen):
                 "may narrow evaluation)"
             )
         if self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more")
+            raise ValueError(
+                "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more"
+            )
         if self.rollout.prompts_per_step % self.objective.mini_steps:
             raise ValueError(
                 f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
                 f"{self.rollout.prompts_per_step}; groups are never split"
             )
         if self.train.reuse_scoring_forward and self.objective.mini_steps > 1:
-            raise ValueError("train.reuse_scoring_forward: needs objective.mini_steps = 1; later mini-steps have other weights")
+            raise ValueError(
+                "train.reuse_scoring_forward: needs objective.mini_steps = 1; later mini-steps have other weights"
+            )
         if self.train.reuse_scoring_forward and self.train.activation_checkpointing:
-            raise ValueError("train.reuse_scoring_forward holds all activations, which train.activation_checkpointing drops; choose one")
+            raise ValueError(
+                "train.reuse_scoring_forward holds all activations, which train.activation_checkpointing drops; choose one"
+            )
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
-            raise ValueError("train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32")
+            raise ValueError(
+                "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
+            )
         return self

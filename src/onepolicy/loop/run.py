@@ -56,9 +56,13 @@ def start(config: RunConfig, progress: Progress, origin: Origin = Origin()) -> J
     """A new run (or a fork, which starts at a parent's checkpoint). Returns the summary."""
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`")
+        raise UsageError(
+            f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`"
+        )
     if origin.step >= config.steps:
-        raise UsageError(f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher")
+        raise UsageError(
+            f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
+        )
     parts, tokenizer = setup.build_parts(config, origin.weights)
     out.mkdir(parents=True, exist_ok=True)
     (out / RUN).write_text(json.dumps(_about(origin), indent=1))

@@ -58,7 +58,9 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     device = device_of(config.train.device)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    model_config = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
+    model_config = (
+        resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
+    )
     hf_config = read_config(model_config)
     moe = is_moe(hf_config)
     if config.replay.mode == "r3" and not moe:

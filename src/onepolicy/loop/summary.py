@@ -59,7 +59,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "crash_rule": CRASH_RULE,
         "tokens_per_second": _mean(train, "train/tokens_per_second"),
         "time": {
-            key: _mean(train, f"time/{key}", absent=0.0) for key in ("rollout", "score", "probe", "update", "sync", "step")
+            key: _mean(train, f"time/{key}", absent=0.0)
+            for key in ("rollout", "score", "probe", "update", "sync", "step")
         },
     }
     measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 NAME = "onepolicy_grouped"
 
 
-def grouped_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
         return x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return embedding_bag(ctx.back, grad.contiguous(), mode="sum"), None, None
 
 
@@ -64,7 +64,7 @@ class _Combine(torch.autograd.Function):
         return embedding_bag(back, rows, mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(0, ctx.token), None, None
 
 
@@ -82,7 +82,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = torch.empty_like(x)

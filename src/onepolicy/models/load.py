@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -58,18 +59,22 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {model.path} has no tokenizer: {str(error).splitlines()[0]}") from None
     if tokenizer.eos_token_id is None:
-        raise UsageError(f"model.path: the tokenizer of {model.path} has no eos token, so no completion could ever stop")
+        raise UsageError(
+            f"model.path: the tokenizer of {model.path} has no eos token, so no completion could ever stop"
+        )
     return tokenizer
 
 
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Weights in `dtype` on `device`, in eval mode. An incomplete checkpoint is an error, not random weights."""
+    opened: Any
     try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        opened = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=dtype, trust_remote_code=model.trust_remote_code, output_loading_info=True
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: cannot load {model.path!r}: {str(error).splitlines()[0]}") from None
+    loaded, info = opened
     if info["missing_keys"]:
         raise UsageError(f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
     return loaded.to(device).eval()

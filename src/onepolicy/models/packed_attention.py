@@ -68,7 +68,7 @@ class _Pad(torch.autograd.Function):
         return x.index_select(0, bucket.pad)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_zeros(ctx.slots, *grad.shape[1:])
         return out.index_copy_(0, ctx.bucket.slots, grad.index_select(0, ctx.bucket.places)), None
 
@@ -89,7 +89,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sample. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
     if packing is None:
-        raise ValueError(f"{type(module).__name__} does not hand attention arguments on; packed training cannot work with it")
+        raise ValueError(
+            f"{type(module).__name__} does not hand attention arguments on; packed training cannot work with it"
+        )
     refused = [name for name in UNSUPPORTED if extra.get(name) is not None]
     if refused or dropout:
         raise ValueError(f"{type(module).__name__}: packed attention does not know {refused or 'dropout'}")
@@ -114,22 +116,30 @@ def _causal(
     q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     width = q.shape[2]
-    banded = window is not None and window < width
-    mask = None
-    if banded or sinks is not None:
-        distance = torch.arange(width, device=q.device)
-        distance = distance[:, None] - distance
-        mask = (distance >= 0) & (distance < (window if banded else width))
+    reach = width if window is None else min(window, width)
     if sinks is None:
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=None if reach == width else _band(width, reach, q.device),
+            is_causal=reach == width,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = scores.masked_fill(~_band(width, reach, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+def _band(width: int, reach: int, device: torch.device) -> Tensor:
+    """[width, width] bool: a query sees itself and the `reach` - 1 slots before it."""
+    distance = torch.arange(width, device=device)
+    distance = distance[:, None] - distance
+    return (distance >= 0) & (distance < reach)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

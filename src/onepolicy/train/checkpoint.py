@@ -29,7 +29,9 @@ def folder_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:05d}"
 
 
-def save(run: Path, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]) -> Path:
+def save(
+    run: Path, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]
+) -> Path:
     """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json."""
     final = folder_of(run, step)
     if final.exists():

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import OptimConfig, RunConfig
+from onepolicy.config import OptimConfig, RunConfig, UsageError
 from onepolicy.objective.advantages import totals
 from onepolicy.objective.loss import policy_loss
-from onepolicy.replay.routers import RouteTape, Routers
+from onepolicy.replay.contexts import Replayed, Tape
+from onepolicy.replay.routers import Routers
 from onepolicy.train.forward import Scored, forward
 from onepolicy.train.pack import micro_batches, mini_steps
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -33,8 +34,9 @@ class LocalLearner:
         self.optimizer = adamw(model, config.optim, self.device)
         self._live: list[tuple[list[int], Tensor]] = []  # micro-batches of score() whose graph step() will use
         if config.train.activation_checkpointing:
+            refuse_randomness(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()  # transformers checkpoints in train mode only; refuse_dropout makes that safe
+            model.train()  # transformers checkpoints in train mode only
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         return self._score(batch, replay=self.config.replay.mode == "r3", live=self.config.train.reuse_scoring_forward)
@@ -45,7 +47,9 @@ class LocalLearner:
     def step(self, batch: TokenBatch) -> dict[str, float]:
         """One optimiser step per mini-step. Metrics are means over the step's trainable slots, norms over mini-steps."""
         sums: Counter[str] = Counter()
-        norms = [self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)]
+        norms = [
+            self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)
+        ]
         self.version += 1
         slots = totals(batch).slots
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
@@ -65,7 +69,7 @@ class LocalLearner:
                 new = self._forward(micro).logp if logp is None else logp
                 loss, parts = policy_loss(new, micro, config=self.config.objective, denominator=denominator)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
-            sums.update({"loss": float(loss) * denominator} | {name: float(value) for name, value in parts.items()})
+            sums.update({"loss": loss.item() * denominator} | {name: value.item() for name, value in parts.items()})
         return self._update()
 
     def _update(self) -> float:
@@ -96,7 +100,7 @@ class LocalLearner:
             if live:
                 self._live.append((chosen, scored.logp))
             if tape is not None:
-                ids = (tape.native() if replay else tape.trace()).ids.cpu()
+                ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
                 native = torch.empty(batch.num_slots, *ids.shape[1:], dtype=ids.dtype) if native is None else native
                 native[slots] = ids
         return batch.replace(logp_old=logp, entropy=entropy, routing_native=self._trace(native))
@@ -108,7 +112,7 @@ class LocalLearner:
 
     def _replaying(
         self, micro: TokenBatch, replay: bool | None = None, *, native: bool = False
-    ) -> AbstractContextManager[RouteTape | None]:
+    ) -> AbstractContextManager[Tape | Replayed | None]:
         """Replay the micro-batch's routes; else record the trainer's own if they are wanted; else do nothing."""
         if self.routers is None:
             return nullcontext()
@@ -123,6 +127,16 @@ class LocalLearner:
 
     def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
+
+
+def refuse_randomness(model: PreTrainedModel) -> None:
+    """Train mode must compute what eval mode does, or the trainer would not be the policy that is measured."""
+    config = model.config.get_text_config()
+    for name in ("attention_dropout", "router_jitter_noise", "hidden_dropout", "resid_dropout"):
+        if getattr(config, name, 0):
+            raise UsageError(
+                f"model.path: {name}={getattr(config, name)} in the model's config; set it to 0 to checkpoint activations"
+            )
 
 
 def adamw(model: PreTrainedModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:

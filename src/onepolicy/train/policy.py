@@ -56,7 +56,7 @@ def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
             moe_intermediate_size=config.expert_size,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.head_dim,  # type: ignore[call-arg]
             norm_topk_prob=True,
             tie_word_embeddings=False,
             max_position_embeddings=config.max_len,

@@ -1,0 +1,85 @@
+"""Checkpoints: bit-exact, in transformers' layout, whole or not there, and honest about damage."""
+
+import shutil
+
+import pytest
+import torch
+from models import make
+from test_learner import batch_of, learner_of, one_step
+from transformers import AutoModelForCausalLM
+
+from onepolicy.config import UsageError
+from onepolicy.models.load import prepare_for_training
+from onepolicy.replay.routers import bind_routers
+from onepolicy.train import checkpoint
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.policy import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    learner = learner_of()
+    one_step(learner, batch_of())
+    path = checkpoint.save(run, learner, make_tokenizer("abc"), step=1, extra={"parent": None})
+    return run, path, learner
+
+
+def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
+    _, path, learner = saved
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for (name, a), (_, b) in zip(model.state_dict().items(), learner.model.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+    prepare_for_training(model, torch.device("cpu"))
+    again = LocalLearner(model.eval(), learner.config, routers=bind_routers(model))
+    checkpoint.restore_optimizer(path, again)
+    assert again.version == learner.version == 1
+    _, first, weights = one_step(learner, batch_of())
+    _, second, restored = one_step(again, batch_of())
+    assert first == second
+    assert all(torch.equal(weights[n], restored[n]) for n in weights)
+
+
+def test_an_interrupted_save_leaves_the_last_one(saved, tmp_path, monkeypatch):
+    run, learner = tmp_path, saved[2]
+    path = checkpoint.save(run, learner, make_tokenizer("abc"), step=1, extra={})
+    monkeypatch.setattr(checkpoint.os, "rename", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={})
+    monkeypatch.undo()
+    assert checkpoint.latest(run) == path
+    assert checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={}).name == "step_00002"
+    assert [p.name for p in checkpoint.complete(run)] == ["step_00001", "step_00002"]
+    checkpoint.prune(run, 1)
+    assert [p.name for p in checkpoint.complete(run)] == ["step_00002"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: (p / "state.json").unlink(), "half written"),
+        (lambda p: (p / "state.json").write_text('{"step": 1, "fi'), "not valid JSON"),
+        (lambda p: (p / "optimizer.safetensors").unlink(), "optimizer.safetensors: half written"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x"), "model.safetensors: half written"),
+    ],
+)
+def test_damage_is_named(saved, tmp_path, damage, words):
+    copy = tmp_path / "checkpoints" / "step_00001"
+    shutil.copytree(saved[1], copy)
+    damage(copy)
+    with pytest.raises(UsageError, match=words):
+        checkpoint.latest(tmp_path)
+
+
+def test_no_run_no_checkpoint(tmp_path):
+    with pytest.raises(UsageError, match="no such run folder"):
+        checkpoint.latest(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="no complete checkpoint"):
+        checkpoint.latest(tmp_path)
+
+
+def test_wrong_model_is_refused(saved):
+    other = make("qwen3_dense")
+    learner = LocalLearner(other, saved[2].config, routers=None)
+    with pytest.raises(UsageError, match="which the model does not have"):
+        checkpoint.restore_optimizer(saved[1], learner)

@@ -1,0 +1,159 @@
+"""The learner against the same step written out by hand on the stock model, and its options against each other."""
+
+import dataclasses
+
+import pytest
+import torch
+from models import VOCAB, make
+
+from onepolicy.config import UsageError, resolve
+from onepolicy.models.load import prepare_for_training
+from onepolicy.objective.advantages import credit
+from onepolicy.replay.routers import bind_routers
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.pack import pack
+from onepolicy.types import Group, RoutingTrace, Sample
+
+BASE = {
+    "out": "x",
+    "steps": 1,
+    "model": {"path": "m"},
+    "task": {"kind": "chain"},
+    "optim": {"lr": 1e-2, "clip_norm": 1e9},
+}
+EXPERTS, LAYERS = 8, (0, 1, 2)
+
+
+def random_sample(length: int, outcome: float, generator: torch.Generator, temperature: float = 1.0) -> Sample:
+    slots = length - 1
+    trainable = torch.arange(slots) >= 2
+    ids = torch.rand(slots, len(LAYERS), EXPERTS, generator=generator).topk(2).indices.to(torch.uint8)
+    return Sample(
+        tokens=torch.randint(0, VOCAB, (length,), generator=generator, dtype=torch.int32),
+        trainable=trainable,
+        logp_rollout=torch.where(trainable, -3.0, torch.nan),
+        version=torch.zeros(slots, dtype=torch.int32),
+        turn=torch.zeros(slots, dtype=torch.int32),
+        temperature=temperature,
+        reward=0.0,
+        finish="stop",
+        routing=RoutingTrace(ids, torch.ones(slots, dtype=torch.bool), LAYERS, EXPERTS),
+        outcome=outcome,
+    )
+
+
+def batch_of(temperature: float = 1.0):
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(9, 1.0), (14, -0.5), (6, 0.7), (23, -1.2), (11, 0.0), (8, 2.0), (17, -0.3), (5, 0.4)]
+    samples = [random_sample(n, outcome, generator, temperature) for n, outcome in sizes]
+    return pack([Group(g, tuple(samples[2 * g : 2 * g + 2])) for g in range(4)])
+
+
+def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe") -> LocalLearner:
+    config = resolve(BASE, [*overrides, "rollout.prompts_per_step=4"])
+    model = make(name)
+    prepare_for_training(model, torch.device("cpu"))
+    return LocalLearner(model, config, routers=bind_routers(model) if routed else None)
+
+
+def one_step(learner: LocalLearner, batch, weight=None):
+    batch = credit(learner.score(batch), learner.config.objective)
+    batch = batch.replace(weight=torch.ones(batch.num_slots) if weight is None else weight, keep=batch.trainable)
+    metrics = learner.step(batch)
+    return batch, metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+
+
+def test_step_equals_the_written_out_one():
+    """-sum(w A logp)/slots by plain autograd, sample by sample on the stock model, then torch's AdamW."""
+    batch = batch_of(temperature=0.7)
+    weight = torch.rand(batch.num_slots, generator=torch.Generator().manual_seed(5))
+    learner = learner_of("replay.mode=off")
+    scored, metrics, after = one_step(learner, batch.replace(routing=None), weight)
+
+    model = make("qwen3_moe")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+    slots, total, bounds = int(batch.trainable.sum()), torch.zeros(()), batch.cu_seqlens.tolist()
+    for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        logits = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0]
+        logp = torch.log_softmax(logits / 0.7, -1).gather(-1, batch.target_ids[a:b, None])[:, 0]
+        mask = batch.trainable[a:b]
+        torch.testing.assert_close(scored.logp_old[a:b][mask], logp.detach()[mask], atol=1e-5, rtol=1e-5)
+        total = total - (weight[a:b] * batch.outcome[s] * logp)[mask].sum() / slots
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        sure = gradients[name].abs() > 1e-5  # Adam's first step is the sign of the gradient: noise decides near 0
+        torch.testing.assert_close(
+            (after[name] - before[name])[sure], (parameter - before[name])[sure], atol=1e-4, rtol=1e-2
+        )
+
+
+@pytest.mark.parametrize("option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"])
+def test_options_that_must_not_change_a_bit(option):
+    _, metrics, plain = one_step(learner_of(), batch_of())
+    _, with_option, other = one_step(learner_of(option), batch_of())
+    assert metrics == with_option
+    assert all(torch.equal(plain[n], other[n]) for n in plain)
+
+
+def test_micro_batches_add_up():
+    _, whole, _ = one_step(learner_of(), batch_of())
+    scored, parts, _ = one_step(learner_of("train.tokens_per_micro_batch=20"), batch_of())
+    assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-4)
+    assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-4)
+    torch.testing.assert_close(scored.logp_old, learner_of().score(batch_of()).logp_old, atol=1e-5, rtol=1e-5)
+
+
+def test_replay_is_used_in_score_and_update_and_native_routes_are_kept():
+    batch = batch_of()
+    learner = learner_of()
+    scored, without = learner.score(batch), learner.score_without_replay(batch)
+    assert (scored.logp_old - without.logp_old).abs().max() > 1e-3
+    assert not torch.equal(scored.routing_native.ids, batch.routing.ids)
+    own = batch.replace(routing=without.routing_native)  # its own routes replayed: no difference to a bit
+    assert torch.equal(learner.score(own).logp_old, without.logp_old)
+    _, _, replayed = one_step(learner_of(), batch)
+    _, _, native = one_step(learner_of("replay.mode=off"), batch)
+    assert any(not torch.equal(replayed[n], native[n]) for n in native)
+
+
+def test_mini_steps_move_the_policy_between_them():
+    _, one, _ = one_step(learner_of(), batch_of())
+    _, two, _ = one_step(learner_of("objective.mini_steps=2"), batch_of())
+    assert one["train/ratio_dev"] == 0.0
+    assert two["train/ratio_dev"] > 0.0
+
+
+def test_warm_up_raises_the_rate_linearly():
+    learner = learner_of("optim.warmup_steps=3")
+    rates = [one_step(learner, batch_of())[1]["train/lr"] for _ in range(5)]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_gradient_that_is_not_finite_stops_before_the_weights_change():
+    learner = learner_of()
+    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    with pytest.raises(RuntimeError, match="gradient norm is nan"):
+        one_step(learner, batch_of(), weight=torch.full((batch_of().num_slots,), torch.nan))
+    assert all(torch.equal(before[n], p) for n, p in learner.model.named_parameters())
+
+
+def test_checkpointing_refuses_dropout():
+    config = resolve(BASE, ["train.activation_checkpointing=true"])
+    model = make("qwen3_moe")
+    model.config.attention_dropout = 0.1
+    with pytest.raises(UsageError, match=r"attention_dropout=0\.1"):
+        LocalLearner(model, config, routers=None)
+    model.config.attention_dropout = 0.0
+
+
+def test_dense_model_trains_without_routers():
+    batch = batch_of()
+    learner = learner_of("replay.mode=off", routed=False, name="qwen3_dense")
+    scored, metrics, _ = one_step(learner, dataclasses.replace(batch, routing=None))
+    assert scored.routing_native is None
+    assert metrics["train/grad_norm"] > 0
