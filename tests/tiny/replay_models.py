@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
@@ -19,35 +20,39 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
-from transformers import AutoModelForCausalLM
 
 from onepolicy.types import RoutingTrace, id_dtype
 
-BASE = dict(
-    vocab_size=61,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-)
-HEADS = dict(head_dim=8)
-QWEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, intermediate_size=24)
-MLA = dict(
-    kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4
-)
-GROUPS = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_group=4,
-    topk_group=2,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    moe_intermediate_size=16,
-    intermediate_size=24,
-    routed_scaling_factor=1.7,
-)
+BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 8}
+QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "intermediate_size": 24}
+MLA = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**BASE, **HEADS, **QWEN, norm_topk_prob=True),
@@ -116,7 +121,9 @@ def experts_inputs(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor
     """(ids, weights) [N, K] that reached each layer's experts, in firing order: the last word on what was computed."""
     seen: list[tuple[Tensor, Tensor]] = []
     handles = [
-        module.experts.register_forward_pre_hook(lambda _, args: seen.append((args[1].clone(), args[2].detach().clone())))
+        module.experts.register_forward_pre_hook(
+            lambda _, args: seen.append((args[1].clone(), args[2].detach().clone()))
+        )
         for module in model.modules()
         if hasattr(module, "experts")
     ]

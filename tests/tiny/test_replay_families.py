@@ -91,9 +91,10 @@ def test_native_is_the_choice_of_the_live_scores() -> None:
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
-    """R3 (arXiv:2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), y = sum_i g_i E_i(x), s = x W, I from the rollout.
+    """R3 (arXiv:2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), y = sum_i g_i E_i(x).
 
-    Without `norm_topk_prob` the family divides by the sum over all experts instead.
+    s = x W are the trainer's scores, I marks the rollout's experts. Without `norm_topk_prob` the family divides by
+    the sum over all experts instead.
     """
     model = build("qwen3_moe", num_hidden_layers=1, norm_topk_prob=norm, hidden_size=32)
     block = model.model.layers[0].mlp

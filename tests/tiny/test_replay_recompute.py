@@ -146,7 +146,7 @@ def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
 
 
 def test_autocast_keeps_the_router_gradient() -> None:
-    """The extra gradient-free router forward must not leave its cast weights in autocast's cache."""
+    """The extra gradient-free router forward must not cut the graph through autocast's weight cache."""
     model, ids = build("qwen3_moe", experts="eager"), tokens()
     routers = bind_routers(model)
     with torch.autocast("cpu", torch.bfloat16), routers.record() as tape:

@@ -141,7 +141,7 @@ class Replayer(Seam):
         self.fired = True
         if not self._keep_native and self._valid is None:
             return
-        with torch.no_grad(), _no_autocast_cache():
+        with torch.no_grad():
             _, own = self._own.observe(args, kwargs)
         self._check_rows(len(own))
         if self._keep_native:
@@ -191,14 +191,3 @@ def _groups_of(ids: Tensor, router: Router) -> Tensor:  # [T, K] -> [T, max(K, t
     groups = ids // (router.num_experts // router.num_groups)
     missing = router.top_groups - groups.shape[1]
     return groups if missing <= 0 else torch.cat([groups, groups[:, :1].expand(-1, missing)], 1)
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """A weight cast under no_grad must not be cached: the forward with gradients would reuse it and cut the graph."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
