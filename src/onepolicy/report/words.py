@@ -88,7 +88,7 @@ def _replay_sentence(summary: Tree) -> str:
 def _change(entry: Compared) -> str:
     change = f"{entry.show(entry.without_replay)} {ARROW} {entry.show(entry.with_replay)}"
     ratio = entry.ratio
-    if ratio is None:
+    if ratio is None or factor(ratio) == factor(1):
         return change
     if ratio == 0:
         return f"{change} (more)"
