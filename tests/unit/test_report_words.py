@@ -49,7 +49,7 @@ def test_sentences():
     [
         ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
         ({"reward_last": 0.2}, "Reward fell from 0.45 to 0.2 over 120 steps."),
-        ({"eval_best": None}, "No evaluation was run."),
+        ({"eval_best": None}, "No evaluation was run, so a crash would not have been seen."),
         ({"crash_step": 80}, "It crashed at step 80."),
         ({"mismatch": {}}, "The mismatch of rollout and trainer was not measured."),
         ({"replay": "off", "mismatch_without_replay": {}}, "Replay was off; k3 averaged 3.0e-6."),
@@ -101,9 +101,9 @@ def test_terminal():
 
 
 def test_terminal_leaves_out_what_is_not_there():
-    text = shown({"steps": 3, "crash_step": 2})
-    assert "at step 2" in text
-    for part in ("reward", "evaluation", "k3", "tokens", "continued", "None"):
+    assert "at step 2" in shown(SUMMARY | {"crash_step": 2})
+    text = shown({"steps": 3, "eval_best": None, "crash_step": None})  # never evaluated: no crash could be seen
+    for part in ("crash", "reward", "evaluation", "k3", "tokens", "continued", "None"):
         assert part not in text
     text = shown(SUMMARY | {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}})
     assert "3.0e-6" in text

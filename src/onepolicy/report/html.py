@@ -149,7 +149,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
             f"best {number(best['value'])} at step {best['step']}" if best else "not run",
             "",
         ),
-        ("Crash", "none", "", "good") if crash is None else ("Crash", f"step {crash}", "", "bad"),
+        ("Crash", *_crash(judged=best is not None, step=crash)),
     ]
     k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
     if k3 is not None:
@@ -158,6 +158,12 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
     if summary.get("tokens_per_second") is not None:
         tiles.append(("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), ""))
     return tiles
+
+
+def _crash(*, judged: bool, step: int | None) -> tuple[str, str, str]:
+    if not judged:
+        return number(None), "judged by evaluations", ""
+    return ("none", "", "good") if step is None else (f"step {step}", "", "bad")
 
 
 def _tile(name: str, value: str, more: str, kind: str) -> str:

@@ -26,8 +26,8 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append(("reward", f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}"))
     if (best := summary.get("eval_best")) is not None:
         rows.append(("best evaluation", f"{number(best['value'])} at step {best['step']}"))
-    crash = summary.get("crash_step")
-    rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
+        crash = summary.get("crash_step")  # judged by evaluations
+        rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
     rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
     if split := time_shares(summary):
         rows.append(("time per step", split))

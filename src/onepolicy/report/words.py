@@ -55,12 +55,12 @@ def verdict(summary: Tree) -> list[str]:
         verb = "rose" if last > first else "fell" if last < first else "went"
         out.append(f"Reward {verb} from {number(first)} to {number(last)} over {summary['steps']} steps.")
     best = summary.get("eval_best")
-    if best is None:
-        out.append("No evaluation was run.")
+    crash = summary.get("crash_step")
+    if best is None:  # a crash is judged by evaluations
+        out.append("No evaluation was run, so a crash would not have been seen.")
     else:
         out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
-    crash = summary.get("crash_step")
-    out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
+        out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
     return [*out, _replay_sentence(summary)]
 
 
