@@ -190,6 +190,9 @@ def _prepare_process(threads: int | None) -> None:
     if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # ours are enough
 
 
 def _show(summary: dict) -> None:

@@ -89,7 +89,8 @@ class LocalLearner:
     def _score(self, batch: TokenBatch, *, replay: bool, live: bool) -> TokenBatch:
         logp, entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
         native: Tensor | None = None
-        self._live = []
+        if live:
+            self._live = []
         bounds = batch.cu_seqlens.tolist()
         for chosen in self._micro_batches(batch):
             slots = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in chosen])
