@@ -1,0 +1,1 @@
+"""Where completions come from: `collect` drives episodes, one folder per engine samples tokens."""

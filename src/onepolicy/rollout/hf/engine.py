@@ -1,0 +1,140 @@
+"""`HFEngine`: a transformers model sampled in this process. Implements the RolloutEngine protocol.
+
+Every `generate` call is a request; while there are any, one driver task runs the batch step by step on the event loop,
+so calls made at any time join the running batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from onepolicy.config import HFEngineConfig, UsageError
+from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.models import decode_experts
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.forward import SlabForward
+from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
+from onepolicy.rollout.hf.request import Batch, Request
+from onepolicy.rollout.hf.sampler import check_sampling
+from onepolicy.rollout.hf.slab import Slab
+from onepolicy.rollout.hf.slab_batch import SlabBatch
+from onepolicy.types import Completion, Sampling
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HFEngine:
+    """Takes over `model`: its dtype, attention and experts functions become the engine's. Give it a copy of its own."""
+
+    def __init__(self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int) -> None:
+        """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens."""
+        context = int(model.config.get_text_config().max_position_embeddings)
+        if not 2 <= max_len <= context:
+            raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
+        self.caps = EngineCaps(routing=record, max_len=max_len)
+        self.version = 0
+        self.model = model.to(DTYPES[config.dtype]).eval()
+        self._vocab = model.get_input_embeddings().num_embeddings
+        device = next(model.parameters()).device
+        decode_experts.prepare(model, device)
+        routers = bind_routers(model) if record else None
+        self._batch: Batch
+        if needs_own_cache(model):
+            self._batch = OwnCacheBatch(model, routers, slots=config.slots)
+        else:
+            slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
+            self._batch = SlabBatch(SlabForward(model, slab, routers), prefix_reuse=config.prefix_reuse)
+        self._waiting: deque[Request] = deque()
+        self._pending: set[Request] = set()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+        """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        self._check(prompt, sampling)
+        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._pending.add(request)
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive())
+            self._driver.add_done_callback(self._stopped)
+        try:
+            return await request.future
+        finally:
+            self._pending.discard(request)
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
+        if self._pending:
+            raise RuntimeError(f"load_weights while {len(self._pending)} requests are running; await them first")
+        own = self.model.state_dict()
+        self._batch.clear()
+        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        loaded = set()
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in own:
+                    raise UsageError(f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}")
+                ours, theirs = tuple(own[name].shape), tuple(tensor.shape)
+                if ours != theirs:
+                    raise UsageError(f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}")
+                own[name].copy_(tensor)
+                loaded.add(own[name].data_ptr())
+        missing = [name for name, tensor in own.items() if tensor.data_ptr() not in loaded]  # tied names share memory
+        if missing:
+            raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}")
+        self.version = version
+
+    async def _drive(self) -> None:
+        """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
+        with self._batch.running():
+            while self._waiting or self._batch.busy:
+                self._batch.admit(self._waiting)
+                for request, completion in self._batch.step(self.version):
+                    if not request.future.done():
+                        request.future.set_result(completion)
+                await asyncio.sleep(0)
+
+    def _stopped(self, driver: asyncio.Task[None]) -> None:
+        """However the driver ended, nobody is left waiting for it."""
+        self._driver = None
+        error = None if driver.cancelled() else driver.exception()
+        if error is None and not driver.cancelled():
+            return
+        self._batch.clear()
+        self._waiting.clear()
+        for request in self._pending:
+            if request.future.done():
+                continue
+            if error is None:
+                request.future.cancel()
+            else:
+                request.future.set_exception(error)
+
+    def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
+        check_sampling(sampling)
+        if self.version < 0:
+            raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+        if prompt.ndim != 1 or not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocab:
+            raise UsageError(f"prompt_ids: expected at least one token id in 0..{self._vocab - 1}")
+        if len(prompt) + sampling.max_tokens > self.caps.max_len:
+            raise UsageError(
+                f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {self.caps.max_len}; "
+                "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
+            )
+
+
+def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:
+    """The model's own; on the CPU float32, which holds bfloat16 keys exactly and multiplies faster.
+
+    Latent attention (DeepSeek) hands what it reads back to bfloat16 layers, so there it must be the model's.
+    """
+    own = next(model.parameters()).dtype
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    return own if device.type != "cpu" or latent else torch.float32

@@ -1,0 +1,118 @@
+"""Forwards of the model over the slab: decode one token of many rows, or prefill many tokens of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.models import decode_attention
+from onepolicy.models.decode_attention import SlabStep
+from onepolicy.replay.contexts import Tape
+from onepolicy.replay.routers import Routers
+from onepolicy.rollout.hf.slab import Slab
+
+SCORES = 1 << 22  # most attention scores per head of one prefill forward: bounds its memory
+TOKENS = 8192  # most padded tokens of one prefill forward
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions [start, stop) of a slab row whose tokens are to be fed."""
+
+    row: int
+    start: int
+    stop: int
+
+
+class SlabForward:
+    def __init__(self, model: PreTrainedModel, slab: Slab, routers: Routers | None) -> None:
+        self.model, self.slab, self.routers = model, slab, routers
+        self._tape: Tape | None = None
+        model.set_attn_implementation(decode_attention.NAME)
+        if routers is not None:
+            slab.keep_routes(len(routers.layers), routers.top_k, routers.num_experts)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Held while forwards run; without a router bound it does nothing."""
+        if self.routers is None:
+            yield
+            return
+        with self.routers.record() as tape:
+            self._tape = tape
+            try:
+                yield
+            finally:
+                self._tape = None
+
+    def __call__(self, ids: Tensor, step: SlabStep, logits_at: Tensor | None = None) -> Tensor:
+        """ids [T] -> float32 logits [T, V], or [n, V] at tokens `logits_at` [n]. Writes keys, values and routes."""
+        self.slab.begin(step)
+        out = self.model(
+            input_ids=ids[None],
+            position_ids=step.positions[None],
+            past_key_values=self.slab,
+            use_cache=True,
+            logits_to_keep=0 if logits_at is None else logits_at,
+            slab_step=step,
+        )
+        if self._tape is not None:
+            self.slab.write_routes(self._tape.take())
+        return out.logits[0].float()
+
+    def prefill(self, tokens: Tensor, spans: list[Span]) -> Tensor:
+        """Feed `tokens[row, start:stop]` of every span -> logits [spans, V] of each last token. tokens [slots, max_len]"""
+        last: dict[int, Tensor] = {}
+        for part in chunks(spans):
+            step, ends = _prefill_step(part, tokens.device)
+            logits = self(tokens[step.rows, step.positions], step, ends)
+            last |= {span.row: row for span, row in zip(part, logits, strict=True)}
+        return torch.stack([last[span.row] for span in spans])
+
+
+def chunks(spans: list[Span]) -> Iterator[list[Span]]:
+    """Cut what is too long for one forward and gather what is not; a row's pieces come in order."""
+    together: list[Span] = []
+    width = keys = 0
+    for span in sorted(spans, key=lambda s: s.stop - s.start):
+        start = span.start
+        most = max(1, min(TOKENS, SCORES // span.stop))
+        while span.stop - start > most:
+            yield [Span(span.row, start, start + most)]
+            start += most
+        width, keys, count = max(width, span.stop - start), max(keys, span.stop), len(together) + 1
+        if together and (count * width > TOKENS or count * width * keys > SCORES):
+            yield together
+            together, width, keys = [], span.stop - start, span.stop
+        together.append(Span(span.row, start, span.stop))
+    if together:
+        yield together
+
+
+def _prefill_step(spans: list[Span], device: torch.device) -> tuple[SlabStep, Tensor]:
+    """The step that feeds these spans, and the index of each span's last token in it."""
+    rows = torch.tensor([span.row for span in spans])
+    starts = torch.tensor([span.start for span in spans])
+    lengths = torch.tensor([span.stop - span.start for span in spans])
+    width = int(lengths.max())
+    ends = lengths.cumsum(0)
+    column = torch.arange(width)
+    queries = (ends - lengths)[:, None] + torch.minimum(column, (lengths - 1)[:, None])  # [V, Q]
+    unpad = (column < lengths[:, None]).flatten().nonzero()[:, 0]
+    positions = (starts[:, None] + column).flatten()[unpad]
+    first = spans[0].row
+    adjacent = [span.row for span in spans] == list(range(first, first + len(spans)))
+    step = SlabStep(
+        rows.repeat_interleave(lengths).to(device),
+        positions.to(device),
+        keys=max(span.stop for span in spans),
+        view=slice(first, first + len(spans)) if adjacent else rows.to(device),
+        queries=queries.to(device),
+        unpad=unpad.to(device),
+    )
+    return step, (ends - 1).to(device)

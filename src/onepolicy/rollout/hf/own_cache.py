@@ -1,0 +1,147 @@
+"""Models whose state is more than keys and values (linear attention, Mamba, convolutions): use the model's own cache.
+
+Such state cannot be shared, shifted or refilled row by row, so requests whose prompts are equally long run as one batch
+from prefill to the last token of the longest. Slower than the slab, and correct.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.replay.contexts import Tape
+from onepolicy.replay.routers import Routers
+from onepolicy.rollout.hf.request import Request
+from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
+from onepolicy.types import Completion, RouteSpan, RoutingTrace, id_dtype
+
+SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
+
+
+def needs_own_cache(model: PreTrainedModel) -> bool:
+    """Whether anything but plain (sliding) attention carries information from token to token."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        model._is_stateful
+        or not set(kinds) <= SLAB_LAYERS
+        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
+        or getattr(config, "index_topk", None) is not None  # sparse attention keeps an index beside the keys
+    )
+
+
+class OwnCacheBatch:
+    """A `Batch` of equally long prompts over whatever cache the model makes for itself."""
+
+    def __init__(self, model: PreTrainedModel, routers: Routers | None, *, slots: int) -> None:
+        self.model, self.routers, self.slots = model, routers, slots
+        self.device = next(model.parameters()).device
+        self._tape: Tape | None = None
+        self.clear()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self.routers is None:
+            yield
+            return
+        with self.routers.record() as tape:
+            self._tape = tape
+            try:
+                yield
+            finally:
+                self._tape = None
+
+    def clear(self) -> None:
+        self._requests: list[Request] = []
+        self._open: set[int] = set()  # indices into _requests still running
+        self._cache: Any = None
+        self._tokens: list[Tensor] = []  # each [B]
+        self._logp: list[Tensor] = []
+        self._routes: list[Tensor] = []  # each [B, fed, L, K]
+
+    def admit(self, waiting: deque[Request]) -> None:
+        """When idle, start the first waiting request and all others with as long a prompt."""
+        while waiting and waiting[0].future.cancelled():
+            waiting.popleft()
+        if self._requests or not waiting:
+            return
+        same = [r for r in waiting if len(r.prompt) == len(waiting[0].prompt) and not r.future.cancelled()]
+        self._requests = same[: self.slots]
+        for request in self._requests:
+            waiting.remove(request)
+        self._open = set(range(len(self._requests)))
+        self._uniform = self._all_uniforms()
+        self._sampling = SamplingRows.of([r.sampling for r in self._requests], self.device)
+
+    def step(self, version: int) -> list[tuple[Request, Completion]]:
+        if not self._requests:
+            return []
+        self._sample_next()
+        newest, count = self._tokens[-1].tolist(), len(self._tokens)
+        done = []
+        for i in sorted(self._open):
+            request = self._requests[i]
+            if count == request.sampling.max_tokens or newest[i] in request.sampling.stop:
+                self._open.discard(i)
+                done.append((request, self._completion(i, version)))
+            elif request.future.cancelled():
+                self._open.discard(i)
+        if not self._open:
+            self.clear()
+        return done
+
+    @torch.inference_mode()
+    def _sample_next(self) -> None:
+        """Feed the prompts or the newest tokens, and sample one token for every row, ended ones included."""
+        if self._tokens:
+            ids = self._tokens[-1][:, None]
+        else:
+            ids = torch.from_numpy(np.stack([r.prompt for r in self._requests])).to(self.device)
+        out = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        self._cache = out.past_key_values
+        if self._tape is not None:
+            routes = torch.stack(self._tape.take(), 1)  # [B * fed, L, K]
+            self._routes.append(routes.unflatten(0, ids.shape))
+        uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
+        tokens, logp = sample(out.logits[:, -1].float(), uniform, self._sampling)
+        self._tokens.append(tokens)
+        self._logp.append(logp)
+
+    def _all_uniforms(self) -> Tensor:  # [B, longest max_tokens] float64
+        longest = max(r.sampling.max_tokens for r in self._requests)
+        table = np.zeros((len(self._requests), longest))
+        for row, request in zip(table, self._requests, strict=True):
+            row[: request.sampling.max_tokens] = uniforms(request.seed, request.sampling.max_tokens)
+        return torch.from_numpy(table).to(self.device)
+
+    def _completion(self, i: int, version: int) -> Completion:
+        tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
+        logp = torch.tensor([float(p[i]) for p in self._logp])
+        versions = torch.full((len(tokens),), version, dtype=torch.int32)
+        request = self._requests[i]
+        return Completion(
+            tokens, logp, versions, request.finish(int(tokens[-1])), self._trace(i, len(request.prompt), version)
+        )
+
+    def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
+        if self.routers is None:
+            return None
+        ids = torch.cat([routes[i] for routes in self._routes]).cpu().to(id_dtype(self.routers.num_experts))
+        spans = [RouteSpan(0, size, "prefill", version)]
+        if len(ids) > size:
+            spans.append(RouteSpan(size, len(ids) - size, "decode", version))
+        valid = torch.ones(len(ids), dtype=torch.bool)
+        return RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, tuple(spans))

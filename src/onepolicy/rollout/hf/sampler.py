@@ -1,0 +1,86 @@
+"""Sample tokens of many requests at once, each from its own distribution and its own random numbers.
+
+Inverse transform sampling: request i's n-th token is decided by the n-th uniform of its seed and by its logits, never
+by what else is in the batch. The returned log-probability is that of the distribution sampled from, in float32, by
+`log_softmax` and gather as on the trainer's side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.types import Sampling
+
+WHOLE = 1 << 62  # top_k of a row that keeps the whole vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling parameters of B rows. A field is None if no row uses what it is for."""
+
+    temperature: Tensor | None  # [B, 1] float32; 1 for greedy rows
+    greedy: Tensor | None  # [B] bool
+    top_k: Tensor | None  # [B, 1] int64, WHOLE where a row keeps all
+    top_p: Tensor | None  # [B, 1] float32
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], device: torch.device) -> SamplingRows:
+        def column(values: list[float] | list[int], off: float, dtype: torch.dtype) -> Tensor | None:
+            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        greedy = [r.temperature == 0 for r in rows]
+        return cls(
+            column([r.temperature or 1.0 for r in rows], 1.0, torch.float32),
+            torch.tensor(greedy, device=device) if any(greedy) else None,
+            column([r.top_k if r.top_k and r.temperature else WHOLE for r in rows], WHOLE, torch.int64),
+            column([r.top_p if r.temperature else 1.0 for r in rows], 1.0, torch.float32),
+        )
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """[count] float64 in [0, 1), a pure function of the seed."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(count)
+
+
+def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """logits [B, V] float32, uniform [B] float64 -> tokens [B] int64, logp [B] float32."""
+    tempered = logits if rows.temperature is None else logits / rows.temperature
+    if rows.top_k is not None or rows.top_p is not None:
+        tempered = _narrow(tempered, rows)
+    logp = torch.log_softmax(tempered, -1)
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
+    target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
+    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)  # skips zero probabilities
+    if rows.greedy is not None:
+        tokens = torch.where(rows.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
+
+
+def _narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """-inf outside the top-k tokens, then outside the smallest set of those whose probability reaches top-p."""
+    ordered, order = logits.sort(-1, descending=True, stable=True)
+    if rows.top_k is not None:
+        ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= rows.top_k, float("-inf"))
+    if rows.top_p is not None:
+        probability = ordered.softmax(-1)
+        before = probability.cumsum(-1, dtype=torch.float64) - probability
+        ordered = ordered.masked_fill((before >= rows.top_p) & (rows.top_p < 1), float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises UsageError for parameters no distribution belongs to."""
+    if not (np.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise UsageError(f"temperature: {sampling.temperature} is not a finite number >= 0 (0 is greedy)")
+    if sampling.max_tokens < 1:
+        raise UsageError(f"max_tokens: {sampling.max_tokens}; sample at least 1 token")
+    if not 0 < sampling.top_p <= 1:
+        raise UsageError(f"top_p: {sampling.top_p} is not in (0, 1]; 1 keeps the whole vocabulary")
+    if sampling.top_k < 0:
+        raise UsageError(f"top_k: {sampling.top_k} is negative; 0 keeps the whole vocabulary")

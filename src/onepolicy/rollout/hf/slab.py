@@ -1,0 +1,114 @@
+"""The slab: keys, values and routes of every sequence, one row each, written in place by (row, position).
+
+Stands in for a transformers `Cache` through its public methods, so the model stays as it is. Because routes lie beside
+keys and values, whatever copies a prefix copies the routes that belong to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepolicy.models.decode_attention import SlabStep
+from onepolicy.types import id_dtype
+
+
+class Slab:
+    """Rows of `max_len` positions. Keys lie position-last, the order in which decoding multiplies them fastest."""
+
+    is_compileable = False
+
+    def __init__(self, slots: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
+        self.keys: dict[int, Tensor] = {}  # layer -> [slots, G, D, max_len]
+        self.values: dict[int, Tensor] = {}  # layer -> [slots, G, max_len, Dv]
+        self.routes: Tensor | None = None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
+        self._step: SlabStep | None = None
+        self._places: dict[tuple[int, int], Tensor] = {}  # flat places of this step's tokens, per layer shape
+
+    def keep_routes(self, layers: int, top_k: int, num_experts: int) -> None:
+        dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
+        self.routes = torch.zeros(self.slots, self.max_len, layers, top_k, dtype=dtype, device=self.device)
+
+    def begin(self, step: SlabStep) -> None:
+        """The next forward writes and reads what `step` says."""
+        self._step = step
+        self._places.clear()
+
+    def write_routes(self, taken: list[Tensor]) -> None:
+        """The routes [T, K] of every MoE layer of the forward just run."""
+        assert self.routes is not None
+        assert self._step is not None
+        rows = torch.stack(taken, 1).to(self.routes.dtype)
+        flat = self._step.rows * self.max_len + self._step.positions
+        self.routes.flatten(0, 1).index_copy_(0, flat, rows)
+
+    def read_routes(self, row: int, length: int, num_experts: int) -> Tensor:
+        """[length, L, K] uint8 | uint16, a copy on the CPU."""
+        assert self.routes is not None
+        return self.routes[row, :length].cpu().clone().view(id_dtype(num_experts))
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Rows `target` become rows `source` on their first `length` positions; all are read before any is written."""
+        for keys in self.keys.values():
+            keys[target, :, :, :length] = keys[source, :, :, :length]
+        for values in self.values.values():
+            values[target, :, :length] = values[source, :, :length]
+        if self.routes is not None:
+            self.routes[target, :length] = self.routes[source, :length]
+
+    # The public surface of transformers' Cache
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """key [1, G, T, D], value [1, G, T, Dv] of this step's tokens -> views [V, G, S, D], [V, G, S, Dv]."""
+        step = self._step
+        assert step is not None
+        if layer_idx not in self.keys:
+            self._allocate(layer_idx, key, value)
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        groups, width = keys.shape[1:3]
+        fresh = key[0].transpose(0, 1).to(self.dtype)  # [T, G, D]
+        keys.view(-1).index_copy_(0, self._key_places(groups, width), fresh.reshape(-1))
+        fresh = value[0].transpose(0, 1).to(self.dtype)
+        values.view(-1, values.shape[3]).index_copy_(0, self._value_places(values.shape[1]), fresh.flatten(0, 1))
+        if isinstance(step.view, slice):
+            seen_keys, seen_values = keys[step.view, :, :, : step.keys], values[step.view, :, : step.keys]
+        else:
+            seen_keys = keys[:, :, :, : step.keys].index_select(0, step.view)
+            seen_values = values[:, :, : step.keys].index_select(0, step.view)
+        return seen_keys.transpose(2, 3), seen_values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # every forward is given its positions
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        assert self._step is not None
+        return self._step.keys, 0
+
+    def _allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(self.slots, *shape, device=self.device, dtype=self.dtype)
+
+        self.keys[layer] = zeros(key.shape[1], key.shape[3], self.max_len)
+        self.values[layer] = zeros(value.shape[1], self.max_len, value.shape[3])
+
+    def _key_places(self, groups: int, width: int) -> Tensor:  # [T * G * D]
+        if (groups, width) not in self._places:
+            assert self._step is not None
+            lane = torch.arange(groups * width, device=self.device) * self.max_len
+            first = self._step.rows * (groups * width * self.max_len) + self._step.positions
+            self._places[groups, width] = (first[:, None] + lane).view(-1)
+        return self._places[groups, width]
+
+    def _value_places(self, groups: int) -> Tensor:  # [T * G]
+        if (groups, 0) not in self._places:
+            assert self._step is not None
+            lane = torch.arange(groups, device=self.device) * self.max_len
+            first = self._step.rows * (groups * self.max_len) + self._step.positions
+            self._places[groups, 0] = (first[:, None] + lane).view(-1)
+        return self._places[groups, 0]

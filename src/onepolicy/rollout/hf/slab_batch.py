@@ -1,0 +1,213 @@
+"""Continuous batching over the slab: a row whose request ends goes to the next one at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onepolicy.models.decode_attention import SlabStep
+from onepolicy.rollout.hf.forward import SlabForward, Span
+from onepolicy.rollout.hf.request import Request
+from onepolicy.rollout.hf.rows import MIN_SHARED, Rows
+from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
+from onepolicy.types import Completion, RouteSpan, RoutingTrace
+
+
+class SlabBatch:
+    """A `Batch` for models with attention layers only."""
+
+    def __init__(self, forward: SlabForward, *, prefix_reuse: bool) -> None:
+        self.forward, self.slab, self.prefix_reuse = forward, forward.slab, prefix_reuse
+        slots, max_len, device = self.slab.slots, self.slab.max_len, self.slab.device
+        self.rows = Rows(slots, max_len, device)
+        self.logp = torch.zeros(slots, max_len, device=device)  # of tokens[row, n]
+        self.uniform = torch.zeros(slots, max_len, dtype=torch.float64, device=device)  # that decides tokens[row, n]
+        self.shared = np.zeros(slots, dtype=np.int64)  # prompt tokens taken over from another row
+        self._decoding: _Decoding | None = None  # rebuilt when the running set changes
+        self._ended: list[int] = []  # rows that ended and are not handed out yet
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.rows.active)
+
+    def running(self) -> AbstractContextManager[None]:
+        return self.forward.recording()
+
+    def clear(self) -> None:
+        self.rows.forget()
+        self._decoding, self._ended = None, []
+
+    @torch.inference_mode()
+    def admit(self, waiting: deque[Request]) -> None:
+        """Fill free rows, a few at a time: a prefill costs about as much as a decode step, however short."""
+        for row in [row for row, request in self.rows.active.items() if request.future.cancelled()]:
+            self.rows.release(row)
+            self._decoding = None
+        while waiting and waiting[0].future.cancelled():
+            waiting.popleft()
+        enough = min(len(waiting), max(1, self.slab.slots // 16))
+        if waiting and (self.rows.free >= enough or not self.busy):
+            self._start([waiting.popleft() for _ in range(min(len(waiting), self.rows.free))])
+
+    def step(self, version: int) -> list[tuple[Request, Completion]]:
+        """Requests that ended with their first token are handed out before anything is decoded."""
+        if not self._ended and self.rows.active:
+            self._decode()
+        return [self._hand_out(row, version) for row in self._take_ended()]
+
+    def _start(self, requests: list[Request]) -> None:
+        """Prefill; identical prompts once, known prefixes not at all; then sample the first tokens."""
+        leaders: list[Request] = []
+        followers: list[tuple[Request, int]] = []  # and the leader of the same prompt
+        seen: dict[bytes, int] = {}
+        for request in requests:
+            leader = seen.setdefault(request.prompt.tobytes(), len(leaders)) if self.prefix_reuse else len(leaders)
+            if leader == len(leaders):
+                leaders.append(request)
+            else:
+                followers.append((request, leader))
+        spans = self._place(leaders)
+        logits = self.forward.prefill(self.rows.tokens, spans)
+        pairs = [(spans[i].row, self._fill(r, self.rows.take(r), len(r.prompt))) for r, i in followers]
+        self._copy(pairs, max((len(r.prompt) for r, _ in followers), default=0))
+        rows = [span.row for span in spans] + [target for _, target in pairs]
+        for row in rows:
+            self.rows.length[row] = len(self.rows.active[row].prompt)
+        self._emit(_Decoding(self, rows), logits[[*range(len(leaders)), *(i for _, i in followers)]])
+        self._decoding = None
+
+    def _place(self, leaders: list[Request]) -> list[Span]:
+        """Give each a row and what the slab holds of its prompt; return what is left to feed."""
+        known = [self._known_prefix(request) for request in leaders]
+        rows: dict[int, int] = {}
+        for i, (source, shared) in enumerate(known):  # rows that can go on in place come first
+            if shared and source not in self.rows.active:
+                rows[i] = self.rows.take(leaders[i], source)
+        copies, longest = [], 0
+        for i, (source, shared) in enumerate(known):
+            if i not in rows:
+                rows[i] = self.rows.take(leaders[i])
+                if shared:
+                    copies.append((source, rows[i]))
+                    longest = max(longest, shared)
+        self._copy(copies, longest)
+        for i, (_, shared) in enumerate(known):
+            self._fill(leaders[i], rows[i], shared)
+        return [Span(rows[i], known[i][1], len(leaders[i].prompt)) for i in range(len(leaders))]
+
+    def _known_prefix(self, request: Request) -> tuple[int, int]:
+        if not self.prefix_reuse or not self.rows.length.any():
+            return 0, 0
+        source, shared = self.rows.best_prefix(torch.from_numpy(request.prompt).to(self.slab.device))
+        return (source, shared) if shared >= MIN_SHARED else (0, 0)
+
+    def _fill(self, request: Request, row: int, shared: int) -> int:
+        size = len(request.prompt)
+        self.rows.tokens[row, :size] = torch.from_numpy(request.prompt)
+        self.uniform[row, size : request.limit] = torch.from_numpy(uniforms(request.seed, request.limit - size))
+        self.shared[row] = shared
+        return row
+
+    def _copy(self, pairs: list[tuple[int, int]], length: int) -> None:
+        if pairs:
+            source, target = torch.tensor(pairs, device=self.slab.device).unbind(1)
+            self.slab.copy(source, target, length)
+
+    @torch.inference_mode()
+    def _decode(self) -> None:
+        if self._decoding is None:
+            self._compact()
+            self._decoding = _Decoding(self, sorted(self.rows.active))
+        running = self._decoding
+        view = slice(0, running.last_row + 1)
+        step = SlabStep(running.rows, running.position, running.longest + 1, view, running.place, even=running.even)
+        ids = self.rows.tokens.view(-1).index_select(0, running.flat)
+        logits = self.forward(ids, step)
+        running.advance(self.rows.length)
+        self._emit(running, logits)
+
+    def _emit(self, running: _Decoding, logits: Tensor) -> None:
+        """Sample the token after the last one fed, for every row of `running`; note which rows that ends."""
+        tokens, logp = sample(logits, self.uniform.view(-1).index_select(0, running.flat), running.sampling)
+        self.rows.tokens.view(-1).index_copy_(0, running.flat, tokens)
+        self.logp.view(-1).index_copy_(0, running.flat, logp)
+        self._ended += running.ended(tokens, self.rows.length)
+
+    def _compact(self) -> None:
+        movers, holes = self.rows.compaction()
+        if movers:
+            here, there = [*movers, *holes], [*holes, *movers]
+            at = torch.tensor([here, there], device=self.slab.device)
+            self.slab.copy(at[0], at[1], int(self.rows.length[here].max()))
+            self.logp[there], self.uniform[there] = self.logp[here], self.uniform[here]
+            self.shared[there] = self.shared[here]
+            self.rows.swap(movers, holes)
+
+    def _take_ended(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        if ended:
+            self._decoding = None
+        return ended
+
+    def _hand_out(self, row: int, version: int) -> tuple[Request, Completion]:
+        request = self.rows.active[row]
+        size, fed = len(request.prompt), int(self.rows.length[row])
+        tokens = self.rows.tokens[row, size : fed + 1].to("cpu", torch.int32)
+        completion = Completion(
+            tokens,
+            self.logp[row, size : fed + 1].cpu().clone(),
+            torch.full((len(tokens),), version, dtype=torch.int32),
+            request.finish(int(tokens[-1])),
+            self._trace(row, size, fed, version),
+        )
+        self.rows.release(row)
+        return request, completion
+
+    def _trace(self, row: int, size: int, fed: int, version: int) -> RoutingTrace | None:
+        routers = self.forward.routers
+        if routers is None:
+            return None
+        shared = int(self.shared[row])
+        parts = ((0, shared, "cache"), (shared, size, "prefill"), (size, fed, "decode"))
+        spans = tuple(RouteSpan(a, b - a, source, version) for a, b, source in parts if b > a)  # type: ignore[arg-type]
+        ids = self.slab.read_routes(row, fed, routers.num_experts)
+        return RoutingTrace(ids, torch.ones(fed, dtype=torch.bool), routers.layers, routers.num_experts, spans)
+
+
+class _Decoding:
+    """Tensors of the running set that change only by counting up, so that a decode step builds nothing."""
+
+    def __init__(self, batch: SlabBatch, rows: list[int]) -> None:
+        device, max_len = batch.slab.device, batch.slab.max_len
+        requests = [batch.rows.active[row] for row in rows]
+        lengths = batch.rows.length[rows]
+        self.host_rows, self.last_row = np.array(rows), max(rows)
+        self.rows = torch.from_numpy(self.host_rows).to(device)
+        self.position = torch.from_numpy(lengths.copy()).to(device)  # of the newest token: sampled, not fed yet
+        self.flat = self.rows * max_len + self.position
+        self.longest = int(lengths.max())
+        self.place = None if len(rows) == self.last_row + 1 else self.rows
+        self.even = self.place is None and bool((lengths == lengths[0]).all())
+        self.sampling = SamplingRows.of([r.sampling for r in requests], device)
+        self._limits = np.array([r.limit for r in requests])
+        width = max(len(r.sampling.stop) for r in requests)
+        stops = [[*r.sampling.stop, *[-1] * (width - len(r.sampling.stop))] for r in requests]
+        self._stops = torch.tensor(stops, device=device) if width else None
+
+    def advance(self, length: np.ndarray) -> None:
+        """The newest token of every row has been fed."""
+        length[self.host_rows] += 1
+        self.position += 1
+        self.flat += 1
+        self.longest += 1
+
+    def ended(self, tokens: Tensor, length: np.ndarray) -> list[int]:
+        """Rows that these newest tokens [B] end."""
+        ended = length[self.host_rows] + 1 >= self._limits
+        if self._stops is not None:
+            ended |= (tokens[:, None] == self._stops).any(1).cpu().numpy()
+        return self.host_rows[ended].tolist() if ended.any() else []
