@@ -76,6 +76,10 @@ class Environment(Protocol):
         """The first `count` evaluation problems, never seen in training."""
         ...
 
+    def check(self, *, max_tokens: int, max_len: int) -> None:
+        """Before a run: raise UsageError if a prompt cannot be fed or a right response could not fit."""
+        ...
+
     async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> Sample:
         """Play one episode: render the prompt, call `sample` for every model turn, grade the result."""
         ...

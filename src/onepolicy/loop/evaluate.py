@@ -32,7 +32,9 @@ async def evaluate(
     sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
 
     async def attempt(problem: Problem, sampling: Sampling, member: int) -> Sample:
-        sample = await play(engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, -1, member, turn))
+        sample = await play(
+            engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, -1, member, turn)
+        )
         advance()
         return sample
 

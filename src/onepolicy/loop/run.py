@@ -134,14 +134,14 @@ async def _train(
         for step in range(origin.step, config.steps):
             done = step + 1
             every = config.log.counterfactual_every
-            probe = config.replay.mode != "off" and every > 0 and (step % every == 0 or done == config.steps)
+            probing = every > 0 and (step % every == 0 or done == config.steps)
             advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
-            result = await rl_step(parts, step, probe=probe, advance=advance)
+            result = await rl_step(parts, step, probe=probing and config.replay.mode != "off", advance=advance)
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress)
             log.write(done, result.metrics)
-            _write_samples(log, result, tokenizer, done, config.log.samples_per_step)
-            if probe or _due(done, every, config.steps):
+            _write_samples(log, parts, result, tokenizer, done)
+            if probing:
                 save_probe(out / "probes" / f"step_{done:05d}.safetensors", result.batch, result.without_replay)
             progress.step(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
@@ -170,6 +170,7 @@ def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
         from onepolicy.report.html import write_report  # plotly is an extra
 
         summary["report"] = str(write_report(out))
+        (out / SUMMARY).write_text(json.dumps(summary, indent=1))
     return summary
 
 
@@ -177,24 +178,25 @@ def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
 
 
-def _write_samples(log: RunLog, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int, count: int) -> None:
-    """The first samples of the step as text, with both engines' mean log-probability."""
-    batch = result.batch
+def _write_samples(log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    """The first sample of the first groups as text, with both engines' mean log-probability."""
+    batch, rollout = result.batch, parts.config.rollout
     assert batch.logp_old is not None
-    flat = [(group.problem_id, sample) for group in result.groups for sample in group.samples]
-    for i, (problem, sample) in enumerate(flat[:: max(1, len(flat) // max(1, count))][:count]):
-        slots = (batch.segment == i * max(1, len(flat) // max(1, count))) & batch.trainable
+    for g, group in enumerate(result.groups[: parts.config.log.samples_per_step]):
+        sample = group.samples[0]
+        slots = (batch.segment == g * rollout.group_size) & batch.trainable
         first = int(sample.trainable.nonzero()[0, 0]) + 1
         log.sample(
             {
                 "step": step,
-                "problem": problem,
+                "problem": group.problem_id,
                 "prompt": decode(tokenizer, sample.tokens[:first].tolist()),
                 "response": decode(tokenizer, sample.tokens[first:].tolist()),
+                "answer": parts.environment.train_problem((step - 1) * rollout.prompts_per_step + g).answer,
                 "reward": sample.reward,
                 "finish": sample.finish,
-                "mean_logp_rollout": float(batch.logp_rollout[slots].mean()),
-                "mean_logp_trainer": float(batch.logp_old[slots].mean()),
+                "mean_logp_rollout": batch.logp_rollout[slots].mean().item(),
+                "mean_logp_trainer": batch.logp_old[slots].mean().item(),
             }
         )
 

@@ -56,6 +56,7 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
 def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, PreTrainedTokenizerBase]:
     """`weights`: a checkpoint folder to load instead of model.path (resume, fork)."""
     device = device_of(config.train.device)
+    torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     model_config = (

@@ -77,5 +77,7 @@ def _point(score: tuple[int, float]) -> Row:
 
 
 def _mean(rows: list[Row], key: str, absent: float | None = None) -> float | None:
-    values = [float(row[key]) for row in rows if row.get(key) is not None]
-    return sum(values) / len(values) if values else absent
+    """Mean over the rows that have the key; with `absent`, over all rows, which count as that where they lack it."""
+    values = [row.get(key, absent) for row in rows]
+    present = [float(value) for value in values if value is not None]
+    return sum(present) / len(present) if present else absent

@@ -1,0 +1,71 @@
+"""One small warmed-up policy for every test that trains."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import alphabet, warmup_examples
+from onepolicy.train.policy import make_model, make_tokenizer, save_policy, warm_up
+
+SMALL = PolicyConfig(
+    hidden_size=64, layers=3, experts=16, top_k=4, max_len=128, steps=120, tokens_per_step=512, warmup_steps=10, lr=4e-3
+)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """Folder of a 2-layer MoE with its tokenizer, warmed up just enough to write responses."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer(alphabet(SMALL.task))
+    model = make_model(SMALL, len(tokenizer))
+    warm_up(model, tokenizer, warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL)
+    path = tmp_path_factory.mktemp("policies") / "small"
+    save_policy(model, tokenizer, SMALL, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe(policy):
+    """A recipe of a few fast steps on that policy."""
+    path = policy.parent / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "set by the test"
+        steps = 4
+        model = {{ path = "{policy}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
+        optim = {{ lr = 1e-3 }}
+        train = {{ threads = 1 }}
+        eval = {{ every = 2, problems = 4, k = 2 }}
+        log = {{ counterfactual_every = 2, tensorboard = false, report = false }}
+        checkpoint = {{ every = 2 }}
+        """
+    )
+    return path
+
+
+@pytest.fixture
+def train(recipe, tmp_path):
+    """train("name", "a.b=c", ...) -> run folder; fails the test if the command does."""
+    numbers = itertools.count()
+
+    def run(name=None, *overrides):
+        out = tmp_path / (name or f"run{next(numbers)}")
+        assert main(["train", str(recipe), f"out={out}", *overrides]) == 0
+        return out
+
+    return run
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row):
+    """A metrics row without what depends on the clock."""
+    return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
