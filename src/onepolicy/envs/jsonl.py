@@ -1,0 +1,152 @@
+"""Problems from a file: one JSON object {"prompt": str, "answer": str} per line; further fields are not read.
+
+Every line is checked before the run starts. Held-out problems are the last `held_out` lines, or a file of their own;
+a held-out prompt that is also a training prompt is an error, so an evaluation never measures memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from onepolicy.config import JsonlTask, UsageError
+from onepolicy.envs.grade import MathGrader, exact
+from onepolicy.envs.keyed import rng_of
+from onepolicy.envs.render import source
+from onepolicy.interfaces import Problem
+
+SHOWN = 60  # characters of a bad value in a message
+
+
+class Jsonl:
+    """Training ids count up from 0 over the epochs (so that the same line twice in a step is two problems), held-out
+    ids down from -1; `entry["source"]` is path:line."""
+
+    def __init__(self, config: JsonlTask) -> None:
+        self.config = config
+        lines = read_problems(config.path, "task.path")
+        if config.held_out_path is not None:
+            self._train, self._held_out = lines, read_problems(config.held_out_path, "task.held_out_path")
+        else:
+            if len(lines) <= config.held_out:
+                raise UsageError(
+                    f"task.held_out: {config.held_out} lines are held out, but {config.path} has {len(lines)}, which "
+                    "leaves none to train on; lower task.held_out, give task.held_out_path, or add lines"
+                )
+            self._train, self._held_out = lines[: -config.held_out], lines[-config.held_out :]
+        _check_disjoint(self._train, self._held_out)
+        self._math = MathGrader() if config.grader == "math" else None
+        self._epoch: tuple[int, list[int]] = (-1, [])
+
+    def train_problem(self, index: int) -> Problem:
+        epoch, place = divmod(index, len(self._train))
+        line = self._train[self._order(epoch)[place]]
+        return Problem(index, line.prompt, line.answer, line.entry)
+
+    def held_out(self, count: int) -> list[Problem]:
+        if count > len(self._held_out):
+            path = self.config.held_out_path or self.config.path
+            raise UsageError(
+                f"eval.problems: {count} are asked for, but {len(self._held_out)} of {path} are held out; lower "
+                "eval.problems or hold out more (task.held_out)"
+            )
+        return [Problem(-1 - i, p.prompt, p.answer, p.entry) for i, p in enumerate(self._held_out[:count])]
+
+    def grade(self, asked: Problem, response: str) -> float:
+        if self._math is None:
+            return exact(response, asked.answer, self.config.answer_prefix)
+        return self._math.grade(response, asked.answer, self.config.answer_prefix)
+
+    def reference(self, asked: Problem) -> str | None:
+        return f"{self.config.answer_prefix}{asked.answer}" if self.config.grader == "exact" else None
+
+    def start_up_problems(self) -> Iterable[Problem]:
+        """Every line; with the math grader each answer is also read once, as an unreadable one can never be matched."""
+        for problem in [*self._train, *self._held_out]:
+            if self._math is not None and not self._math.readable(problem.answer):
+                raise UsageError(
+                    f"{(problem.entry or {})['source']}: math-verify finds no expression in answer "
+                    f"{problem.answer[:SHOWN]!r}; mend the line or set task.grader=exact"
+                )
+            yield problem
+
+    def texts(self) -> Iterator[str]:
+        for problem in [*self._train, *self._held_out]:
+            yield problem.prompt + problem.answer
+
+    def any_answer(self, rng: np.random.Generator) -> str:
+        return self._train[int(rng.integers(len(self._train)))].answer
+
+    def _order(self, epoch: int) -> list[int]:
+        """The epoch's permutation of the training lines, a function of (seed, epoch) alone; the last one is kept."""
+        if self._epoch[0] != epoch:
+            shuffled = rng_of("jsonl", self.config.seed, epoch).permutation(len(self._train))
+            self._epoch = (epoch, shuffled.tolist())
+        return self._epoch[1]
+
+
+def read_problems(path: str, field: str) -> list[Problem]:
+    """The file's lines in order, `id` the line number. Any line that is not a problem raises."""
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{field}: {path} is not a file; give the path of a JSONL file of prompts and answers")
+    lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise UsageError(f'{field}: {path} is empty; it needs lines of {{"prompt": "...", "answer": "..."}}')
+    return [_problem(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _problem(path: str, number: int, line: bytes) -> Problem:
+    where = f"{path}:{number}"
+    shown = line[:SHOWN].decode(errors="replace")
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}): {shown!r}; every line is one JSON object"
+        ) from None
+    if not isinstance(row, dict):
+        raise UsageError(f'{where}: {shown!r} is not an object; write {{"prompt": "...", "answer": "..."}}')
+    prompt, answer = (_text(row, field, where) for field in ("prompt", "answer"))
+    return Problem(number, prompt, answer, {"source": where})
+
+
+def _text(row: dict[str, object], field: str, where: str) -> str:
+    if field not in row:
+        has = ", ".join(map(repr, row)) or "nothing"
+        raise UsageError(f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field")
+    value = row[field]
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise UsageError(f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not a string; put it in quotes")
+    if not value.strip():
+        raise UsageError(f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line")
+    return value
+
+
+def _check_disjoint(train: list[Problem], held_out: list[Problem]) -> None:
+    trained = {problem.prompt: problem for problem in train}
+    for problem in held_out:
+        if (twin := trained.get(problem.prompt)) is not None:
+            raise UsageError(
+                f"held-out prompt {problem.prompt[:SHOWN]!r}{source(problem)} is trained on as well{source(twin)}; "
+                "remove one of the two lines"
+            )
+
+
+def warmup_examples(task: JsonlTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
+    """Endless (prompt, answer with its prefix) pairs of training lines; with probability `mistakes` another line's."""
+    problems, index = Jsonl(task), 0
+    while True:
+        rng = rng_of("jsonl warm-up", task.seed, seed, index)
+        problem = problems.train_problem(index)
+        answer = problems.any_answer(rng) if rng.random() < mistakes else problem.answer
+        yield problem.prompt, f"{task.answer_prefix}{answer}"
+        index += 1

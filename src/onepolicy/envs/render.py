@@ -1,0 +1,42 @@
+"""Text <-> token ids, and the length check every prompt passes before anything is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import UsageError
+from onepolicy.interfaces import Problem
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """The prompt as one user message of the tokenizer's chat template; without a template, its plain ids."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    assert isinstance(text, str)
+    return tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of these ids as it is, special tokens left out."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+def check_length(prompt_ids: Sequence[int], max_tokens: int, max_len: int, problem: Problem) -> None:
+    if len(prompt_ids) + max_tokens > max_len:
+        raise UsageError(
+            f"problem {problem.id}{source(problem)}: its prompt has {len(prompt_ids)} tokens, which with "
+            f"{max_tokens} for the response is more than the {max_len} that fit; lower rollout.sampling.max_tokens or "
+            "eval.max_tokens, raise rollout.engine.max_len (up to the model's context), or shorten the prompt"
+        )
+
+
+def source(problem: Problem) -> str:
+    """Where a problem stands, for messages: ` (data.jsonl:12)`, or nothing for a generated one."""
+    where = (problem.entry or {}).get("source")
+    return f" ({where})" if where else ""

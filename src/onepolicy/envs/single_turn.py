@@ -1,0 +1,83 @@
+"""One question, one response, one reward: the environment every verifiable task is played in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import UsageError
+from onepolicy.envs.episode import sample_from_completion
+from onepolicy.envs.render import check_length, decode, render, source
+from onepolicy.interfaces import Problem, SampleFn
+from onepolicy.types import Sample
+
+
+class Task(Protocol):
+    """What a task brings; the environment does the rest."""
+
+    def train_problem(self, index: int) -> Problem: ...
+
+    def held_out(self, count: int) -> list[Problem]: ...
+
+    def grade(self, asked: Problem, response: str) -> float:
+        """Reward of a finished response's text, in [0, 1]."""
+        ...
+
+    def reference(self, asked: Problem) -> str | None:
+        """The shortest response that earns the full reward, where the task knows it."""
+        ...
+
+    def start_up_problems(self) -> Iterable[Problem]:
+        """Problems whose length and characters are checked before the run starts; as many as that is cheap for."""
+        ...
+
+
+class SingleTurn:
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.task = task
+        self.tokenizer = tokenizer
+
+    def train_problem(self, index: int) -> Problem:
+        return self.task.train_problem(index)
+
+    def held_out(self, count: int) -> list[Problem]:
+        return self.task.held_out(count)
+
+    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> Sample:
+        """A response that did not end by itself (cut at max_tokens, aborted) earns 0 in every task: a cut text is not
+        an answer, and rewarding one teaches the policy not to stop."""
+        prompt_ids = render(self.tokenizer, problem.prompt)
+        completion = await sample(prompt_ids)
+        text = decode(self.tokenizer, completion.token_ids.tolist())
+        reward = float(self.task.grade(problem, text)) if completion.finish == "stop" else 0.0
+        return sample_from_completion(prompt_ids, completion, reward, temperature)
+
+    def check(self, *, max_tokens: int, max_len: int) -> None:
+        """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""
+        for problem in self.task.start_up_problems():
+            prompt_ids = render(self.tokenizer, problem.prompt)
+            self._check_known(prompt_ids, problem, problem.prompt)
+            check_length(prompt_ids, max_tokens, max_len, problem)
+            reference = self.task.reference(problem)
+            if reference is None:
+                continue
+            ids = self.tokenizer.encode(reference, add_special_tokens=False)
+            self._check_known(ids, problem, reference)
+            if len(ids) + 1 > max_tokens:
+                raise UsageError(
+                    f"rollout.sampling.max_tokens: {max_tokens} cannot hold the {len(ids) + 1} tokens of the right "
+                    f"response to problem {problem.id}{source(problem)}, {reference[:60]!r} and the end token, so its "
+                    "reward would always be 0; raise it"
+                )
+
+    def _check_known(self, ids: list[int], problem: Problem, text: str) -> None:
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None or unknown not in ids:
+            return
+        raise UsageError(
+            f"problem {problem.id}{source(problem)}: the tokenizer does not know all of {text[:60]!r} and would feed "
+            f"{self.tokenizer.unk_token}; use a policy made for this task (make-policy with the same task) or another "
+            "model.path"
+        )

@@ -1,0 +1,161 @@
+import itertools
+
+import pytest
+
+from onepolicy.config import GymTask, UsageError
+from onepolicy.envs import alphabet, gym, warmup_examples
+from onepolicy.envs.gym import Gym, extract
+from onepolicy.envs.keyed import digest, rng_of, split_of
+
+SMALL = GymTask(name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (GymTask(name="chain_sums"), r"task\.name: .*no single data set 'chain_sums'; did you mean chain_sum"),
+        (GymTask(name="zzzzzzzz"), r"task\.name: .*'zzzzzzzz'; it has ab, acre"),
+        (GymTask(name="composite"), r"task\.name: .*no single data set 'composite'"),
+        (
+            GymTask(name="gcd", params={"max_valeu": 9}),
+            r"task\.params\.max_valeu: gcd has no such parameter \(value 9\); it has max_numbers, max_value, min_n",
+        ),
+        (GymTask(name="gcd", params={"seed": 3}), r"task\.params\.seed: 3 cannot be set here; use task\.seed"),
+        (GymTask(name="gcd", params={"size": 9}), r"task\.params\.size: 9 cannot be set here; leave it out"),
+        (
+            GymTask(name="gcd", params={"min_value": 9, "max_value": 3}),
+            r"task\.params: .*refuses .*'max_value': 3.* for gcd: max_value must be > min_value",
+        ),
+        (GymTask(name="gcd", params={"max_value": "many"}), r"task\.params: .*'many'.*not supported between"),
+    ],
+)
+def test_bad_settings_are_named(task, message):
+    with pytest.raises(UsageError, match=message):
+        Gym(task)
+
+
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setattr(gym, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install onepolicy\[envs\]"):
+        Gym(GymTask(name="gcd"))
+
+
+def test_set_ordered_data_sets_need_a_fixed_hash_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(UsageError, match=r"ransom_note depend on .*PYTHONHASHSEED=0"):
+        Gym(GymTask(name="ransom_note"))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    Gym(GymTask(name="ransom_note"))
+
+
+def test_problem_depends_on_seed_and_index_alone():
+    forward = [Gym(GymTask(name="gcd")).train_problem(i) for i in range(5)]
+    task = Gym(GymTask(name="gcd"))
+    far = task.train_problem(10**6)  # another generator
+    task.held_out(10)
+    assert [task.train_problem(i) for i in reversed(range(5))] == forward[::-1]
+    assert task.train_problem(10**6) == far
+    assert [p.id for p in forward] == [0, 1, 2, 3, 4]
+    other = [Gym(GymTask(name="gcd", seed=1)).train_problem(i).prompt for i in range(5)]
+    assert other != [p.prompt for p in forward]
+
+
+def test_seeds_are_the_same_in_every_process():
+    """Pinned: Python's own hash() would give others each time, and a change here silently changes every run."""
+    assert digest("gym", 0, "train", 0) == 73678899209691289107030436499602240076
+    assert rng_of("gym", 0).integers(1000, size=4).tolist() == [889, 669, 607, 6]
+
+
+def test_train_and_held_out_never_meet():
+    """200 questions exist, and both sides are drawn many times over."""
+    task = Gym(SMALL)
+    train = {task.train_problem(i).prompt for i in range(2000)}
+    held_out = [p.prompt for p in task.held_out(30)]
+    warm = {prompt for prompt, _ in itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=3), 500)}
+    assert len(set(held_out)) == 30
+    assert not set(held_out) & (train | warm)
+    assert len(train) > 100
+    assert {split_of(p) for p in held_out} == {"held_out"}
+
+
+def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
+    task = Gym(SMALL)
+    assert task.held_out(5) == Gym(SMALL).held_out(20)[:5]
+    assert [p.id for p in task.held_out(3)] == [-1, -2, -3]
+    with pytest.raises(
+        UsageError, match=r"eval\.problems: 500 are asked for, but chain_sum .* gave only \d+ different"
+    ):
+        task.held_out(500)
+
+
+def test_too_few_questions_to_train_on(monkeypatch):
+    monkeypatch.setattr(gym, "split_of", lambda question: "held_out")
+    with pytest.raises(UsageError, match=r"task\.params: chain_sum .* too few different questions"):
+        Gym(SMALL).train_problem(0)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (" 12 \n", "12"),
+        ("I think <answer>3</answer> no <answer> 12 </answer> done", "12"),
+        ("<answer>12", "12"),
+        ("", ""),
+    ],
+)
+def test_extract(response, answer):
+    assert extract(response) == answer
+
+
+def test_grade_is_the_library_s():
+    task = Gym(SMALL)
+    asked = task.train_problem(0)
+    right = int(asked.answer)
+    assert task.grade(asked, f"{right}") == 1.0
+    assert task.grade(asked, f"<answer>{right}.0</answer>") == 1.0
+    assert task.grade(asked, "99") == 0.0
+    assert task.grade(asked, "") == 0.0
+    assert task.grade(asked, f"= {right}") == pytest.approx(len(str(right)) / len(f"= {right}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "response"),
+    [("coin_flip", "1e999999"), ("game_of_life", "[{}]"), ("boxnet", "0"), ("boxnet", '{"action": 3}')],
+)
+def test_a_response_the_library_stumbles_over_earns_nothing(name, response):
+    task = Gym(GymTask(name=name))
+    asked = task.train_problem(0)
+    with pytest.raises(gym.LIBRARY_ERRORS):
+        task._dataset("train", 0).score_answer(response, asked.entry)
+    assert task.grade(asked, response) == 0.0
+
+
+def test_evaluated_responses_pass_the_gate(tmp_path):
+    task = Gym(GymTask(name="countdown"))
+    asked = task.train_problem(0)
+    assert task.grade(asked, asked.answer) == 1.0
+    assert task.grade(asked, "99999999!") == 0.0
+    for name in gym.EVALUATED - gym.HASH_ORDERED:
+        task = Gym(GymTask(name=name))
+        problems = [task.train_problem(i) for i in range(3)]
+        assert all(task.grade(p, p.answer) == 1.0 for p in problems)
+        assert task.grade(problems[0], f"open({str(tmp_path / 'made')!r}, 'w')") == 0.0
+    assert not (tmp_path / "made").exists()
+
+
+def test_warmup_examples():
+    pairs = list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=0), 50))
+    assert pairs == list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=0), 50))
+    assert pairs != list(itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=1), 50))
+    for prompt, response in pairs:
+        assert eval(prompt.split(": ")[1].rstrip("= ")) == int(response)
+    half = itertools.islice(warmup_examples(SMALL, mistakes=0.5, seed=0), 200)
+    wrong = sum(eval(prompt.split(": ")[1].rstrip("= ")) != int(response) for prompt, response in half)
+    assert 60 < wrong < 120  # 100, less the few that are right by chance
+    with pytest.raises(UsageError, match="propositional_logic gives no reference answers"):
+        next(warmup_examples(GymTask(name="propositional_logic"), mistakes=0.0, seed=0))
+
+
+def test_alphabet_holds_what_the_data_set_writes():
+    assert "\u00d7" in alphabet(GymTask(name="prime_factorization"))
+    assert len(alphabet(GymTask(name="gcd"))) == 96

@@ -1,0 +1,150 @@
+import gc
+import subprocess
+import threading
+
+import pytest
+
+from onepolicy.envs.arithmetic_only import harmless
+from onepolicy.envs.grade import MathGrader, answer_text, exact
+
+
+@pytest.mark.parametrize(
+    ("response", "prefix", "answer"),
+    [
+        (" 42\n", "", "42"),
+        ("so #### 42", "####", "42"),
+        ("#### 41 no, #### 42 ", "####", "42"),
+        ("42", "####", None),
+        ("####", "####", ""),
+    ],
+)
+def test_answer_text(response, prefix, answer):
+    assert answer_text(response, prefix) == answer
+
+
+def test_exact():
+    assert exact("the answer is #7", "7", "#") == 1.0
+    assert exact("7", "7") == 1.0
+    assert exact("7 ", " 7") == 1.0
+    for response in ("#8", "#77", "#7.", "7", ""):
+        assert exact(response, "7", "#") == 0.0
+    assert exact("the answer is 7", "7") == 0.0
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = MathGrader()
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
+        ("The answer is 1/2.", "\\frac{1}{2}", 1.0),
+        ("$2\\sqrt{3}$", "2\\sqrt{3}", 1.0),
+        ("2\\sqrt{3}", "2\\sqrt{3}", 1.0),
+        ("\\boxed{1+x^2}", "x^2+1", 1.0),
+        ("1000", "1,000", 1.0),
+        ("42, or rather 43", "42", 0.0),
+        ("-7", "7", 0.0),
+        ("$2$", "2\\sqrt{3}", 0.0),
+        ("", "7", 0.0),
+        ("I do not know", "7", 0.0),
+        ("\\boxed{\\frac{", "7", 0.0),
+        ("}{$\\left(", "7", 0.0),
+        ("\x00\ud7ff", "7", 0.0),
+    ],
+)
+def test_math(grader, response, answer, reward):
+    assert grader.grade(response, answer) == reward
+
+
+def test_math_takes_the_text_after_the_prefix_as_an_expression(grader):
+    assert grader.grade("2 and 3: #### \\frac{2}{4}", "\\frac12", "####") == 1.0
+    assert grader.grade("#### \\frac{2}{4} and then 9", "9", "####") == 0.0
+    assert grader.grade("\\frac{2}{4}", "\\frac12", "####") == 0.0
+
+
+def test_math_works_in_a_thread(grader):
+    got = []
+    thread = threading.Thread(target=lambda: got.append(grader.grade("\\boxed{4}", "2+2")))
+    thread.start()
+    thread.join()
+    assert got == [1.0]
+
+
+def test_endless_computation_earns_nothing_and_the_next_response_is_graded():
+    grader = MathGrader(timeout=2.0)
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+    first = grader._process
+    assert grader.grade("$10^{10^{10}}$", "12") == 0.0
+    assert first.poll() is not None, "the stuck process was killed"
+    grader.timeout = 30.0
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+    grader.close()
+
+
+def test_a_worker_that_died_is_replaced(grader):
+    grader.grade("\\boxed{3}", "6/2")
+    grader._process.kill()
+    grader._process.wait()
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+
+
+def test_the_worker_ends_with_its_grader():
+    grader = MathGrader()
+    grader.grade("\\boxed{3}", "6/2")
+    process: subprocess.Popen = grader._process
+    del grader
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_readable(grader):
+    assert grader.readable("\\frac12")
+    assert not grader.readable("\\$5 and more")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(8-5)*(4+4)",
+        "x**2/2 + sin(x) + C",
+        "[['Q', '_'], ['_', 'Q']]",
+        "_ Q\nQ _",
+        "1 2 3",
+        "-3",
+        "(x**2+1)**3",
+        "",
+        "A",
+    ],
+)
+def test_harmless(answer):
+    assert harmless(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "oracle_answer",
+        "entry['answer']",
+        "[x for x in [1]]",
+        "lambda: 1",
+        "9**9**9",
+        "2**99999",
+        "((9**64)**64)**64",
+        "99999999!",
+        "[0]*99999999999",
+        "'a'*99999999999",
+        "1<<99999999999",
+        "01+open('x')",
+        "x.y",
+        "factorial(10**9)",
+    ],
+)
+def test_not_harmless(answer):
+    assert not harmless(answer)
