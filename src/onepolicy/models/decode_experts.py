@@ -1,14 +1,18 @@
-"""Experts of an inference forward on the CPU: one padded batched matmul over all experts instead of a small one each.
+"""Experts of an inference forward on the CPU: one padded batched matmul instead of a small one per expert.
 
-Rows are sorted by expert and padded to the busiest expert's count; the routing weight scales the narrow intermediate
-instead of the wide output. When routing is too uneven for padding, experts run one after the other. Other devices and
-expert parallelism go to transformers' `grouped_mm`, so the function is safe to select for any model.
+Rows are sorted by expert. The first `width` rows of every expert go through one batched matmul, padded where an expert
+has fewer; what busy experts have beyond that takes one matmul each. `width` is chosen anew for every call from the row
+counts, so even and uneven routing are both fast. The routing weight scales the narrow intermediate instead of the wide
+output. Other devices and expert parallelism go to transformers' `grouped_mm`: the function is safe for any model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
@@ -16,7 +20,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 NAME = "onepolicy_decode"
-MAX_PADDING = 3  # rows computed per row needed, above which experts run one by one
+CALL = 500_000  # multiplications one more matmul call is worth, up and down together
+READ = 4
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> None:
@@ -32,100 +37,109 @@ def prepare(model: PreTrainedModel, device: torch.device) -> None:
                     weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@cache
-def slow_bfloat16() -> bool:
-    """A CPU without bfloat16 instructions multiplies faster in float32, conversions included."""
-    able = torch.cpu.get_capabilities()
-    return not (able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the N * K (token, expert) rows lie: E * width padded places, then those that did not fit, by expert."""
+
+    width: int
+    rows: int
+    token: Tensor  # [rows] int64, which token is read at each place
+    flat: Tensor  # [N * K] int64, (token, k) in sorted order
+    place: Tensor  # [N * K] int64, of each of them
+    back: Tensor  # [N, K] int64, place of (token, k)
+    beyond: list[tuple[int, int, int]]  # (expert, first, last + 1) of the places outside the padding
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, num_experts: int, row_cost: int) -> Layout:
+        """The cheapest layout, in multiplications; `row_cost` is those of one row. numpy: a call is 10x cheaper."""
+        (tokens, top_k), experts = top_k_index.shape, top_k_index.reshape(-1).numpy()
+        order = experts.astype(np.int16).argsort(kind="stable")
+        counts = np.bincount(experts, minlength=num_experts)
+        width = _width(counts, row_cost)
+        rank = np.arange(len(order)) - np.repeat(counts.cumsum() - counts, counts)
+        place = rank + np.repeat(np.arange(num_experts) * width, counts)
+        rows, beyond = num_experts * width, []
+        for expert in (counts > width).nonzero()[0].tolist():
+            beyond.append((expert, rows, rows + int(counts[expert]) - width))
+            rows = beyond[-1][2]
+        if beyond:
+            place[rank >= width] = np.arange(num_experts * width, rows)
+        token, back = np.zeros(rows, np.int64), np.empty_like(place)
+        token[place] = order // top_k
+        back[order] = place
+        tensor = torch.from_numpy
+        return cls(width, rows, tensor(token), tensor(order), tensor(place), tensor(back).view(tokens, top_k), beyond)
+
+    def experts(self) -> Tensor:
+        """[rows] the expert each place belongs to."""
+        experts = torch.arange(self.rows).div_(max(self.width, 1), rounding_mode="floor")
+        for expert, first, last in self.beyond:
+            experts[first:last] = expert
+        return experts
 
 
-def decode_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _width(counts: np.ndarray, row_cost: int) -> int:
+    """The row count up to which padding every expert costs least: rows added against calls for what is beyond.
+
+    A batched matmul of few rows is bound by reading all weights, as long as it takes to multiply `READ` rows of each.
+    """
+    ascending = np.sort(counts)
+    nth = np.arange(1, len(counts) + 1)
+    padding = nth * ascending - ascending.cumsum()  # rows added when all are padded to the nth count
+    padding += READ * len(counts) * (ascending > 0)
+    return int(ascending[(padding * row_cost + (len(counts) - nth) * CALL).argmin()])
+
+
+def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    weights = _weights(module)
-    experts, order = top_k_index.reshape(-1).sort()  # [N * K]
-    counts = torch.bincount(experts, minlength=module.num_experts)
-    width = int(counts.max())
-    scale = top_k_weights.reshape(-1).to(weights[0].dtype)
-    x = hidden.to(weights[0].dtype)
-    if len(counts) * width <= MAX_PADDING * len(experts):
-        place = torch.arange(len(experts)) + ((torch.arange(len(counts)) * width) - counts.cumsum(0) + counts)[experts]
-        out = _padded(module, x, weights, order, place, width, scale, top_k_index.shape[1])
-    else:
-        place = torch.arange(len(experts))
-        out = _one_by_one(module, x, weights, order, counts.tolist(), scale, top_k_index.shape[1])
-    back = torch.empty_like(order).index_copy_(0, order, place).view(top_k_index.shape)
-    return embedding_bag(back, out, mode="sum").to(hidden.dtype)
+    up, down, up_bias, down_bias = _weights(module)
+    layout = Layout.of(top_k_index, len(up), up[0].numel() + down[0].numel())
+    weight = top_k_weights.reshape(-1).index_select(0, layout.flat).to(up.dtype)
+    scale = up.new_zeros(layout.rows).index_copy_(0, layout.place, weight)[:, None]
+    inner = _multiply(hidden.index_select(0, layout.token).to(up.dtype), up, layout)
+    if up_bias is not None:
+        inner += up_bias[layout.experts()]
+    inner = (module._apply_gate(inner) if module.has_gate else module.act_fn(inner)) * scale
+    out = _multiply(inner, down, layout)
+    if down_bias is not None:
+        out += down_bias[layout.experts()] * scale
+    return embedding_bag(layout.back, out, mode="sum").to(hidden.dtype)
 
 
-def _weights(module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """up [E, H, I'], down [E, I, H] and their biases [E, 1, I'], [E, 1, H]; I' = 2 I with a gate."""
+def _weights(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, name), module.down_proj
+    weights = [getattr(module, name), module.down_proj]
     if not module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    biases = (
-        (getattr(module, f"{name}_bias")[:, None], module.down_proj_bias[:, None]) if module.has_bias else (None, None)
-    )
-    if up.dtype == torch.bfloat16 and slow_bfloat16():
-        return up.float(), down.float(), *(b if b is None else b.float() for b in biases)  # type: ignore[return-value]
-    return up, down, *biases
-
-
-def _activate(module: nn.Module, x: Tensor) -> Tensor:
-    return module._apply_gate(x) if module.has_gate else module.act_fn(x)
-
-
-def _padded(
-    module: nn.Module,
-    x: Tensor,  # [N, H]
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    order: Tensor,  # [N * K] flat (token, k) of each sorted row
-    place: Tensor,  # [N * K] padded row of each sorted row
-    width: int,
-    scale: Tensor,  # [N * K]
-    top_k: int,
-) -> Tensor:  # [E * width, H]
+        weights = [weight.transpose(1, 2) for weight in weights]
+    weights += [getattr(module, f"{name}_bias"), module.down_proj_bias] if module.has_bias else [None, None]
+    if weights[0].dtype == torch.bfloat16 and slow_bfloat16():
+        weights = [weight if weight is None else weight.float() for weight in weights]
     up, down, up_bias, down_bias = weights
-    rows = len(up) * width
-    token = order.new_zeros(rows).index_copy_(0, place, order // top_k)
-    weight = scale.new_zeros(rows).index_copy_(0, place, scale[order]).view(len(up), width, 1)
-    gathered = x.index_select(0, token).view(len(up), width, -1)
-    inner = torch.bmm(gathered, up) if up_bias is None else torch.baddbmm(up_bias, gathered, up)
-    inner = _activate(module, inner) * weight
-    out = torch.bmm(inner, down) if down_bias is None else torch.baddbmm(down_bias * weight, inner, down)
-    return out.flatten(0, 1)
+    return up, down, up_bias, down_bias
 
 
-def _one_by_one(
-    module: nn.Module,
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    order: Tensor,
-    counts: list[int],
-    scale: Tensor,
-    top_k: int,
-) -> Tensor:  # [N * K, H]
-    up, down, up_bias, down_bias = weights
-    weight = scale[order, None]
-    inner = _each(x.index_select(0, order // top_k), up, up_bias, counts)
-    inner = _activate(module, inner) * weight
-    return _each(inner, down, down_bias, counts, weight)
+@cache
+def slow_bfloat16() -> bool:
+    """A CPU without bfloat16 instructions multiplies faster in float32, conversions included."""
+    able = torch.cpu.get_capabilities()
+    return not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _each(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int], scale: Tensor | None = None) -> Tensor:
-    """Rows of expert e times weight[e], plus its bias (times the row's scale). x sorted by expert."""
+def _multiply(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+    """Every row times the weight [E, in, out] of its expert."""
     out = x.new_empty(len(x), weight.shape[2])
-    for rows, matrix, result in zip(x.split(counts), weight.unbind(0), out.split(counts), strict=True):
-        if len(rows):
-            torch.mm(rows, matrix, out=result)
-    if bias is not None:
-        offset = bias[:, 0].repeat_interleave(torch.tensor(counts), dim=0)
-        out += offset if scale is None else offset * scale
+    if layout.width:
+        rows = len(weight) * layout.width
+        grid = (len(weight), layout.width)
+        torch.bmm(x[:rows].unflatten(0, grid), weight, out=out[:rows].unflatten(0, grid))
+    for expert, first, last in layout.beyond:
+        torch.mm(x[first:last], weight[expert], out=out[first:last])
     return out
 
 

@@ -39,8 +39,8 @@ class HFEngine:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
         self.caps = EngineCaps(routing=record, max_len=max_len)
         self.version = 0
-        self.model = model.to(DTYPES[config.dtype]).eval()
-        self._vocab = model.get_input_embeddings().num_embeddings
+        self.model: PreTrainedModel = model.to(DTYPES[config.dtype]).eval()  # type: ignore[arg-type]
+        self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         device = next(model.parameters()).device
         decode_experts.prepare(model, device)
         routers = bind_routers(model) if record else None

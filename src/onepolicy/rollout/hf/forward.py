@@ -65,8 +65,8 @@ class SlabForward:
             self.slab.write_routes(self._tape.take())
         return out.logits[0].float()
 
-    def prefill(self, tokens: Tensor, spans: list[Span]) -> Tensor:
-        """Feed `tokens[row, start:stop]` of every span -> logits [spans, V] of each last token. tokens [slots, max_len]"""
+    def prefill(self, tokens: Tensor, spans: list[Span]) -> Tensor:  # tokens [slots, max_len]
+        """Feed tokens[row, start:stop] of every span -> logits [spans, V] of each last token."""
         last: dict[int, Tensor] = {}
         for part in chunks(spans):
             step, ends = _prefill_step(part, tokens.device)

@@ -18,12 +18,11 @@ class Rows:
         self.tokens = torch.zeros(slots, max_len, dtype=torch.int64, device=device)
         self.length = np.zeros(slots, dtype=np.int64)  # positions whose keys are in the slab
         self.active: dict[int, Request] = {}
-        self._freed = np.zeros(slots, dtype=np.int64)  # when: the longest free is taken first
-        self._clock = 0
+        self._idle = dict.fromkeys(range(slots))  # rows without a request, the longest idle first
 
     @property
     def free(self) -> int:
-        return len(self.length) - len(self.active)
+        return len(self._idle)
 
     def best_prefix(self, prompt: Tensor) -> tuple[int, int]:
         """(row, tokens shared) of the row that shares most with `prompt` [P], leaving at least one token to feed."""
@@ -34,23 +33,22 @@ class Rows:
         return row, int(shared[row])
 
     def take(self, request: Request, row: int | None = None) -> int:
-        """Give the request this free row, or the one that was freed longest ago."""
+        """Give the request this free row, or the one idle for longest."""
         if row is None:
-            row = min((r for r in range(len(self.length)) if r not in self.active), key=lambda r: (self._freed[r], r))
-        assert row not in self.active
+            row = next(iter(self._idle))
+        del self._idle[row]
         self.active[row] = request
         return row
 
     def release(self, row: int) -> None:
         """The row's content stays until another request takes it."""
-        self._clock += 1
-        self._freed[row] = self._clock
         del self.active[row]
+        self._idle[row] = None
 
     def forget(self) -> None:
         self.active.clear()
         self.length[:] = 0
-        self._freed[:] = 0
+        self._idle = dict.fromkeys(range(len(self.length)))
 
     def compaction(self) -> tuple[list[int], list[int]]:
         """(from, to): pairs of rows to swap so that running rows come first; nothing if they are dense already."""
@@ -65,6 +63,8 @@ class Rows:
         """Bookkeeping of a compaction."""
         here, there = [*movers, *holes], [*holes, *movers]
         self.tokens[there] = self.tokens[here]
-        self.length[there], self._freed[there] = self.length[here], self._freed[here]
+        self.length[there] = self.length[here]
+        now_idle = dict(zip(holes, movers, strict=True))
+        self._idle = {now_idle.get(row, row): None for row in self._idle}
         for mover, hole in zip(movers, holes, strict=True):
             self.active[hole] = self.active.pop(mover)

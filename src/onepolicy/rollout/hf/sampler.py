@@ -64,7 +64,7 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> tuple[Tensor,
 
 def _narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
     """-inf outside the top-k tokens, then outside the smallest set of those whose probability reaches top-p."""
-    ordered, order = logits.sort(-1, descending=True, stable=True)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
         ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= rows.top_k, float("-inf"))
     if rows.top_p is not None:

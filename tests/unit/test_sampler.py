@@ -1,0 +1,109 @@
+"""Sampling by hand: which token a uniform picks, and the log-probability it was sampled with."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.config import UsageError
+from onepolicy.rollout.hf.sampler import SamplingRows, check_sampling, sample, uniforms
+from onepolicy.types import Sampling
+
+CPU = torch.device("cpu")
+P = torch.tensor([0.1, 0.4, 0.2, 0.3])  # cdf 0.1 0.5 0.7 1.0
+
+
+def draw(probability, uniform, *rows):
+    logits = probability.log().expand(len(rows), -1) + 3.0  # a constant changes nothing
+    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))
+
+
+def test_inverse_cdf():
+    us = [0.0, 0.05, 0.15, 0.49, 0.51, 0.69, 0.71, 0.999999]
+    tokens, logp = draw(P, us, *[Sampling(1.0, 1)] * 8)
+    assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    torch.testing.assert_close(logp, P[tokens].log())
+    assert logp.dtype == torch.float32
+
+
+def test_zero_probability_is_never_sampled():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0])
+    tokens, logp = draw(p, [0.0, 0.4999, 0.5001, 1 - 2**-53], *[Sampling(1.0, 1)] * 4)
+    assert tokens.tolist() == [1, 1, 3, 3]
+    assert torch.isfinite(logp).all()
+
+
+def test_temperature():
+    tempered = P**2 / (P**2).sum()  # temperature 0.5
+    tokens, logp = draw(P, [0.0, 0.99], *[Sampling(0.5, 1)] * 2)
+    assert tokens.tolist() == [0, 3]
+    torch.testing.assert_close(logp, tempered[tokens].log())
+
+
+def test_greedy_has_the_untempered_logp_and_ignores_narrowing():
+    tokens, logp = draw(P, [0.99], Sampling(0.0, 1, top_k=1, top_p=0.1))
+    assert tokens.tolist() == [1]
+    assert logp.item() == pytest.approx(math.log(0.4))
+
+
+def test_top_k_renormalises():
+    tokens, logp = draw(P, [0.0, 0.56, 0.58], *[Sampling(1.0, 1, top_k=2)] * 3)  # 0.4 / 0.7, 0.3 / 0.7
+    assert tokens.tolist() == [1, 1, 3]
+    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(4 / 7), math.log(3 / 7)])
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    tokens, logp = draw(P, [0.0, 0.99], *[Sampling(1.0, 1, top_p=0.6)] * 2)  # 0.4, then 0.3 crosses 0.6
+    assert tokens.tolist() == [1, 3]
+    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
+
+
+def test_top_p_of_what_top_k_left():
+    rows = [Sampling(1.0, 1, top_k=3, top_p=0.7)] * 2  # 4/9 + 3/9 >= 0.7, so the third is out
+    tokens, logp = draw(P, [0.0, 0.99], *rows)
+    assert tokens.tolist() == [1, 3]
+    assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
+
+
+def test_rows_do_not_touch_each_other():
+    rows = [Sampling(1.0, 1), Sampling(0.5, 1, top_k=2), Sampling(0.0, 1), Sampling(2.0, 1, top_p=0.5)]
+    together = draw(P, [0.3, 0.6, 0.9, 0.2], *rows)
+    for i, (row, u) in enumerate(zip(rows, [0.3, 0.6, 0.9, 0.2], strict=True)):
+        alone = draw(P, [u], row)
+        assert together[0][i] == alone[0][0]
+        torch.testing.assert_close(together[1][i], alone[1][0])
+
+
+def test_frequencies():
+    count = 20_000
+    tokens, _ = sample(
+        P.log().expand(count, -1),
+        torch.from_numpy(uniforms(0, count)),
+        SamplingRows.of([Sampling(1.0, 1)] * count, CPU),
+    )
+    observed = torch.bincount(tokens, minlength=4) / count
+    torch.testing.assert_close(observed, P, atol=0.015, rtol=0)
+
+
+def test_unneeded_parameters_cost_nothing():
+    rows = SamplingRows.of([Sampling(1.0, 1)] * 2, CPU)
+    assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None, None, None, None)
+
+
+@given(st.integers(0, 2**56 - 1), st.integers(1, 50))
+def test_uniforms_are_a_function_of_the_seed(seed, count):
+    first = uniforms(seed, count)
+    assert (first == uniforms(seed, count)).all()
+    assert (first == uniforms(seed, count + 7)[:count]).all()  # a longer limit draws the same beginning
+    assert (first != uniforms(seed + 1, count)).any()
+    assert ((first >= 0) & (first < 1)).all()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -0.1}, {"temperature": math.inf}, {"max_tokens": 0}, {"top_p": 1.1}, {"top_k": -1}]
+)
+def test_bad_parameters(bad):
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        check_sampling(Sampling(**({"temperature": 1.0, "max_tokens": 5} | bad)))
