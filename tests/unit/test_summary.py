@@ -24,13 +24,19 @@ def test_crash_rule(scores, crash):
 
 def test_summary_by_hand(tmp_path):
     config = resolve(
-        {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}, "eval": {"every": 2, "greedy": True}}
+        {
+            "out": "x",
+            "steps": 4,
+            "model": {"path": "m"},
+            "task": {"kind": "chain"},
+            "eval": {"every": 2, "greedy": True},
+        }
     )
     rows = [{"step": 0, "eval/greedy": 0.25}]
     for step, (reward, greedy) in enumerate([(0.0, None), (0.5, 0.75), (0.5, None), (1.0, 0.5)], start=1):
         row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
         rows.append(row if greedy is None else row | {"eval/greedy": greedy})
-    rows[1] |= {"counterfactual/mismatch/k3": 5e-3}
+    rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/probe": 2.0}
     summary = summarise(config, rows, tmp_path, None)
     assert summary["reward_window"] == 2
     assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
@@ -40,3 +46,4 @@ def test_summary_by_hand(tmp_path):
     assert summary["mismatch_at_probes"]["mismatch/k3"] == pytest.approx(1e-3)
     assert summary["mismatch_without_replay"]["mismatch/k3"] == pytest.approx(5e-3)
     assert summary["time"]["step"] == 2.0
+    assert summary["time"]["probe"] == 0.5  # one probe in four steps

@@ -15,7 +15,6 @@ from onepolicy.loop.step import Parts
 from onepolicy.models.load import (
     context_length,
     device_of,
-    is_recurrent,
     load_model,
     load_tokenizer,
     prepare_for_training,
@@ -48,8 +47,10 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
         raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
     tokenizer = load_tokenizer(model)
     environment = build(config.task, tokenizer)
-    longest = max(config.rollout.sampling.max_tokens, config.eval.max_tokens or 0)
-    environment.check(max_tokens=longest, max_len=max_len)
+    for max_tokens in {config.rollout.sampling.max_tokens, config.eval.max_tokens or config.rollout.sampling.max_tokens}:
+        environment.check(max_tokens=max_tokens, max_len=max_len)
+    if config.eval.every:
+        environment.held_out(config.eval.problems)  # are there that many?
     return environment, tokenizer, max_len
 
 
@@ -84,5 +85,3 @@ def build_engine(
     """The engine with a copy of the weights of its own, in its own dtype."""
     return HFEngine(load_model(model, DTYPES[config.dtype], device), config, record=record, max_len=max_len)
 
-
-__all__ = ["build_engine", "build_parts", "is_recurrent", "open_environment", "resolve_model"]

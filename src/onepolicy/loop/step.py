@@ -29,7 +29,7 @@ class Parts:
     stop: tuple[int, ...]  # token ids that end a completion
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
 class StepResult:
     groups: list[Group]
     batch: TokenBatch
