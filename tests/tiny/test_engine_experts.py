@@ -19,8 +19,11 @@ def experts_of(name):
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 @pytest.mark.parametrize("skew", [0.0, 2.0, 50.0])
-@pytest.mark.parametrize("call", [0, 20_000, 10**12])  # all loops, a mixture, all padded
-def test_same_sums(name, tokens, skew, call, monkeypatch):
+@pytest.mark.parametrize(
+    ("dense", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
+)  # loops, mixed, padded, dense
+def test_same_sums(name, tokens, skew, dense, call, monkeypatch):
+    monkeypatch.setattr(decode_experts, "DENSE", dense)
     monkeypatch.setattr(decode_experts, "CALL", call)
     model, experts = experts_of(name)
     torch.manual_seed(1)

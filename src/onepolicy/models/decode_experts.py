@@ -1,9 +1,9 @@
-"""Experts of an inference forward on the CPU: one padded batched matmul instead of a small one per expert.
+"""Experts of an inference forward on the CPU: a few large matmuls instead of a small one per expert.
 
-Rows are sorted by expert. The first `width` rows of every expert go through one batched matmul, padded where an expert
-has fewer; what busy experts have beyond that takes one matmul each. `width` is chosen anew for every call from the row
-counts, so even and uneven routing are both fast. The routing weight scales the narrow intermediate instead of the wide
-output. Other devices and expert parallelism go to transformers' `grouped_mm`: the function is safe for any model.
+Few tokens go through all experts at once, with weight 0 where they were not routed. With more, rows are sorted by
+expert; the first `width` rows of every expert go through one batched matmul, padded where an expert has fewer, and what
+busy experts have beyond that takes one matmul each. `width` follows the row counts of every call, so even and uneven
+routing are both fast. Other devices and expert parallelism go to transformers' `grouped_mm`: safe for any model.
 """
 
 from __future__ import annotations
@@ -20,21 +20,29 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 NAME = "onepolicy_decode"
-CALL = 500_000  # multiplications one more matmul call is worth, up and down together
+CALL = 500_000  # multiplications that one more matmul call is worth, up and down together
+DENSE = 7_000_000  # multiplications up to which all experts on all tokens beat sorting
 READ = 4
 
 
 def prepare(model: PreTrainedModel, device: torch.device) -> None:
-    """Select these experts on this model only (CPU), and give their weights the layout small matmuls are fastest in."""
+    """Select these experts on this model only (CPU), and lay their weights out as matmuls of few rows like them.
+
+    Shapes and values stay; in memory, up becomes [H, E, I'] and down [E, I, H].
+    """
     if device.type != "cpu" or not hasattr(model, "set_experts_implementation"):
         return
     model.set_experts_implementation(NAME)
-    for module in model.modules():
-        if getattr(module, "is_transposed", None) is False:
-            for name in ("gate_up_proj", "up_proj", "down_proj"):
-                weight = getattr(module, name, None)
-                if isinstance(weight, nn.Parameter) and weight.dim() == 3:  # same shape and values, [in, out] in memory
-                    weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        transposed = getattr(module, "is_transposed", None)
+        if transposed is None or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            continue
+        up, down = getattr(module, "gate_up_proj" if module.has_gate else "up_proj"), module.down_proj
+        for weight, order in ((up, (1, 0, 2)), (down, (0, 1, 2))):  # orders of the axes expert, in, out
+            own = weight.data if transposed else weight.data.transpose(1, 2)
+            own = own.permute(order).contiguous().permute(order)
+            weight.data = own if transposed else own.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,6 @@ class Layout:
     width: int
     rows: int
     token: Tensor  # [rows] int64, which token is read at each place
-    flat: Tensor  # [N * K] int64, (token, k) in sorted order
-    place: Tensor  # [N * K] int64, of each of them
     back: Tensor  # [N, K] int64, place of (token, k)
     beyond: list[tuple[int, int, int]]  # (expert, first, last + 1) of the places outside the padding
 
@@ -67,8 +73,7 @@ class Layout:
         token, back = np.zeros(rows, np.int64), np.empty_like(place)
         token[place] = order // top_k
         back[order] = place
-        tensor = torch.from_numpy
-        return cls(width, rows, tensor(token), tensor(order), tensor(place), tensor(back).view(tokens, top_k), beyond)
+        return cls(width, rows, torch.from_numpy(token), torch.from_numpy(back).view(tokens, top_k), beyond)
 
     def experts(self) -> Tensor:
         """[rows] the expert each place belongs to."""
@@ -98,17 +103,21 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     up, down, up_bias, down_bias = _weights(module)
-    layout = Layout.of(top_k_index, len(up), up[0].numel() + down[0].numel())
-    weight = top_k_weights.reshape(-1).index_select(0, layout.flat).to(up.dtype)
-    scale = up.new_zeros(layout.rows).index_copy_(0, layout.place, weight)[:, None]
-    inner = _multiply(hidden.index_select(0, layout.token).to(up.dtype), up, layout)
-    if up_bias is not None:
-        inner += up_bias[layout.experts()]
-    inner = (module._apply_gate(inner) if module.has_gate else module.act_fn(inner)) * scale
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    x, scale = hidden.to(up.dtype), top_k_weights.to(up.dtype)
+    row_cost = up[0].numel() + down[0].numel()
+    if len(x) * len(up) * row_cost <= DENSE and up.stride(0) == up.shape[2] and down.is_contiguous():
+        dense = x.new_zeros(len(x), len(up)).scatter_(1, top_k_index, scale)  # [N, E]
+        inner = (x @ up.transpose(0, 1).flatten(1)).unflatten(1, (len(up), -1))  # [N, E, I']
+        inner = activate(inner if up_bias is None else inner + up_bias) * dense[..., None]
+        out = inner.flatten(1) @ down.flatten(0, 1)
+        return (out if down_bias is None else out + dense @ down_bias).to(hidden.dtype)
+    layout = Layout.of(top_k_index, len(up), row_cost)
+    inner = _multiply(x.index_select(0, layout.token), up, layout)
+    inner = activate(inner if up_bias is None else inner + up_bias[layout.experts()])
     out = _multiply(inner, down, layout)
-    if down_bias is not None:
-        out += down_bias[layout.experts()] * scale
-    return embedding_bag(layout.back, out, mode="sum").to(hidden.dtype)
+    out = out if down_bias is None else out + down_bias[layout.experts()]
+    return embedding_bag(layout.back, out, mode="sum", per_sample_weights=scale).to(hidden.dtype)
 
 
 def _weights(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -17,7 +17,7 @@ from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.slab import Slab
 
 SCORES = 1 << 22  # most attention scores per head of one prefill forward: bounds its memory
-TOKENS = 8192  # most padded tokens of one prefill forward
+TOKENS = 4096  # most padded tokens of one prefill forward
 
 
 @dataclass(frozen=True, slots=True)
