@@ -1,0 +1,25 @@
+"""The quickstart on five seeds: reward rises on every one, and none falls back. Minutes; `make test-slow`."""
+
+import json
+
+import pytest
+
+from onepolicy.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_policy():
+    assert main(["make-policy"]) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reward_rises_and_stays(seed, tmp_path):
+    out = tmp_path / "run"
+    assert main(["train", "recipes/quickstart.toml", f"out={out}", f"seed={seed}", "log.report=false"]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["reward_last"] > summary["reward_first"] + 0.2
+    assert summary["reward_last"] > 0.75
+    assert summary["crash_step"] is None
+    assert summary["eval_last"]["value"] >= summary["eval_first"]["value"]
