@@ -3,8 +3,8 @@
     pip install trl==1.16.0
     python benchmarks/step.py --threads 1
 
-64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours records and replays routes
-(R3) and measures the mismatch; TRL does neither. Prints medians, their ratio, and where our time goes.
+64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours records and replays
+routes (R3) and measures the mismatch; TRL does neither. Prints medians, their ratio, and where our time goes.
 """
 
 import argparse

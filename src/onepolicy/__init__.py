@@ -17,7 +17,7 @@ _PUBLIC = {
     "Sample": "onepolicy.types",
     "RunConfig": "onepolicy.config",
 }
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

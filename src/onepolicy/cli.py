@@ -88,7 +88,9 @@ def _command(commands: argparse._SubParsersAction, name: str, text: str, run: ob
 def run_train(arguments: argparse.Namespace) -> None:
     overrides = list(arguments.overrides)
     if arguments.resume or arguments.fork:
-        overrides = [arguments.recipe, *overrides] if arguments.recipe else overrides  # argparse put the first one there
+        overrides = (
+            [arguments.recipe, *overrides] if arguments.recipe else overrides
+        )  # argparse put the first one there
     elif not arguments.recipe:
         raise UsageError("train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP")
     if arguments.resume:

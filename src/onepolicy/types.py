@@ -158,7 +158,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Packed samples: a whole step on the CPU, or one micro-batch on a device. `select` and `to` keep fields in step."""
+    """Packed samples: a step on the CPU, or a micro-batch on a device. `select` and `to` keep fields in step."""
 
     input_ids: Tensor  # [T] int64
     target_ids: Tensor  # [T] int64
@@ -196,7 +196,7 @@ class TokenBatch:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             moved[field.name] = value if value is None else value.to(device)
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
     def select(self, samples: list[int]) -> Self:
         """The batch of only these samples, in this order."""

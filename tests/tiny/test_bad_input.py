@@ -96,7 +96,9 @@ def test_prompt_longer_than_the_context(fails, no_weights, tmp_path):
 
 
 def test_max_len_beyond_the_context(fails, no_weights):
-    assert "rollout.engine.max_len: 4096 is more than the model's context of 128" in fails("rollout.engine.max_len=4096")
+    assert "rollout.engine.max_len: 4096 is more than the model's context of 128" in fails(
+        "rollout.engine.max_len=4096"
+    )
 
 
 def test_unknown_gym_data_set(fails, no_weights):

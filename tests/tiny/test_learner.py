@@ -13,6 +13,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, RoutingTrace, Sample
+import itertools
 
 BASE = {
     "out": "x",
@@ -73,7 +74,7 @@ def test_step_equals_the_written_out_one():
     model = make("qwen3_moe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
     slots, total, bounds = int(batch.trainable.sum()), torch.zeros(()), batch.cu_seqlens.tolist()
-    for s, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
         logits = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0]
         logp = torch.log_softmax(logits / 0.7, -1).gather(-1, batch.target_ids[a:b, None])[:, 0]
         mask = batch.trainable[a:b]

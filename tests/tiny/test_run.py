@@ -25,7 +25,14 @@ def test_run_folder(finished):
     assert [row["step"] for row in found if "counterfactual/mismatch/k3" in row] == [1, 3, 4]
     assert {"eval/avg@2", "eval/pass@2"} <= set(found[0])
     for row in found[1:]:
-        for name in ("train/reward", "mismatch/k3", "routing/routers", "correction/weight_mean", "time/rollout", "train/lr"):
+        for name in (
+            "train/reward",
+            "mismatch/k3",
+            "routing/routers",
+            "correction/weight_mean",
+            "time/rollout",
+            "train/lr",
+        ):
             assert name in row
     samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 8
@@ -71,7 +78,9 @@ def test_same_seed_same_run_other_seed_other_run(train):
 
 def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
     out = tmp_path / "fork"
-    assert main(["train", "--from", f"{finished}/2", f"out={out}", "steps=3", "replay.mode=off", "log.report=false"]) == 0
+    assert (
+        main(["train", "--from", f"{finished}/2", f"out={out}", "steps=3", "replay.mode=off", "log.report=false"]) == 0
+    )
     assert [row["step"] for row in rows(out)] == [2, 3]
     about = json.loads((out / "run.json").read_text())
     assert about["parent"] == {"run": str(finished), "step": 2}
@@ -89,7 +98,9 @@ def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
     assert main(["eval", str(finished)]) == 0
     printed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     last = rows(finished)[-1]
-    assert {k: v for k, v in printed.items() if k != "model"} == {k: v for k, v in last.items() if k.startswith("eval/")}
+    assert {k: v for k, v in printed.items() if k != "model"} == {
+        k: v for k, v in last.items() if k.startswith("eval/")
+    }
 
 
 def test_config_prints_effective_settings(recipe, capsys):

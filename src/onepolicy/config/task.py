@@ -24,7 +24,7 @@ class GymTask(Frozen):
     kind: Literal["gym"] = "gym"
     name: str
     """Data set name, e.g. `chain_sum`."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the data set's own config."""
     seed: int = 0
     threshold: float = Field(1.0, gt=0, le=1)

@@ -15,7 +15,8 @@ from onepolicy.types import TokenBatch
 
 def measure(batch: TokenBatch) -> dict[str, float]:
     """Mismatch of a scored batch; routing disagreement too if both sides have routes."""
-    assert batch.logp_old is not None and batch.entropy is not None, "score() comes first"
+    assert batch.logp_old is not None, "score() comes first"
+    assert batch.entropy is not None
     metrics = mismatch(batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment).metrics()
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.routing is not None and batch.routing_native is not None:

@@ -178,7 +178,9 @@ def _due(done: int, every: int, steps: int) -> bool:
     return every > 0 and (done % every == 0 or done == steps)
 
 
-def _write_samples(log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+def _write_samples(
+    log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
+) -> None:
     """The first sample of the first groups as text, with both engines' mean log-probability."""
     batch, rollout = result.batch, parts.config.rollout
     assert batch.logp_old is not None

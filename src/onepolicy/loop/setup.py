@@ -47,7 +47,10 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
         raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
     tokenizer = load_tokenizer(model)
     environment = build(config.task, tokenizer)
-    for max_tokens in {config.rollout.sampling.max_tokens, config.eval.max_tokens or config.rollout.sampling.max_tokens}:
+    for max_tokens in {
+        config.rollout.sampling.max_tokens,
+        config.eval.max_tokens or config.rollout.sampling.max_tokens,
+    }:
         environment.check(max_tokens=max_tokens, max_len=max_len)
     if config.eval.every:
         environment.held_out(config.eval.problems)  # are there that many?
@@ -84,4 +87,3 @@ def build_engine(
 ) -> HFEngine:
     """The engine with a copy of the weights of its own, in its own dtype."""
     return HFEngine(load_model(model, DTYPES[config.dtype], device), config, record=record, max_len=max_len)
-

@@ -49,6 +49,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     with clock("score"):
         batch = learner.score(batch)  # logp_old, the rollout's experts replayed
     batch = credit(batch, cfg.objective)  # outcome -> slots
+    assert batch.logp_old is not None
     result = StepResult(groups, batch, None, measure(batch))  # read-only, every step
     if probe:
         with clock("probe"):

@@ -1,1 +1,1 @@
-"""Unmodified transformers models: loading them, and the two functions of ours they are run with on the trainer's side."""
+"""Unmodified transformers models: loading them, and the attention and experts functions of ours they run with."""

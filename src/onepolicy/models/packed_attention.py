@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+import itertools
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -39,7 +40,7 @@ class Packing:
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> Packing:
         """Group samples so that no bucket is padded to more than twice its shortest member."""
         bounds = cu_seqlens.tolist()
-        spans = sorted(((end - start, start) for start, end in zip(bounds, bounds[1:], strict=False)), reverse=True)
+        spans = sorted(((end - start, start) for start, end in itertools.pairwise(bounds)), reverse=True)
         buckets, first = [], 0
         for i in range(1, len(spans) + 1):
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:

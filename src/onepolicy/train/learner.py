@@ -45,7 +45,7 @@ class LocalLearner:
         return self._score(batch, replay=False, live=False)
 
     def step(self, batch: TokenBatch) -> dict[str, float]:
-        """One optimiser step per mini-step. Metrics are means over the step's trainable slots, norms over mini-steps."""
+        """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
         sums: Counter[str] = Counter()
         norms = [
             self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)
@@ -136,7 +136,7 @@ def refuse_randomness(model: PreTrainedModel) -> None:
     for name in ("attention_dropout", "router_jitter_noise", "hidden_dropout", "resid_dropout"):
         if getattr(config, name, 0):
             raise UsageError(
-                f"model.path: {name}={getattr(config, name)} in the model's config; set it to 0 to checkpoint activations"
+                f"model.path: {name}={getattr(config, name)} in the model's config; 0 is needed to checkpoint activations"
             )
 
 

@@ -9,7 +9,7 @@ from onepolicy.types import Group, RoutingTrace, TokenBatch
 
 
 def pack(groups: list[Group]) -> TokenBatch:
-    """The whole step as one batch on the CPU. Every sample needs its `outcome`; routes go in if every sample has them."""
+    """The whole step as one batch on the CPU. Every sample has its `outcome`; routes are all there or none is."""
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         raise UsageError("pack: no samples; the step collected nothing to train on")

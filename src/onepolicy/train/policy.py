@@ -97,7 +97,7 @@ def warm_up(
 def _packed(
     tokenizer: PreTrainedTokenizerFast, examples: Iterator[Example], budget: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whole examples up to `budget` slots: input ids, targets (-100 on the prompt), positions [T], cu_seqlens [S + 1]."""
+    """About `budget` slots of whole examples: ids, targets (-100 on the prompt), positions [T], bounds [S + 1]."""
     paths: list[list[int]] = []
     prompts: list[int] = []
     while sum(map(len, paths)) < budget:
