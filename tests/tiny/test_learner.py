@@ -1,6 +1,7 @@
 """The learner against the same step written out by hand on the stock model, and its options against each other."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, RoutingTrace, Sample
-import itertools
 
 BASE = {
     "out": "x",

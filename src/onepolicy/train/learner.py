@@ -136,7 +136,7 @@ def refuse_randomness(model: PreTrainedModel) -> None:
     for name in ("attention_dropout", "router_jitter_noise", "hidden_dropout", "resid_dropout"):
         if getattr(config, name, 0):
             raise UsageError(
-                f"model.path: {name}={getattr(config, name)} in the model's config; 0 is needed to checkpoint activations"
+                f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"
             )
 
 
