@@ -12,21 +12,18 @@ import sys
 
 import torch
 
+import onepolicy as op
 from onepolicy.config import TIS, GRPOConfig, HFEngineConfig, ModelConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.measure.logprob import mismatch
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.models.load import load_model, prepare_for_training
 from onepolicy.objective.advantages import credit, outcomes, totals
 from onepolicy.objective.loss import policy_loss
-from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
 from onepolicy.train.policy import make_model
 from onepolicy.types import Completion, Group, Sample, Sampling
-
-import onepolicy as op
 
 WANTED, PROMPTS, SIBLINGS, LENGTH = 7, 4, 8, 16
 

@@ -63,9 +63,9 @@ class RunConfig(Frozen):
         sampling = self.rollout.sampling
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ValueError(
-                f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} cut the support the trainer's "
-                "softmax has, so every importance ratio would be wrong; train with top_p=1 top_k=0 (eval.top_p, eval.top_k "
-                "may narrow evaluation)"
+                f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} narrow what is sampled, but the "
+                "trainer's softmax has full support, so every importance ratio would be wrong; train with top_p=1 "
+                "top_k=0 (eval.top_p and eval.top_k may narrow evaluation)"
             )
         if self.rollout.group_size < 2:
             raise ValueError(
@@ -82,7 +82,7 @@ class RunConfig(Frozen):
             )
         if self.train.reuse_scoring_forward and self.train.activation_checkpointing:
             raise ValueError(
-                "train.reuse_scoring_forward keeps the activations that train.activation_checkpointing drops; choose one"
+                "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
             )
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(

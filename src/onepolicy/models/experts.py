@@ -3,7 +3,7 @@
 At the sizes a CPU trains, moving rows costs more than multiplying them. Three changes remove most of it: the routing
 weight scales the narrow intermediate instead of the wide output, rows are gathered back and summed in one
 `embedding_bag`, and the backward of a gather is that same sum instead of a scatter. Families this cannot express
-(expert biases, expert parallelism) and other devices go to `grouped_mm`, so the function is safe to select for any model.
+(expert biases, expert parallelism) and other devices go to `grouped_mm`: the function is safe for any model.
 """
 
 from __future__ import annotations
