@@ -115,3 +115,12 @@ def test_reuse_can_be_turned_off(fed):
     fed.clear()
     run(engine, [(path, Sampling(1.0, 2), 0)])
     assert fed[0] == 20
+
+
+def test_spans_follow_a_compacted_row():
+    """The last of eight siblings outlives the others, so its row is moved to the front."""
+    engine = build("qwen3_moe", slots=8)
+    (path,) = prompts(1, 20, 21)
+    done = run(engine, [(path, Sampling(1.0, 3 if i < 7 else 30), i) for i in range(8)])
+    assert [(s.source, s.length) for s in done[7].routing.spans] == [("cache", 20), ("decode", 29)]
+    assert done[0].routing.spans[0].source == "prefill"
