@@ -113,6 +113,7 @@ def main() -> None:
             speed = measure(batch, dtype, args)
             ratios = f"{speed['on'] / speed['generate']:.2f}", f"{speed['on'] / speed['off']:.2f}"
             stock, on, off = (f"{speed[name]:.0f}" for name in ("generate", "on", "off"))
+            print(f"{dtype} batch {batch}: generate {stock}, engine {on}, ratio {ratios[0]}", flush=True)
             table.add_row(dtype, str(batch), stock, on, ratios[0], off, ratios[1])
     Console().print(table)
 
