@@ -16,7 +16,8 @@ import onepolicy as op
 from onepolicy.config import TIS, GRPOConfig, HFEngineConfig, ModelConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.routing import routing_disagreement
-from onepolicy.models.load import load_model, prepare_for_training
+from onepolicy.models.load import load_model
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit, outcomes, totals
 from onepolicy.objective.loss import policy_loss
 from onepolicy.rollout.hf.engine import HFEngine

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepolicy.config import RunConfig, UsageError, load, read_recipe, resolve
+from onepolicy.config import UsageError, load, read_recipe, resolve
+from onepolicy.config.stored import read_config
 
 if TYPE_CHECKING:
     from onepolicy.config.policy import PolicyConfig
@@ -113,10 +114,10 @@ def _resume(path: Path, overrides: list[str]) -> None:
     steps = None
     for override in overrides:
         name, _, value = override.partition("=")
-        if name != "steps" or not value.isdigit():
+        if name != "steps" or not (value.isascii() and value.isdigit() and int(value)):
             raise UsageError(f"--resume: only steps=N may change, not {override!r}; change settings with --from {path}")
         steps = int(value)
-    config = _stored_config(path)
+    config = read_config(path)
     _prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
@@ -129,12 +130,17 @@ def _resume(path: Path, overrides: list[str]) -> None:
 def _fork(source: Path, overrides: list[str]) -> None:
     if not any(override.startswith("out=") for override in overrides):
         raise UsageError("--from: give the new run a folder with out=...")
+    _refuse_other_weights(overrides, f"--from {source}")
     _prepare_process(None)
-    from onepolicy.loop import run
+    from onepolicy.loop import folder, run
     from onepolicy.loop.progress import terminal_progress
 
-    parent, origin = run.fork_origin(source)
-    config = resolve(parent.model_dump(), overrides)
+    parent, origin = folder.fork_origin(source)
+    tree = parent.model_dump()
+    implied = {name: value for name, value in tree.items() if name != "correction"}
+    if resolve(implied).correction == parent.correction:
+        tree = implied  # it followed replay.mode in the parent, so it follows it in the fork
+    config = resolve(tree, overrides)
     with terminal_progress(config.steps, origin.step) as progress:
         summary = run.start(config, progress, origin)
     _show(summary)
@@ -142,7 +148,9 @@ def _fork(source: Path, overrides: list[str]) -> None:
 
 def run_eval(arguments: argparse.Namespace) -> None:
     path = Path(arguments.recipe)
-    tree = _stored_config(path).model_dump() if path.is_dir() else read_recipe(path)
+    tree = read_config(path).model_dump() if path.is_dir() else read_recipe(path)
+    if path.is_dir():
+        _refuse_other_weights(arguments.overrides, f"eval {path}")
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
     if arguments.step is not None and not path.is_dir():
         raise UsageError(f"--step: {path} is a recipe, not a run folder; set model.path=... instead")
@@ -179,11 +187,10 @@ def _policy_config(overrides: list[str]) -> PolicyConfig:
         raise UsageError(describe(error)) from None
 
 
-def _stored_config(run: Path) -> RunConfig:
-    path = run / "config.json"
-    if not path.is_file():
-        raise UsageError(f"{run}: not a run folder (no config.json)")
-    return RunConfig.model_validate_json(path.read_text())
+def _refuse_other_weights(overrides: list[str], command: str) -> None:
+    for override in overrides:
+        if override.startswith("model.path="):
+            raise UsageError(f"{override}: has no effect, {command} uses the weights of its checkpoint; leave it out")
 
 
 def _prepare_process(threads: int | None) -> None:

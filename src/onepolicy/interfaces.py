@@ -34,11 +34,15 @@ class RolloutEngine(Protocol):
         """Take over these tensors (transformers names) and forget all cached keys, values and routes."""
         ...
 
+    async def reset_cache(self) -> None:
+        """Forget all cached keys, values and routes."""
+        ...
+
 
 class Learner(Protocol):
     """Owns the trained weights and the optimiser."""
 
-    version: int  # optimiser steps taken
+    version: int  # RL steps taken
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update."""

@@ -133,7 +133,26 @@ def test_resume_and_fork_of_nothing(fails, tmp_path):
     assert "no such checkpoint" in fails(arguments=["train", "--from", str(tmp_path / "none"), f"out={tmp_path / 'x'}"])
     assert "out=" in fails(arguments=["train", "--from", str(tmp_path / "none")])
     assert "only steps=N" in fails(arguments=["train", "--resume", str(tmp_path), "optim.lr=1"])
+    assert "only steps=N" in fails(arguments=["train", "--resume", str(tmp_path), "steps=0"])
     assert "give a recipe" in fails(arguments=["train"])
+
+
+def test_weights_of_a_checkpoint_cannot_be_overridden(fails, train, tmp_path):
+    run = train("run", "steps=1", "eval.every=0")
+    fork = ["train", "--from", str(run), f"out={tmp_path / 'out'}", "steps=2", "model.path=elsewhere"]
+    assert "model.path=elsewhere: has no effect" in fails(arguments=fork)
+    assert "model.path=elsewhere: has no effect" in fails(arguments=["eval", str(run), "model.path=elsewhere"])
+
+
+def test_damaged_run_files(fails, train):
+    run = train("run", "steps=1", "eval.every=0")
+    about = (run / "run.json").read_text()
+    (run / "run.json").write_text("{}")
+    resume = ["train", "--resume", str(run), "steps=2"]
+    assert "run.json: missing or damaged" in fails(arguments=resume, out=run)
+    (run / "run.json").write_text(about)
+    (run / "config.json").write_text("")
+    assert "config.json: not the settings of a run" in fails(arguments=resume, out=run)
 
 
 def test_model_without_all_its_weights(fails, policy, tmp_path):

@@ -9,7 +9,7 @@ from test_learner import batch_of, learner_of, one_step
 from transformers import AutoModelForCausalLM
 
 from onepolicy.config import UsageError
-from onepolicy.models.load import prepare_for_training
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner

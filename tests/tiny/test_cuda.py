@@ -6,8 +6,8 @@ from conftest import rows
 from models import MOE, VOCAB, make
 
 from onepolicy.cli import main
-from onepolicy.models.load import prepare_for_training
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 
 pytestmark = pytest.mark.gpu

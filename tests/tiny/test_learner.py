@@ -8,7 +8,7 @@ import torch
 from models import VOCAB, make
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.models.load import prepare_for_training
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner

@@ -4,11 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, MOE, VOCAB, make
+from models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
+from transformers import AutoModelForCausalLM, BloomConfig, Qwen3NextConfig, RwkvConfig
 
+from onepolicy.config import UsageError
 from onepolicy.models.experts import NAME as EXPERTS
-from onepolicy.models.load import prepare_for_training
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.prepare import prepare_for_training
 
 CPU = torch.device("cpu")
 LENGTHS = (20, 7, 31, 12, 3)  # several buckets; longer and shorter than the sliding window of 8
@@ -93,3 +95,27 @@ def test_experts_are_selected_on_this_model_only(name):
     prepare_for_training(first, CPU)
     assert first.config._experts_implementation == EXPERTS
     assert second.config._experts_implementation == before
+
+
+def test_families_that_cannot_be_packed_are_refused_with_the_reason():
+    """Recurrent state, and attention that lives in a mask which packed attention never sees."""
+    linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    refused = {
+        "linear_attention": Qwen3NextConfig(**{**BASE, **linear}, **HEADS, num_experts=4, num_experts_per_tok=2),
+        "recurrent": RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
+        "attention function": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    }
+    for words, config in refused.items():
+        torch.manual_seed(0)
+        with pytest.raises(UsageError, match=words):
+            prepare_for_training(AutoModelForCausalLM.from_config(config).eval(), CPU)
+
+
+def test_autocast_reaches_the_experts():
+    block = make("qwen3_moe").model.layers[0].mlp.experts
+    block.config._experts_implementation = EXPERTS
+    seen = []
+    block._apply_gate = lambda x: (seen.append(x.dtype), type(block)._apply_gate(block, x))[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        block(torch.randn(5, 64), torch.arange(10).view(5, 2) % 8, torch.rand(5, 2))
+    assert seen == [torch.bfloat16]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from conftest import rows, timeless
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
+from onepolicy.loop import folder
 from onepolicy.train import checkpoint
 
 
@@ -42,48 +44,97 @@ def command(*arguments):
     return [sys.executable, "-m", "onepolicy.cli", *arguments]
 
 
-def run_and_kill(arguments, after):
-    """Start a command, SIGKILL it `after` seconds later. True if it had ended by itself."""
+def run_and_kill(arguments, when):
+    """Start a command, SIGKILL it once `when()` says so. True if it was still running."""
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        return process.wait(timeout=after) == 0
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return False
+    while process.poll() is None:
+        if when():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        time.sleep(0.01)
+    return False
 
 
-def kill_and_resume(recipe, out, kills, seed, steps):
-    """Kill at random moments until `kills` are spent, then let it finish. Returns how many kills hit a live run."""
-    generator, hit = random.Random(seed), 0
-    start = command("train", str(recipe), f"out={out}", f"steps={steps}", "checkpoint.every=1")
-    resume = command("train", "--resume", str(out))
-    begun = time.monotonic()
-    for _ in range(kills):
-        arguments = resume if (out / "config.json").exists() else start
-        ended = run_and_kill(arguments, generator.uniform(4.0, 12.0))
-        if ended:
-            break
-        hit += 1
-        assert time.monotonic() - begun < 3600
-    if not checkpoint.folder_of(out, steps).exists():
-        arguments = resume if (out / "config.json").exists() else start
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    return hit
+def next_command(recipe, out, steps):
+    """Start the run if there is none yet, else resume it."""
+    if (out / "config.json").exists():
+        return command("train", "--resume", str(out))
+    return command("train", str(recipe), f"out={out}", f"steps={steps}", "checkpoint.every=1")
 
 
-def test_killed_once_resumes_to_the_same_run(train, recipe, tmp_path):
-    whole = train("whole", "steps=4", "checkpoint.every=1")
-    assert kill_and_resume(recipe, tmp_path / "killed", 1, seed=0, steps=4) <= 1
-    assert_same_run(whole, tmp_path / "killed", 4)
+def finish(recipe, out, steps):
+    done = subprocess.run(next_command(recipe, out, steps), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_killed_in_the_middle_resumes_to_the_same_run(train, recipe, tmp_path):
+    whole, out = train("whole", "steps=4", "checkpoint.every=1"), tmp_path / "killed"
+    assert run_and_kill(next_command(recipe, out, 4), lambda: (out / "checkpoints" / "step_00002").exists())
+    assert not (out / "summary.json").exists()
+    finish(recipe, out, 4)
+    assert_same_run(whole, out, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
-    steps = 60
-    whole = train("whole", f"steps={steps}", "checkpoint.every=1")
-    hits = kill_and_resume(recipe, tmp_path / "killed", 20, seed=1, steps=steps)
-    assert hits == 20, f"only {hits} kills hit a running process; raise steps"
-    assert_same_run(whole, tmp_path / "killed", steps)
+    """Moments are drawn over start-up, rollout, update, evaluation and save alike; each kill hits a live process."""
+    steps, kills, generator = 60, 20, random.Random(1)
+    whole, out = train("whole", f"steps={steps}", "checkpoint.every=1"), tmp_path / "killed"
+    for _ in range(kills):
+        deadline = time.monotonic() + generator.uniform(3.0, 14.0)
+        hit = run_and_kill(next_command(recipe, out, steps), lambda: time.monotonic() > deadline)  # noqa: B023
+        assert hit, "the run ended before its kills were spent; raise steps"
+    finish(recipe, out, steps)
+    assert_same_run(whole, out, steps)
+
+
+def test_evaluation_leaves_nothing_behind_that_a_resumed_run_lacks(train, tmp_path):
+    """Prompts that share a long prefix and fp32 rollouts: a prefix left in the engine by an evaluation would show."""
+    data = tmp_path / "data.jsonl"
+    lines = [f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)]
+    data.write_text("\n".join(lines))
+    settings = [
+        "task.kind=jsonl",
+        f"task.path={data}",
+        "task.held_out=4",
+        "rollout.engine.dtype=float32",
+        "eval.every=1",
+    ]
+    settings += ["log.counterfactual_every=1", "rollout.engine.max_len=64"]
+    whole = train("whole", "steps=3", *settings)
+    part = train("part", "steps=2", *settings)
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert_same_run(whole, part, 3)
+
+
+def test_killed_before_its_summary_gets_it_on_resume(train, capsys):
+    run = train("run", "steps=2", "eval.every=0", "log.report=true")
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+    (run / "report.html").unlink()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "summary.json").read_text() == summary
+    assert (run / "report.html").exists()
+
+
+def test_two_processes_cannot_train_in_one_folder(train, capsys):
+    run = train("run", "steps=1", "eval.every=0")
+    with folder.held(run):
+        assert main(["train", "--resume", str(run), "steps=2"]) == 2
+    assert "another process" in capsys.readouterr().err
+
+
+def test_resume_drops_later_probes_and_ignores_unfinished_files(train):
+    run = train("run", "steps=2", "eval.every=0", "log.counterfactual_every=1")
+    shutil.rmtree(checkpoint.folder_of(run, 2))
+    train_to_one = train("one", "steps=1", "eval.every=0", "log.counterfactual_every=1")
+    shutil.copytree(checkpoint.folder_of(train_to_one, 1), checkpoint.folder_of(run, 1))
+    (run / "probes" / "step_00002.writing").write_bytes(b"half")
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "train/rew')
+    folder.drop_probes_after(run, 1)
+    assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == ["step_00001.safetensors"]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [row["step"] for row in rows(run)] == [1, 2]

@@ -86,6 +86,8 @@ def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
     assert about["parent"] == {"run": str(finished), "step": 2}
     config = json.loads((out / "config.json").read_text())
     assert config["replay"]["mode"] == "off"
+    assert config["correction"] == {"kind": "tis", "cap": 2.0}  # follows replay.mode, as in a fresh run
+    assert (out / "checkpoints" / "step_00002").is_dir()  # its own start: the parent may go
     # evaluation before the fork's first step is that of the parent at the fork
     parent = next(row for row in rows(finished) if row["step"] == 2)
     assert rows(out)[0]["eval/greedy"] == parent["eval/greedy"]
@@ -114,3 +116,21 @@ def test_help_teaches(capsys):
             main(arguments)
         assert end.value.code == 0
     assert "recipes/quickstart.toml" in capsys.readouterr().out
+
+
+def test_make_policy_gives_the_same_weights_for_the_same_command(tmp_path, capsys):
+    small = ["layers=1", "hidden_size=32", "experts=4", "top_k=2", "steps=4", "max_len=220", "tokens_per_step=256"]
+    for name in ("one", "two"):
+        assert main(["make-policy", "--out", str(tmp_path / name), *small]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert "sampling accuracy" in capsys.readouterr().out
+
+
+def test_make_policy_on_a_jsonl_file(tmp_path):
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(10) for b in range(10)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    task = ["task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.held_out=8"]
+    small = ["layers=1", "hidden_size=32", "experts=4", "top_k=2", "steps=2", "max_len=64", "tokens_per_step=256"]
+    assert main(["make-policy", "--out", str(tmp_path / "policy"), *task, *small]) == 0
+    assert (tmp_path / "policy" / "policy.json").exists()

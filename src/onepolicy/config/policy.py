@@ -32,6 +32,6 @@ class PolicyConfig(Frozen):
     warmup_steps: PositiveInt = 50
     load_balance: float = Field(0.01, ge=0)
     """Weight of the router load-balancing loss during the warm-up."""
-    threads: PositiveInt | None = None
-    """CPU threads; unset: measured, the fastest is taken."""
+    threads: PositiveInt = 1
+    """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
     seed: int = 0

@@ -15,9 +15,10 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet, build, warmup_examples
 from onepolicy.loop.evaluate import evaluate
 from onepolicy.loop.setup import build_engine
-from onepolicy.train.policy import cached_path, fastest_threads, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.models.load import load_tokenizer
+from onepolicy.train.policy import cached_path, make_model, make_tokenizer, save_policy, warm_up
 
-CHECK = EvalConfig(problems=128, greedy=True, k=4)
+CHECK_PROBLEMS = 128
 
 
 def make_policy(config: PolicyConfig, out: Path | None) -> Path:
@@ -31,11 +32,16 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
         return path
     start = time.perf_counter()
     tokenizer = make_tokenizer(alphabet(config.task))
+    environment = build(config.task, tokenizer)
+    environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
+    check = EvalConfig(problems=min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS)), greedy=True, k=4)
+    environment.held_out(check.problems)  # are there that many?
     examples = warmup_examples(config.task, mistakes=config.mistakes, seed=config.seed)
+    torch.set_num_threads(config.threads)
     model = make_model(config, len(tokenizer))
-    threads = config.threads or fastest_threads(model, tokenizer, next(examples))
-    torch.set_num_threads(threads)
-    console.print(f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {threads} thread(s)", highlight=False)
+    console.print(
+        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)", highlight=False
+    )
     with _bars(console) as bars:
         task = bars.add_task("warm-up", total=config.steps, shown="")
 
@@ -46,25 +52,25 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
 
         warm_up(model, tokenizer, examples, config, progress=progress)
     save_policy(model, tokenizer, config, path)
-    scores = _check(config, path)
+    scores = _check(config, check, path)
     console.print(
         f"greedy accuracy {scores['eval/greedy']:.2f}, sampling accuracy {scores['eval/avg@4']:.2f} on "
-        f"{CHECK.problems} held-out problems; {time.perf_counter() - start:.0f} s; saved to {path}",
+        f"{check.problems} held-out problems; {time.perf_counter() - start:.0f} s; saved to {path}",
         soft_wrap=True,
         highlight=False,
     )
     return path
 
 
-def _check(config: PolicyConfig, path: Path) -> dict[str, float]:
+def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, float]:
+    """The saved policy, read back, on held-out problems."""
     model = ModelConfig(path=str(path))
-    tokenizer = make_tokenizer(alphabet(config.task))
+    tokenizer = load_tokenizer(model)
     engine = build_engine(
         model, HFEngineConfig(dtype="float32", slots=128), torch.device("cpu"), record=False, max_len=config.max_len
     )
-    environment = build(config.task, tokenizer)
-    stop = (tokenizer.eos_token_id,)
-    return asyncio.run(evaluate(engine, environment, CHECK, stop=stop, max_tokens=config.max_len // 2))
+    environment, stop = build(config.task, tokenizer), (tokenizer.eos_token_id,)
+    return asyncio.run(evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2))
 
 
 def _bars(console: Console) -> Progress:

@@ -41,7 +41,9 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
         tensors["logp_trainer_native"] = without_replay.logp_old[mask]
         tensors |= _routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+    temporary = path.with_suffix(".writing")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
+    temporary.rename(path)
 
 
 def _routing_tensors(batch: TokenBatch, suffix: str) -> dict[str, Tensor]:

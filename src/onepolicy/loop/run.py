@@ -1,25 +1,20 @@
-"""Repeat rl_step: new runs, resumed runs, forks. Owns the run folder; the algorithm is in step.py."""
+"""Repeat rl_step: new runs, resumed runs, forks. The algorithm is in step.py, the run folder in folder.py."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import platform
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import transformers
 from transformers import PreTrainedTokenizerBase
 
-import onepolicy
 from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.stored import read_config
 from onepolicy.envs.render import decode
-from onepolicy.loop import setup
+from onepolicy.loop import folder, setup
 from onepolicy.loop.evaluate import attempts, evaluate
+from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
 from onepolicy.loop.step import Parts, StepResult, rl_step
@@ -27,9 +22,6 @@ from onepolicy.loop.summary import summarise
 from onepolicy.sync.local import push_weights
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
-
-Json = dict[str, Any]
-CONFIG, RUN, SUMMARY = "config.json", "run.json", "summary.json"
 
 
 class Progress:
@@ -43,80 +35,38 @@ class Progress:
     def note(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a run starts: step 0 of its model, or a checkpoint."""
-
-    step: int = 0
-    weights: Path | None = None
-    parent: Json | None = None  # {"run", "step"} of a fork
-
-
-def start(config: RunConfig, progress: Progress, origin: Origin = Origin()) -> Json:
+def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). Returns the summary."""
     out = Path(config.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`"
-        )
+    folder.check_new(out)
     if origin.step >= config.steps:
         raise UsageError(
             f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
         )
     parts, tokenizer = setup.build_parts(config, origin.weights)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / RUN).write_text(json.dumps(_about(origin), indent=1))
-    write_config(out, config)
-    return asyncio.run(_train(parts, tokenizer, out, origin, progress))
+    folder.create(out, config, origin)
+    with folder.held(out):
+        return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
 
 def resume(run: Path, progress: Progress, steps: int | None = None) -> Json:
-    """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run."""
+    """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
+
+    A run that was killed between its last step and its summary gets its summary and report.
+    """
     config = read_config(run)
     if steps is not None:
-        config = RunConfig.model_validate(config.model_dump() | {"steps": steps})
-    origin = _resume_origin(run)
-    if origin.step >= config.steps:
-        raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
-    parts, tokenizer = setup.build_parts(config, origin.weights)
-    write_config(run, config)
-    progress.note(f"resuming {run} after step {origin.step}")
-    return asyncio.run(_train(parts, tokenizer, run, origin, progress))
-
-
-def _resume_origin(run: Path) -> Origin:
-    """The newest complete checkpoint; before the first one, the place the run itself started from."""
-    parent = json.loads((run / RUN).read_text())["parent"]
-    if checkpoint.complete(run):
-        newest = checkpoint.latest(run)
-        return Origin(checkpoint.verify(newest)["step"], newest, parent)
-    if parent is None:
-        return Origin()
-    return Origin(parent["step"], checkpoint.folder_of(Path(parent["run"]), parent["step"]), parent)
-
-
-def fork_origin(source: Path) -> tuple[RunConfig, Origin]:
-    """Config and starting point of RUN/checkpoints/step_NNNNN, also written RUN/NNNNN or (newest) RUN."""
-    if (source / checkpoint.FOLDER).is_dir():
-        folder = checkpoint.latest(source)
-    elif source.name.isdigit():
-        folder = checkpoint.folder_of(source.parent, int(source.name))
-    else:
-        folder = source
-    step = checkpoint.verify(folder)["step"]
-    run = folder.parent.parent
-    return read_config(run), Origin(step, folder, {"run": str(run), "step": step})
-
-
-def read_config(run: Path) -> RunConfig:
-    path = run / CONFIG
-    if not path.is_file():
-        raise UsageError(f"{run}: not a run folder (no {CONFIG})")
-    return RunConfig.model_validate_json(path.read_text())
-
-
-def write_config(run: Path, config: RunConfig) -> None:
-    (run / CONFIG).write_text(config.model_dump_json(indent=1))
+        config = config.model_copy(update={"steps": steps})
+    with folder.held(run):
+        origin = folder.resume_origin(run)
+        if origin.step > config.steps or (origin.step == config.steps and _finished(config, run)):
+            raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
+        if origin.step == config.steps:
+            return _finish(config, run, origin)
+        parts, tokenizer = setup.build_parts(config, origin.weights)
+        folder.write_config(run, config)
+        progress.note(f"resuming {run} after step {origin.step}")
+        return asyncio.run(_train(parts, tokenizer, run, origin, progress))
 
 
 async def _train(
@@ -126,7 +76,10 @@ async def _train(
     assert isinstance(learner, LocalLearner)
     if origin.weights is not None:
         checkpoint.restore_optimizer(origin.weights, learner)
+        if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
+            checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
     truncate_after(out, origin.step)
+    folder.drop_probes_after(out, origin.step)
     await push_weights(learner, parts.engine)
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         if config.eval.every and not read_metrics(out):
@@ -142,7 +95,7 @@ async def _train(
             log.write(done, result.metrics)
             _write_samples(log, parts, result, tokenizer, done)
             if probing:
-                save_probe(out / "probes" / f"step_{done:05d}.safetensors", result.batch, result.without_replay)
+                save_probe(out / folder.PROBES / f"step_{done:05d}.safetensors", result.batch, result.without_replay)
             progress.step(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
                 checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
@@ -152,7 +105,7 @@ async def _train(
 
 async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
     config = parts.config
-    return await evaluate(
+    metrics = await evaluate(
         parts.engine,
         parts.environment,
         config.eval,
@@ -161,16 +114,22 @@ async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
+    await parts.engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
+    return metrics
+
+
+def _finished(config: RunConfig, out: Path) -> bool:
+    return (out / folder.SUMMARY).exists() and (not config.log.report or (out / "report.html").exists())
 
 
 def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
     summary = summarise(config, read_metrics(out), out, origin.parent)
-    (out / SUMMARY).write_text(json.dumps(summary, indent=1))
+    folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
     if config.log.report:
         from onepolicy.report.html import write_report  # plotly is an extra
 
         summary["report"] = str(write_report(out))
-        (out / SUMMARY).write_text(json.dumps(summary, indent=1))
+        folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
     return summary
 
 
@@ -201,16 +160,3 @@ def _write_samples(
                 "mean_logp_trainer": batch.logp_old[slots].mean().item(),
             }
         )
-
-
-def _about(origin: Origin) -> Json:
-    return {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "parent": origin.parent,
-        "versions": {
-            "onepolicy": onepolicy.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }

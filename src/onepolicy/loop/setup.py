@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from onepolicy.models.load import (
     device_of,
     load_model,
     load_tokenizer,
-    prepare_for_training,
     read_config,
 )
+from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
@@ -59,6 +60,7 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
 
 def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, PreTrainedTokenizerBase]:
     """`weights`: a checkpoint folder to load instead of model.path (resume, fork)."""
+    _check_extras(config)
     device = device_of(config.train.device)
     torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
     if config.train.threads:
@@ -80,6 +82,16 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     learner = LocalLearner(model, config, routers=routers)
     engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len)
     return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,)), tokenizer
+
+
+def _check_extras(config: RunConfig) -> None:
+    """What is only needed at the end of a run is checked at its start."""
+    for setting, package in (("report", "plotly"), ("tensorboard", "tensorboard")):
+        if getattr(config.log, setting) and importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"log.{setting}: needs {package}, which is not installed; pip install 'onepolicy[report]' or set "
+                f"log.{setting}=false"
+            )
 
 
 def build_engine(

@@ -26,6 +26,8 @@ def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weig
     if hidden.device.type != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     gate_up, down = module.gate_up_proj, module.down_proj  # [E, 2I, H], [E, H, I] (or both transposed)
+    if torch.is_autocast_enabled("cpu"):
+        gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     tokens, top_k = top_k_index.shape

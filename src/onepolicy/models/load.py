@@ -17,9 +17,6 @@ from transformers import (
 )
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.models import experts, packed_attention
-
-RECURRENT = ("linear", "mamba", "conv", "recurrent", "hybrid")
 
 
 def device_of(name: str) -> torch.device:
@@ -53,12 +50,6 @@ def context_length(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
-def is_recurrent(config: PreTrainedConfig) -> bool:
-    """Whether some layer carries state from slot to slot, so that packed samples would leak into each other."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    return any(word in kind for kind in kinds for word in RECURRENT)
-
-
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -84,18 +75,6 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     if info["missing_keys"]:
         raise UsageError(f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
     return loaded.to(device).eval()
-
-
-def prepare_for_training(model: PreTrainedModel, device: torch.device) -> None:
-    """Select our packed attention and (CPU) our experts on this model only."""
-    if is_recurrent(model.config):
-        raise UsageError(
-            f"model.path: {type(model).__name__} has recurrent layers, whose state would leak between packed samples; "
-            "train a family with attention layers only"
-        )
-    model.set_attn_implementation(packed_attention.NAME)
-    if device.type == "cpu" and getattr(model, "set_experts_implementation", None) is not None:
-        model.set_experts_implementation(experts.NAME)
 
 
 def cache_dir() -> Path:

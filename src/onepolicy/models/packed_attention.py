@@ -97,7 +97,6 @@ def packed_attention(
     if refused or dropout:
         raise ValueError(f"{type(module).__name__}: packed attention does not know {refused or 'dropout'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
-    out = q.new_empty(len(q), q.shape[1], v.shape[-1])
     pieces = []
     for bucket in packing.buckets:
         shape = (bucket.samples, bucket.width)

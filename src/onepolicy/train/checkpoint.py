@@ -44,7 +44,9 @@ def save(
     tokenizer.save_pretrained(temporary)
     save_file(optimizer_tensors(learner), temporary / OPTIMIZER)
     files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    (temporary / STATE).write_text(json.dumps({"step": step, **extra, "files": files}, indent=1))
+    (temporary / STATE).write_text(
+        json.dumps({"step": step, "updates": learner.updates, **extra, "files": files}, indent=1)
+    )
     for path in [*temporary.iterdir(), temporary]:
         _sync(path)
     os.rename(temporary, final)
@@ -55,7 +57,10 @@ def save(
 def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
     for path in complete(run)[:-keep] if keep else []:
-        shutil.rmtree(path)
+        doomed = path.with_name(f".{path.name}.deleting")  # renamed first: a kill leaves no half checkpoint behind
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
 
 
 def complete(run: Path) -> list[Path]:
@@ -87,6 +92,8 @@ def verify(checkpoint: Path) -> dict[str, Any]:
         state = json.loads(path.read_text())
     except json.JSONDecodeError:
         raise UsageError(f"{path}: not valid JSON; {mend}") from None
+    if not {"step", "updates", "files"} <= state.keys():
+        raise UsageError(f"{path}: lacks step, updates or files; {mend}")
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
@@ -111,9 +118,11 @@ def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
         key, _, name = full.partition("/")
         if name not in parameters:
             raise UsageError(f"{checkpoint / OPTIMIZER}: optimiser state for {name}, which the model does not have")
-        device = "cpu" if key == "step" and learner.device.type == "cpu" else learner.device
-        learner.optimizer.state[parameters[name]][key] = value.to(device)
+        parameter = parameters[name]
+        like = torch.float32 if key == "step" else parameter.dtype  # a fork may change model.dtype
+        learner.optimizer.state[parameter][key] = value.to(learner.device, like)
     learner.version = verify(checkpoint)["step"]
+    learner.updates = verify(checkpoint)["updates"]
 
 
 def _sync(path: Path) -> None:

@@ -30,7 +30,8 @@ class LocalLearner:
     def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
         self.model, self.config, self.routers = model, config, routers
         self.device = next(model.parameters()).device
-        self.version = 0
+        self.version = 0  # RL steps taken
+        self.updates = 0  # optimiser steps taken: mini_steps per RL step
         self.optimizer = adamw(model, config.optim, self.device)
         self._live: list[tuple[list[int], Tensor]] = []  # micro-batches of score() whose graph step() will use
         if config.train.activation_checkpointing:
@@ -76,13 +77,14 @@ class LocalLearner:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
         if not norm < float("inf"):
             raise RuntimeError(
-                f"gradient norm is {norm} after step {self.version}; weights are untouched. Resume from the last "
+                f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
                 "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
             )
         warmup = self.config.optim.warmup_steps
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optim.lr * min(1.0, (self.version + 1) / (warmup + 1))
+            group["lr"] = self.config.optim.lr * min(1.0, (self.updates + 1) / (warmup + 1))
         self.optimizer.step()
+        self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -130,10 +132,24 @@ class LocalLearner:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
 
 
+RANDOM = (
+    "attention_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "resid_dropout",
+    "resid_pdrop",
+    "attn_pdrop",
+    "embd_pdrop",
+    "router_jitter_noise",
+    "input_jitter_noise",
+    "moe_jitter_eps",
+)
+
+
 def refuse_randomness(model: PreTrainedModel) -> None:
     """Train mode must compute what eval mode does, or the trainer would not be the policy that is measured."""
     config = model.config.get_text_config()
-    for name in ("attention_dropout", "router_jitter_noise", "hidden_dropout", "resid_dropout"):
+    for name in RANDOM:
         if getattr(config, name, 0):
             raise UsageError(
                 f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.models.load import cache_dir, prepare_for_training
+from onepolicy.models.load import cache_dir
 from onepolicy.models.packed_attention import Packing
+from onepolicy.models.prepare import prepare_for_training
 
 Example = tuple[str, str]  # prompt, response without the closing eos
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -29,7 +29,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 def cached_path(config: PolicyConfig) -> Path:
     """Where this policy lives in the user's cache. The name follows from the settings, so a change makes a new one."""
-    digest = hashlib.blake2b(config.model_dump_json(exclude={"threads"}).encode(), digest_size=5).hexdigest()
+    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=5).hexdigest()
     return cache_dir() / f"policy-{digest}"
 
 
@@ -129,24 +129,6 @@ def _supervised_loss(
     logits, wanted = out.logits[0].float(), targets[slots]
     loss = torch.nn.functional.cross_entropy(logits, wanted) + model.config.router_aux_loss_coef * out.aux_loss
     return loss, (logits.argmax(-1) == wanted).float().mean().item()
-
-
-def fastest_threads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, example: Example) -> int:
-    """1 thread or all of them, whichever runs a warm-up step faster right now (two busy OpenMP teams on two cores are
-    far slower than one)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    batch = _packed(tokenizer, iter(lambda: example, None), 1024)
-    seconds: dict[int, float] = {}
-    for threads in {1, cores}:
-        torch.set_num_threads(threads)
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            _supervised_loss(model, *batch)[0].backward()
-            times.append(time.perf_counter() - start)
-        seconds[threads] = min(times)
-    model.zero_grad(set_to_none=True)
-    return min(seconds, key=lambda threads: seconds[threads])
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path) -> None:

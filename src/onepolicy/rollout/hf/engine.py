@@ -91,6 +91,12 @@ class HFEngine:
             raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}")
         self.version = version
 
+    async def reset_cache(self) -> None:
+        """Forget every cached prefix: what comes next does not depend on what was sampled before."""
+        if self._pending:
+            raise RuntimeError(f"reset_cache while {len(self._pending)} requests are running; await them first")
+        self._batch.clear()
+
     async def _drive(self) -> None:
         """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
         with self._batch.running():

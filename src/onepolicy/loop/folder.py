@@ -1,0 +1,136 @@
+"""The run folder: made whole or not at all, held by one process at a time, and where a resumed or forked run starts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import onepolicy
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.train import checkpoint
+
+Json = dict[str, Any]
+RUN, SUMMARY, PROBES = "run.json", "summary.json", "probes"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a run starts: step 0 of its model, or a checkpoint."""
+
+    step: int = 0
+    weights: Path | None = None
+    parent: Json | None = None  # {"run", "step"} of a fork
+
+
+START = Origin()
+
+
+def check_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(
+            f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`"
+        )
+
+
+def create(out: Path, config: RunConfig, origin: Origin) -> None:
+    """Write the folder under another name and rename it into place."""
+    check_new(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        making = out.with_name(f".{out.name}.making-{os.getpid()}")
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir()
+        (making / RUN).write_text(json.dumps(_about(origin), indent=1))
+        write_config(making, config)
+        os.rename(making, out)  # an empty folder of that name is replaced
+    except OSError as error:
+        raise UsageError(f"out: cannot make {out}: {error.strerror}; choose another folder") from None
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    replace_text(run / CONFIG, config.model_dump_json(indent=1))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file holds the old text or the new one, whenever the process is killed."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def read_parent(run: Path) -> Json | None:
+    path = run / RUN
+    try:
+        return json.loads(path.read_text())["parent"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        raise UsageError(f"{path}: missing or damaged; copy it from a run of the same kind, or start anew") from None
+
+
+def resume_origin(run: Path) -> Origin:
+    """The newest complete checkpoint; before the first one, the start."""
+    parent = read_parent(run)
+    if not checkpoint.complete(run):
+        if parent is None:
+            return Origin()
+        folder = checkpoint.folder_of(Path(parent["run"]), parent["step"])
+        if not folder.is_dir():
+            raise UsageError(f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone")
+        return Origin(parent["step"], folder, parent)
+    newest = checkpoint.latest(run)
+    return Origin(checkpoint.verify(newest)["step"], newest, parent)
+
+
+def fork_origin(source: Path) -> tuple[RunConfig, Origin]:
+    """Config and starting point of RUN/checkpoints/step_NNNNN, also written RUN/NNNNN or (newest) RUN."""
+    if (source / checkpoint.FOLDER).is_dir():
+        folder = checkpoint.latest(source)
+    elif source.name.isdigit():
+        folder = checkpoint.folder_of(source.parent, int(source.name))
+    else:
+        folder = source
+    step = checkpoint.verify(folder)["step"]
+    run = folder.resolve().parent.parent
+    return read_config(run), Origin(step, folder.resolve(), {"run": str(run), "step": step})
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """No second process may write this folder. The lock dies with the process, so a kill leaves nothing to clean up."""
+    with (run / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{run}: another process is training in this folder; wait for it or stop it") from None
+        yield
+
+
+def drop_probes_after(run: Path, step: int) -> None:
+    for path in (run / PROBES).glob("*.safetensors"):
+        if int(path.stem.removeprefix("step_")) > step:
+            path.unlink()
+
+
+def _about(origin: Origin) -> Json:
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "parent": origin.parent,
+        "versions": {
+            "onepolicy": onepolicy.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
