@@ -26,7 +26,7 @@ class PolicyConfig(Frozen):
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
     a random digit, carried on consistently; other tasks: responses replaced by another problem's answer."""
-    steps: PositiveInt = 600
+    steps: PositiveInt = 500
     tokens_per_step: PositiveInt = 2048
     lr: PositiveFloat = 2e-3
     warmup_steps: PositiveInt = 50

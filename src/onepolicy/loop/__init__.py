@@ -1,1 +1,1 @@
-"""The algorithm: step.py is one RL step (read it first); train.py repeats it."""
+"""The algorithm: step.py is one RL step (read it first); run.py repeats it."""
