@@ -34,6 +34,10 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
 
 
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_unknown_key(fails, no_weights):
     assert "optim.lrr: unknown setting (value 1); did you mean optim.lr?" in fails("optim.lrr=1")
 
@@ -166,6 +170,68 @@ def test_model_without_all_its_weights(fails, policy, tmp_path):
     assert "lacks weights, first lm_head.weight" in fails(f"model.path={broken}")
 
 
+def test_truncated_weights(fails, policy, tmp_path):
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    whole = broken / "model.safetensors"
+    for size in (1000, whole.stat().st_size - 100):
+        whole.write_bytes((policy / "model.safetensors").read_bytes()[:size])
+        assert f"model.path: cannot read the weights of '{broken}'" in fails(f"model.path={broken}")
+
+
+def test_weights_of_another_shape(fails, policy, tmp_path):
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    edit_json(broken / "config.json", vocab_size=64)
+    message = fails(f"model.path={broken}")
+    assert "lm_head.weight" in message
+    assert "has shape [32, 64], but its config.json makes it [64, 64]" in message
+
+
+def test_config_of_the_wrong_type(fails, no_weights, policy, tmp_path):
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    edit_json(broken / "config.json", hidden_size="wide")
+    assert f"model.path: cannot read the config of '{broken}'" in fails(f"model.path={broken}")
+
+
+def test_tokenizer_missing_damaged_or_too_large(fails, no_weights, policy, tmp_path):
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{}")
+    assert f"model.path: cannot read the tokenizer of '{broken}'" in fails(f"model.path={broken}")
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    assert f"model.path: {broken} has no tokenizer files" in fails(f"model.path={broken}")
+    make_tokenizer("".join(map(chr, range(33, 127)))).save_pretrained(broken)
+    message = fails(f"model.path={broken}")
+    assert "has token ids up to 96, but the model's vocab_size is 32" in message
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", "xpu:0", "nonsense", "cuda:99"])
+def test_device_that_cannot_be_used(fails, no_weights, device):
+    assert f"train.device: '{device}'" in fails(f"train.device={device}")
+
+
+def test_line_that_cannot_be_written_again(fails, no_weights, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "1\\ud800", "answer": "3"}\n')
+    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=1")
+    assert f"{path}:2: field 'prompt'" in message
+
+
+def test_a_scalar_where_a_section_belongs(fails, no_weights):
+    assert "replay: 'off' is a value, but this is a section; did you mean replay.mode=off?" in fails("replay=off")
+
+
+def test_recipe_that_is_a_folder(fails, tmp_path):
+    assert f"{tmp_path}: a folder, not a recipe" in fails(arguments=["train", str(tmp_path), f"out={tmp_path / 'out'}"])
+
+
+def test_sample_without_its_step(fails, train):
+    run = train("run", "steps=1", "eval.every=0")
+    (run / "samples.jsonl").write_text('{"prompt": "x"}\n')
+    resume = ["train", "--resume", str(run), "steps=2"]
+    assert "samples.jsonl:1: no integer `step`" in fails(arguments=resume, out=run)
+
+
 def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
     assert "already exists" in fails(arguments=["make-policy", "--out", str(policy)])
     assert "stepz" in fails(arguments=["make-policy", "stepz=3"])
+    assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])

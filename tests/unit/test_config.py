@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepolicy.config import RunConfig, UsageError, apply_override, load, resolve
+from onepolicy.config import JsonlTask, RunConfig, UsageError, apply_override, load, resolve
+from onepolicy.config.policy import PolicyConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -26,10 +27,12 @@ def test_correction_follows_replay_unless_set(mode, kind):
 
 
 def test_override_types():
-    config = resolve(MINIMAL, ["optim.lr=1e-4", "optim.betas=[0.8, 0.9]", "eval.greedy=false", "out=runs/a b"])
+    config = resolve(
+        MINIMAL, ["optim.lr=1e-4", "optim.betas=[0.8, 0.9]", "train.reuse_scoring_forward=true", "out=runs/a b"]
+    )
     assert config.optim.lr == 1e-4
     assert config.optim.betas == (0.8, 0.9)
-    assert config.eval.greedy is False
+    assert config.train.reuse_scoring_forward is True
     assert config.out == "runs/a b"
 
 
@@ -49,7 +52,6 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["task.kind=nonsense"], ["task", "nonsense", "chain", "gym", "jsonl"]),
         (["steps=many"], ["steps", "many"]),
         (["steps=0"], ["steps", "0"]),
-        (["optim=3"], ["optim", "3"]),
         (["steps.x=3"], ["steps", "not a section"]),
         (["steps"], ["a.b=value"]),
         (["rollout.sampling.top_p=0.9"], ["top_p=0.9", "eval.top_p"]),
@@ -59,6 +61,24 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["train.reuse_scoring_forward=true", "objective.mini_steps=2"], ["train.reuse_scoring_forward"]),
         (["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"], ["activation_checkpointing"]),
         (["train.autocast=bfloat16", "model.dtype=bfloat16"], ["train.autocast"]),
+        (["eval.greedy=false"], ["eval.k: 0", "eval.greedy=true", "eval.every=0"]),
+        (["eval.temperature=0.5"], ["eval.temperature: 0.5 has no effect with eval.k=0"]),
+        (["eval.top_p=0.9"], ["eval.top_p: 0.9 has no effect"]),
+        (["eval.top_k=5"], ["eval.top_k: 5 has no effect"]),
+        (["replay=off"], ["replay: 'off'", "did you mean replay.mode=off?"]),
+        (["correction=off"], ["correction: 'off'", "did you mean correction.kind=off?"]),
+        (["optim=3"], ["optim: 3 is a value, but this is a section; its settings: betas"]),
+        (["optim.betas=[1.5, 2.0]"], ["optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"]),
+        (["optim.betas=[-0.1, 0.9]"], ["optim.betas.0", "-0.1"]),
+        (["optim.lr=inf"], ["optim.lr", "finite"]),
+        (["rollout.sampling.temperature=inf"], ["rollout.sampling.temperature", "finite"]),
+        (["optim.weight_decay=nan"], ["optim.weight_decay", "finite"]),
+        (["seed=-1"], ["seed", "-1"]),
+        (["task.seed=-1"], ["task.chain.seed", "-1"]),
+        (["seed=9223372036854775808"], ["seed", "9223372036854775808"]),
+        (["steps=" + 5000 * "1"], ["steps"]),
+        (["steps=" + 5000 * "["], ["steps"]),
+        (["task.kind=jsonl", "task.path=a", "task.held_out_path=b", "task.held_out=64"], ["task.held_out: 64", "=b"]),
     ],
     ids=lambda x: x[0] if x and "=" in str(x[0]) else None,
 )
@@ -75,6 +95,46 @@ def test_missing_and_broken_recipes(tmp_path):
     (tmp_path / "broken.toml").write_text("steps = = 3")
     with pytest.raises(UsageError, match=r"broken\.toml: not valid TOML.*line 1"):
         load(tmp_path / "broken.toml")
+
+
+def test_recipe_that_is_a_folder_or_not_utf8(tmp_path):
+    with pytest.raises(UsageError, match=rf"{tmp_path}: a folder, not a recipe"):
+        load(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'out = "\xe9"')
+    with pytest.raises(UsageError, match=r"latin\.toml: not UTF-8 .* at byte 7"):
+        load(tmp_path / "latin.toml")
+    (tmp_path / "deep.toml").write_text("x = " + 5000 * "[")
+    with pytest.raises(UsageError, match=r"deep\.toml: not valid TOML"):
+        load(tmp_path / "deep.toml")
+
+
+def test_held_out_path_round_trips():
+    """The stored settings must not set what the recipe left out."""
+    task = {"kind": "jsonl", "path": "a", "held_out_path": "b"}
+    config = resolve({**MINIMAL, "task": task})
+    assert isinstance(config.task, JsonlTask)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert resolve(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_seed_bounds(seed):
+    assert resolve(MINIMAL, [f"seed={seed}"]).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_k": 8, "experts": 4}, "top_k: 8 is more than experts=4"),
+        ({"heads": 4, "kv_heads": 3}, "kv_heads: 3 does not divide heads=4"),
+        ({"heads": 2, "kv_heads": 4}, "kv_heads: 4 does not divide heads=2"),
+        ({"head_dim": 15}, "head_dim: 15 is odd"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_policy_of_an_impossible_shape(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyConfig.model_validate(settings)
 
 
 def test_required_setting_is_named():

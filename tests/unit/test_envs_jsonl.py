@@ -31,7 +31,12 @@ def write(path, count, start=0):
         ('{"prompt": "", "answer": "2"}', r"data\.jsonl:2: field 'prompt' is empty \(''\); fill it in"),
         ('{"prompt": " \\n", "answer": "2"}', r"data\.jsonl:2: field 'prompt' is empty"),
         ('{"prompt": "x", "answer": ""}', r"data\.jsonl:2: field 'answer' is empty"),
+        ('{"prompt": "x", "answer": "2", "n": ' + 5000 * "1" + "}", r"data\.jsonl:2: cannot be read .*digits"),
+        ('{"prompt": "x", "answer": ' + 100_000 * "[", r"data\.jsonl:2: cannot be read .*recursion"),
+        ('{"prompt": "a\\ud800", "answer": "2"}', r"data\.jsonl:2: field 'prompt' has '.ud800' at character 1"),
+        ('{"prompt": "x", "answer": "\\udc00"}', r"data\.jsonl:2: field 'answer' has '.udc00' at character 0"),
     ],
+    ids=lambda x: str(x)[:40],
 )
 def test_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "data.jsonl"

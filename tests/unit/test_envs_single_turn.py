@@ -101,6 +101,12 @@ def test_check_finds_a_prompt_that_does_not_fit(tmp_path):
         environment.check(max_tokens=10, max_len=39)
 
 
+def test_check_finds_a_prompt_without_tokens():
+    tokenizer = make_tokenizer(template="{{ '' }}")
+    with pytest.raises(UsageError, match=r"problem 0: the tokenizer makes no tokens of '.*mend the prompt"):
+        build(ChainTask(), tokenizer).check(max_tokens=100, max_len=512)
+
+
 def test_check_finds_a_tokenizer_of_another_task():
     tokenizer = make_tokenizer(alphabet(ChainTask()))
     with pytest.raises(UsageError, match=r"problem 0: the tokenizer does not know all of 'Find .*would feed <unk>"):

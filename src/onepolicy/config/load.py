@@ -14,6 +14,8 @@ from onepolicy.config.run import RunConfig
 
 Tree = dict[str, Any]
 
+NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
+
 
 def load(recipe: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """The recipe's settings with `a.b=c` overrides on top. `c` is a TOML value; anything else is taken as a string."""
@@ -22,11 +24,15 @@ def load(recipe: str | Path | None, overrides: list[str] | tuple[str, ...] = ())
 
 def read_recipe(recipe: str | Path) -> Tree:
     path = Path(recipe)
+    if path.is_dir():
+        raise UsageError(f"{path}: a folder, not a recipe; give the path of a .toml file (see recipes/)")
     if not path.is_file():
         raise UsageError(f"{path}: no such recipe; give the path of a .toml file (see recipes/)")
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except NOT_TOML as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -63,7 +69,7 @@ def apply_override(tree: Tree, override: str) -> Tree:
 def parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except NOT_TOML:
         return text
 
 
@@ -77,6 +83,10 @@ def describe(error: ValidationError) -> str:
                 lines.append(f"{where}: unknown setting (value {item['input']!r}){_suggestion(where)}")
             case "missing":
                 lines.append(f"{where}: required, but not set; add it to the recipe or give {where}=...")
+            case "model_type" | "model_attributes_type":
+                lines.append(
+                    f"{where}: {item['input']!r} is a value, but this is a section{_setting_of(where, item['input'])}"
+                )
             case "value_error":
                 lines.append(item["msg"].removeprefix("Value error, "))
             case _:
@@ -91,6 +101,15 @@ def _suggestion(where: str) -> str:
     if close:
         return f"; did you mean {'.'.join([*section, close[0]])}?"
     return f"; known here: {', '.join(sorted(known))}" if known else ""
+
+
+def _setting_of(where: str, value: Any) -> str:
+    """The setting that a value given to a whole section was meant for, as far as that is clear."""
+    known = _fields_at(where.split(".")) or ["kind"]  # a union's variants
+    name = known[0] if len(known) == 1 else "kind"
+    if name in known:
+        return f"; did you mean {where}.{name}={value}?"
+    return f"; its settings: {', '.join(sorted(known))}"
 
 
 def _fields_at(section: list[str]) -> list[str]:

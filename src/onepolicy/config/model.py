@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from onepolicy.config.base import Frozen
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Frozen):
@@ -21,7 +23,7 @@ class OptimConfig(Frozen):
     """AdamW with gradient clipping."""
 
     lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from typing import Self
 
-from onepolicy.config.base import Frozen
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.task import ChainTask, TaskConfig
 
 
@@ -25,7 +27,8 @@ class PolicyConfig(Frozen):
     """Context length."""
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
-    a random digit, carried on consistently; other tasks: responses replaced by another problem's answer."""
+    a random digit, carried on consistently; other tasks: letters and digits of the answer
+    replaced by random ones."""
     steps: PositiveInt = 500
     tokens_per_step: PositiveInt = 2048
     lr: PositiveFloat = 2e-3
@@ -34,4 +37,14 @@ class PolicyConfig(Frozen):
     """Weight of the router load-balancing loss during the warm-up."""
     threads: PositiveInt = 1
     """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
-    seed: int = 0
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _shape_is_possible(self) -> Self:
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k: {self.top_k} is more than experts={self.experts}; lower it or add experts")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads={self.heads}; use a divisor of it")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even number")
+        return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
@@ -51,3 +51,21 @@ class EvalConfig(Frozen):
     top_k: int = Field(0, ge=0)
     max_tokens: PositiveInt | None = None
     """Unset: rollout.sampling.max_tokens."""
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self) -> Self:
+        if self.k:
+            return self
+        if not self.greedy:
+            raise ValueError(
+                "eval.k: 0 with eval.greedy=false leaves nothing to evaluate; set eval.k to 1 or more or "
+                "eval.greedy=true (eval.every=0 turns evaluation off)"
+            )
+        for name in ("temperature", "top_p", "top_k"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"eval.{name}: {value} has no effect with eval.k=0, which samples nothing; set eval.k to 1 or more "
+                    f"or leave eval.{name} out"
+                )
+        return self

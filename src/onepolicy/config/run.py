@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import CorrectionConfig, GRPOConfig, ReplayConfig
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
@@ -35,7 +35,7 @@ class RunConfig(Frozen):
     out: str
     """Run folder; must be new or empty."""
     steps: PositiveInt
-    seed: int = 0
+    seed: Seed = 0
     model: ModelConfig
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -54,7 +54,7 @@ class RunConfig(Frozen):
     def _dependent_defaults(cls, data: Any) -> Any:
         if isinstance(data, dict) and "correction" not in data:
             replay = data.get("replay", {})
-            mode = replay.get("mode", "r3") if isinstance(replay, dict) else replay.mode
+            mode = replay.get("mode") if isinstance(replay, dict) else getattr(replay, "mode", None)
             data = {**data, "correction": {"kind": "tis"} if mode == "off" else {"kind": "off"}}
         return data
 

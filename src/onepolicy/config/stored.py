@@ -18,6 +18,6 @@ def read_config(run: Path) -> RunConfig:
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG})")
     try:
-        return RunConfig.model_validate_json(path.read_text())
+        return RunConfig.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise UsageError(f"{path}: not the settings of a run: {describe(error)}") from None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import Frozen, Seed
 
 
 class ChainTask(Frozen):
@@ -15,7 +15,7 @@ class ChainTask(Frozen):
     kind: Literal["chain"] = "chain"
     ops: PositiveInt = 12
     """Operations per problem."""
-    seed: int = 0
+    seed: Seed = 0
 
 
 class GymTask(Frozen):
@@ -26,7 +26,7 @@ class GymTask(Frozen):
     """Data set name, e.g. `chain_sum`."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the data set's own config."""
-    seed: int = 0
+    seed: Seed = 0
     threshold: float = Field(1.0, gt=0, le=1)
     """Scores below this count as 0 in accuracy; the reward is the score itself."""
 
@@ -43,7 +43,23 @@ class JsonlTask(Frozen):
     """`exact`: the answer after the last `answer_prefix`, compared as a string; `math`: math-verify."""
     answer_prefix: str = ""
     """Text before the answer in a response, e.g. `####`; empty: the whole response is the answer."""
-    seed: int = 0
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self) -> Self:
+        if self.held_out_path is not None and "held_out" in self.model_fields_set:
+            raise ValueError(
+                f"task.held_out: {self.held_out} has no effect with task.held_out_path={self.held_out_path}, whose "
+                "lines are all held out; leave one of the two out"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _effective(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        settings = dump(self)
+        if self.held_out_path is not None:
+            settings.pop("held_out", None)  # or the stored settings would set it
+        return settings
 
 
 TaskConfig = Annotated[ChainTask | GymTask | JsonlTask, Field(discriminator="kind")]

@@ -42,7 +42,7 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
     """Endless (prompt, response without the end token) pairs of training problems for supervised warm-up.
 
     `mistakes` is the share of planted errors: in the chain task of step results (a random digit, and the chain goes on
-    from it), elsewhere of whole responses (another problem's answer).
+    from it), elsewhere of the answer's letters and digits (a random one of their kind).
     """
     match config:
         case ChainTask():

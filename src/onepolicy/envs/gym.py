@@ -17,6 +17,7 @@ from typing import Any
 
 from onepolicy.config import GymTask, UsageError
 from onepolicy.envs.arithmetic_only import harmless
+from onepolicy.envs.garble import garbled
 from onepolicy.envs.keyed import Split, digest, rng_of, split_of
 from onepolicy.interfaces import Problem
 
@@ -145,18 +146,18 @@ def extract(response: str) -> str:
 
 
 def warmup_examples(task: GymTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (question, plain answer) pairs of training problems; with probability `mistakes` another one's answer."""
+    """Endless (question, plain answer) pairs of training problems, `mistakes` of the answers' characters garbled."""
     problems, index = Gym(task), 0
     start = digest("gym warm-up", seed) % 2**31
     while True:
         rng = rng_of("gym warm-up", task.seed, seed, index)
-        problem, other = problems.train_problem(start + index), problems.train_problem(start + index + 1)
+        problem = problems.train_problem(start + index)
         if (problem.entry or {})["answer"] is None:
             raise UsageError(
                 f"task.name: {task.name} gives no reference answers (it only scores them), so there is nothing to warm "
                 "up on; choose another data set"
             )
-        yield problem.prompt, other.answer if rng.random() < mistakes else problem.answer
+        yield problem.prompt, garbled(problem.answer, rng, mistakes)
         index += 1
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from onepolicy.config import JsonlTask, UsageError
 from onepolicy.envs.grade import MathGrader, exact
+from onepolicy.envs.garble import garbled
 from onepolicy.envs.keyed import rng_of
 from onepolicy.envs.render import source
 from onepolicy.interfaces import Problem
@@ -77,9 +78,6 @@ class Jsonl:
         for problem in [*self._train, *self._held_out]:
             yield problem.prompt + problem.answer
 
-    def any_answer(self, rng: np.random.Generator) -> str:
-        return self._train[int(rng.integers(len(self._train)))].answer
-
     def _order(self, epoch: int) -> list[int]:
         """The epoch's permutation of the training lines, a function of (seed, epoch) alone; the last one is kept."""
         if self._epoch[0] != epoch:
@@ -112,6 +110,8 @@ def _problem(path: str, number: int, line: bytes) -> Problem:
         raise UsageError(
             f"{where}: not JSON ({error.msg} at column {error.colno}): {shown!r}; every line is one JSON object"
         ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets as deep
+        raise UsageError(f"{where}: cannot be read ({error}): {shown!r}; mend or remove the line") from None
     if not isinstance(row, dict):
         raise UsageError(f'{where}: {shown!r} is not an object; write {{"prompt": "...", "answer": "..."}}')
     prompt, answer = (_text(row, field, where) for field in ("prompt", "answer"))
@@ -128,6 +128,14 @@ def _text(row: dict[str, object], field: str, where: str) -> str:
         raise UsageError(f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not a string; put it in quotes")
     if not value.strip():
         raise UsageError(f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        bad = value[error.start : error.end]
+        raise UsageError(
+            f"{where}: field {field!r} has {bad!r} at character {error.start}, half of a surrogate pair and no "
+            "character; mend the line"
+        ) from None
     return value
 
 
@@ -142,11 +150,10 @@ def _check_disjoint(train: list[Problem], held_out: list[Problem]) -> None:
 
 
 def warmup_examples(task: JsonlTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer with its prefix) pairs of training lines; with probability `mistakes` another line's."""
+    """Endless (prompt, answer with its prefix) pairs of training lines, `mistakes` of the answers' characters garbled."""
     problems, index = Jsonl(task), 0
     while True:
         rng = rng_of("jsonl warm-up", task.seed, seed, index)
         problem = problems.train_problem(index)
-        answer = problems.any_answer(rng) if rng.random() < mistakes else problem.answer
-        yield problem.prompt, f"{task.answer_prefix}{answer}"
+        yield problem.prompt, f"{task.answer_prefix}{garbled(problem.answer, rng, mistakes)}"
         index += 1

@@ -58,6 +58,11 @@ class SingleTurn:
         """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""
         for problem in self.task.start_up_problems():
             prompt_ids = render(self.tokenizer, problem.prompt)
+            if not prompt_ids:
+                raise UsageError(
+                    f"problem {problem.id}{source(problem)}: the tokenizer makes no tokens of {problem.prompt[:60]!r}; "
+                    "mend the prompt, or the tokenizer of model.path"
+                )
             self._check_known(prompt_ids, problem, problem.prompt)
             check_length(prompt_ids, max_tokens, max_len, problem)
             reference = self.task.reference(problem)

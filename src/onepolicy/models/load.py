@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +23,9 @@ from transformers import (
 
 from onepolicy.config import ModelConfig, UsageError
 
+# What transformers lets through for a file that is damaged or of another model.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
+
 
 def device_of(name: str) -> torch.device:
     if name == "auto":
@@ -26,8 +34,12 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"train.device: {name!r} is not a torch device; use auto, cpu, cuda or cuda:0") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"train.device: {name!r} is not supported; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"train.device: {name!r}, but torch sees no CUDA device; use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"train.device: {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use cuda:0")
     return device
 
 
@@ -39,11 +51,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         raise UsageError(f"model.path: {path} has no config.json; give a folder saved by transformers' save_pretrained")
     if not path.exists() and looks_local:
         raise UsageError(f"model.path: no folder {model.path}; give a saved model, a hub id (org/name) or `tiny`")
-    try:
+    with _reading("the config", model):
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"model.path: cannot read the config of {model.path!r}: {reason}") from None
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -51,13 +60,21 @@ def context_length(config: PreTrainedConfig) -> int:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    try:
+    """The model's tokenizer. Raises UsageError for one that is missing, damaged, never stops, or of another model."""
+    with _reading("the tokenizer", model):
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.path: {model.path} has no tokenizer: {str(error).splitlines()[0]}") from None
+    vocabulary = tokenizer.get_vocab()
+    if vocabulary.keys() <= tokenizer.get_added_vocab().keys():  # what transformers builds where no file is
+        raise UsageError(f"model.path: {model.path} has no tokenizer files; save the model's tokenizer there as well")
     if tokenizer.eos_token_id is None:
         raise UsageError(
             f"model.path: the tokenizer of {model.path} has no eos token, so no completion could ever stop"
+        )
+    size, largest = read_config(model).get_text_config().vocab_size, max(vocabulary.values())
+    if largest >= size:
+        raise UsageError(
+            f"model.path: the tokenizer of {model.path} has token ids up to {largest}, but the model's vocab_size is "
+            f"{size}; use the tokenizer the model was trained with"
         )
     return tokenizer
 
@@ -65,16 +82,33 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Weights in `dtype` on `device`, in eval mode. An incomplete checkpoint is an error, not random weights."""
     opened: Any
-    try:
+    with _reading("the weights", model):
         opened = AutoModelForCausalLM.from_pretrained(
-            model.path, dtype=dtype, trust_remote_code=model.trust_remote_code, output_loading_info=True
+            model.path,
+            dtype=dtype,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are an error below, with a name
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.path: cannot load {model.path!r}: {str(error).splitlines()[0]}") from None
     loaded, info = opened
+    if info["mismatched_keys"]:
+        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        raise UsageError(
+            f"model.path: {name} in {model.path} has shape {list(found)}, but its config.json makes it {list(wanted)}; "
+            "restore the file that was changed"
+        )
     if info["missing_keys"]:
         raise UsageError(f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
     return loaded.to(device).eval()
+
+
+@contextmanager
+def _reading(what: str, model: ModelConfig) -> Iterator[None]:
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"model.path: cannot read {what} of {model.path!r}: {reason}") from error
 
 
 def cache_dir() -> Path:

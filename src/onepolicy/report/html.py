@@ -37,7 +37,9 @@ def write_report(run: Path) -> Path:
     body = "\n".join([header(loaded), *(section(*each) for each in sections), samples(loaded), settings(loaded)])
     path = run / "report.html"
     temporary = run / "report.html.tmp"
-    temporary.write_text(_document(f"{run.resolve().name}: run report", body, figures), encoding="utf-8")
+    temporary.write_text(
+        _document(f"{run.resolve().name}: run report", body, figures), encoding="utf-8", errors="backslashreplace"
+    )
     os.replace(temporary, path)
     return path
 

@@ -21,6 +21,8 @@ from onepolicy.report.jsonl import read_jsonl
 Array = np.ndarray
 Tree = dict[str, Any]
 
+POINT = {"step", "value"}
+SUMMARY_PARTS = {"eval_best": POINT, "eval_first": POINT, "eval_last": POINT, "parent": {"run", "step"}}
 _PROBE_NAME = re.compile(r"step_(\d+)\.safetensors")
 
 
@@ -77,14 +79,15 @@ def load_run(folder: Path) -> Run:
     if not rows:
         raise UsageError(f"{folder / 'metrics.jsonl'}: empty; a report needs at least one finished step")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int):
-            raise UsageError(f"{folder / 'metrics.jsonl'}:{number}: no integer `step`; remove the line")
+        for name, value in row.items():
+            if not isinstance(value, int | float | None):
+                raise UsageError(f"{folder / 'metrics.jsonl'}:{number}: {name} is {value!r}, not a number or null")
     samples = folder / "samples.jsonl"
     return Run(
         folder=folder,
         config=_read_object(folder / "config.json"),
         info=_read_object(folder / "run.json"),
-        summary=_read_object(folder / "summary.json"),
+        summary=_read_summary(folder / "summary.json"),
         rows=rows,
         samples=read_jsonl(samples) if samples.exists() else [],
         probe=_last_probe(folder / "probes"),
@@ -96,11 +99,23 @@ def _read_object(path: Path) -> Tree:
         raise UsageError(f"{path}: missing; is this the folder of a finished run?")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
     return value
+
+
+def _read_summary(path: Path) -> Tree:
+    """The summary, with every part of it that figures and words look into."""
+    summary = _read_object(path)
+    if type(summary.get("steps")) is not int:
+        raise UsageError(f"{path}: no integer `steps`; delete it and resume the run, which writes it again")
+    for name, keys in SUMMARY_PARTS.items():
+        part = summary.get(name)
+        if part is not None and not (isinstance(part, dict) and keys <= part.keys()):
+            raise UsageError(f"{path}: {name} is {part!r}, expected null or an object with {', '.join(sorted(keys))}")
+    return summary
 
 
 def _last_probe(folder: Path) -> Probe | None:
