@@ -6,13 +6,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from onepolicy.config import UsageError, load, read_recipe, resolve
+from onepolicy.config.load import resolve_as
+from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
-
-if TYPE_CHECKING:
-    from onepolicy.config.policy import PolicyConfig
 
 EPILOG = """\
 settings:
@@ -161,7 +159,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 
 def run_make_policy(arguments: argparse.Namespace) -> None:
-    config = _policy_config(arguments.overrides)
+    config = resolve_as(PolicyConfig, {}, arguments.overrides)
     _prepare_process(config.threads)
     from onepolicy.loop.make_policy import make_policy
 
@@ -170,21 +168,6 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
 
 def run_config(arguments: argparse.Namespace) -> None:
     print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
-
-
-def _policy_config(overrides: list[str]) -> PolicyConfig:
-    from pydantic import ValidationError
-
-    from onepolicy.config.load import apply_override, describe
-    from onepolicy.config.policy import PolicyConfig
-
-    tree: dict = {"task": {"kind": "chain"}}
-    for override in overrides:
-        tree = apply_override(tree, override)
-    try:
-        return PolicyConfig.model_validate(tree)
-    except ValidationError as error:
-        raise UsageError(describe(error)) from None
 
 
 def _refuse_other_weights(overrides: list[str], command: str) -> None:

@@ -233,5 +233,7 @@ def test_sample_without_its_step(fails, train):
 
 def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
     assert "already exists" in fails(arguments=["make-policy", "--out", str(policy)])
-    assert "stepz" in fails(arguments=["make-policy", "stepz=3"])
+    assert "head_dym: unknown setting (value 3); did you mean head_dim?" in fails(
+        arguments=["make-policy", "head_dym=3"]
+    )
     assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])

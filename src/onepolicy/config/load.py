@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from onepolicy.config.base import UsageError
+from onepolicy.config.base import Frozen, UsageError
 from onepolicy.config.run import RunConfig
 
 Tree = dict[str, Any]
+Settings = TypeVar("Settings", bound=Frozen)
 
 NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
 
@@ -37,12 +38,17 @@ def read_recipe(recipe: str | Path) -> Tree:
 
 
 def resolve(tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    return resolve_as(RunConfig, tree, overrides)
+
+
+def resolve_as(kind: type[Settings], tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> Settings:
+    """Settings of another kind than a run's, by the same rules."""
     for override in overrides:
         tree = apply_override(tree, override)
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(describe(error)) from None
+        raise UsageError(describe(error, kind)) from None
 
 
 def apply_override(tree: Tree, override: str) -> Tree:
@@ -73,20 +79,19 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def describe(error: ValidationError) -> str:
+def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """One line per problem: field, value, mend."""
-    lines = []
+    schema, lines = kind.model_json_schema(), []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         match item["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown setting (value {item['input']!r}){_suggestion(where)}")
+                lines.append(f"{where}: unknown setting (value {item['input']!r}){_suggestion(schema, where)}")
             case "missing":
                 lines.append(f"{where}: required, but not set; add it to the recipe or give {where}=...")
             case "model_type" | "model_attributes_type":
-                lines.append(
-                    f"{where}: {item['input']!r} is a value, but this is a section{_setting_of(where, item['input'])}"
-                )
+                meant = _setting_of(schema, where, item["input"])
+                lines.append(f"{where}: {item['input']!r} is a value, but this is a section{meant}")
             case "value_error":
                 lines.append(item["msg"].removeprefix("Value error, "))
             case _:
@@ -94,27 +99,26 @@ def describe(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def _suggestion(where: str) -> str:
+def _suggestion(schema: Tree, where: str) -> str:
     *section, name = where.split(".")
-    known = _fields_at(section)
+    known = _fields_at(schema, section)
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {'.'.join([*section, close[0]])}?"
     return f"; known here: {', '.join(sorted(known))}" if known else ""
 
 
-def _setting_of(where: str, value: Any) -> str:
+def _setting_of(schema: Tree, where: str, value: Any) -> str:
     """The setting that a value given to a whole section was meant for, as far as that is clear."""
-    known = _fields_at(where.split(".")) or ["kind"]  # a union's variants
+    known = _fields_at(schema, where.split(".")) or ["kind"]  # a union's variants
     name = known[0] if len(known) == 1 else "kind"
     if name in known:
         return f"; did you mean {where}.{name}={value}?"
     return f"; its settings: {', '.join(sorted(known))}"
 
 
-def _fields_at(section: list[str]) -> list[str]:
+def _fields_at(schema: Tree, section: list[str]) -> list[str]:
     """Setting names of the section at this path; a union's variant stands in the path as pydantic puts it there."""
-    schema = RunConfig.model_json_schema()
     node: Tree = schema
     for key in section:
         node = _resolve(schema, node)

@@ -25,11 +25,11 @@ class PolicyConfig(Frozen):
     head_dim: PositiveInt = 32
     max_len: PositiveInt = 512
     """Context length."""
-    mistakes: float = Field(0.1, ge=0, lt=1)
+    mistakes: float = Field(0.08, ge=0, lt=1)
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
     a random digit, carried on consistently; other tasks: letters and digits of the answer
     replaced by random ones."""
-    steps: PositiveInt = 500
+    steps: PositiveInt = 600
     tokens_per_step: PositiveInt = 2048
     lr: PositiveFloat = 2e-3
     warmup_steps: PositiveInt = 50

@@ -10,11 +10,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from onepolicy.config import JsonlTask, UsageError
-from onepolicy.envs.grade import MathGrader, exact
 from onepolicy.envs.garble import garbled
+from onepolicy.envs.grade import MathGrader, exact
 from onepolicy.envs.keyed import rng_of
 from onepolicy.envs.render import source
 from onepolicy.interfaces import Problem
@@ -150,7 +148,7 @@ def _check_disjoint(train: list[Problem], held_out: list[Problem]) -> None:
 
 
 def warmup_examples(task: JsonlTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer with its prefix) pairs of training lines, `mistakes` of the answers' characters garbled."""
+    """Endless (prompt, answer with its prefix) pairs of training lines, `mistakes` of their characters garbled."""
     problems, index = Jsonl(task), 0
     while True:
         rng = rng_of("jsonl warm-up", task.seed, seed, index)

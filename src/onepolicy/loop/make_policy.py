@@ -18,7 +18,7 @@ from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import load_tokenizer
 from onepolicy.train.policy import cached_path, make_model, make_tokenizer, save_policy, warm_up
 
-CHECK_PROBLEMS = 128
+CHECK_PROBLEMS = 64
 
 
 def make_policy(config: PolicyConfig, out: Path | None) -> Path:
@@ -34,7 +34,8 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     tokenizer = make_tokenizer(alphabet(config.task))
     environment = build(config.task, tokenizer)
     environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
-    check = EvalConfig(problems=min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS)), greedy=True, k=4)
+    problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
+    check = EvalConfig(problems=problems, greedy=True, k=4)
     environment.held_out(check.problems)  # are there that many?
     examples = warmup_examples(config.task, mistakes=config.mistakes, seed=config.seed)
     torch.set_num_threads(config.threads)

@@ -1,0 +1,21 @@
+"""Planted slips: of the right kind, at the right rate, and only those."""
+
+import numpy as np
+
+from onepolicy.envs.garble import garbled
+
+
+def test_kinds_are_kept_and_the_rest_is_untouched():
+    text = "aZ9 -<>" * 50
+    out = garbled(text, np.random.default_rng(0), 1.0)
+    for old, new in zip(text, out, strict=True):
+        assert (old.islower(), old.isupper(), old.isdigit()) == (new.islower(), new.isupper(), new.isdigit())
+        assert old == new or old.isalnum()
+    assert out != text
+
+
+def test_rate():
+    text = "5" * 20_000
+    assert garbled(text, np.random.default_rng(0), 0.0) == text
+    changed = sum(c != "5" for c in garbled(text, np.random.default_rng(0), 0.2)) / len(text)
+    assert abs(changed - 0.2 * 0.9) < 0.01  # one slip in ten draws the digit itself
