@@ -35,7 +35,7 @@ class PolicyConfig(Frozen):
     warmup_steps: PositiveInt = 50
     load_balance: float = Field(0.01, ge=0)
     """Weight of the router load-balancing loss during the warm-up."""
-    threads: PositiveInt = 1
+    threads: PositiveInt = 2
     """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
     seed: Seed = 0
 
