@@ -21,13 +21,11 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe
+from onepolicy.replay.checks import is_moe, preflight
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
@@ -69,12 +67,9 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
         resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
     )
     hf_config = read_config(model_config)
+    if config.replay.mode != "off":
+        preflight(hf_config)
     moe = is_moe(hf_config)
-    if config.replay.mode == "r3" and not moe:
-        raise UsageError(
-            f"replay.mode: r3 replays expert choices, but {hf_config.model_type} ({model_config.path}) has no experts; "
-            "set replay.mode=off"
-        )
     environment, tokenizer, max_len = open_environment(config, model_config)
     model = load_model(model_config, DTYPES[config.model.dtype], device)
     prepare_for_training(model, device)
