@@ -86,6 +86,13 @@ class Replayed:
             chosen.append(replayer.native)
         return _trace(torch.stack(chosen, dim=1), self._routers)
 
+    def gate_mass(self) -> Tensor:
+        """[T, L] float32: how much of what its best experts score the replayed experts hold (`seam.gate_mass`)."""
+        kept = [replayer.gate_mass for replayer in self._replayers if replayer.gate_mass is not None]
+        if len(kept) != len(self._replayers):
+            raise RoutingError("gate mass was not kept: replay(trace, native=True) and run a forward")
+        return torch.stack(kept, dim=1)
+
     def check(self) -> None:
         """Every router took its routes."""
         for replayer in self._replayers:

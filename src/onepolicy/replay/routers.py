@@ -55,8 +55,8 @@ class Routers:
         """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
 
         Weights, and gradients to the router, come from the live scores. `native=True` also keeps what the routers would
-        have chosen (one more router forward, no gradient). With transformers' gradient checkpointing the backward may
-        run anywhere; a checkpoint made by other means must have its backward in here.
+        have chosen from the same scores (group-limited routers: one more router forward). With transformers' gradient
+        checkpointing the backward may run anywhere; a checkpoint made by other means must have its backward in here.
         """
         self._check_device(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)

@@ -74,7 +74,7 @@ class Recorder(Seam):
     def __init__(self, router: Router) -> None:
         super().__init__(router)
         self.seen: list[Tensor] = []
-        self._found: list[Tensor] = []
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # scores [N, E]; their top-k values and ids [N, K]
         self._position: int | None = None  # of the ids in the router's output, once a first forward has shown it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,21 +88,25 @@ class Recorder(Seam):
         if self._position is not None:  # ten times cheaper than a function mode, and decoding pays for it every step
             out = self.forward(*args, **kwargs)
             return out, out[self._position]
-        self._found.clear()
-        with self:
-            out = self.forward(*args, **kwargs)
-        self._once(len(self._found))
-        ids = self._found.pop()
+        out, (_, _, ids) = self.observe_selection(args, kwargs)
         if isinstance(out, tuple):
             self._position = next((i for i, item in enumerate(out) if item is ids), None)
         return out, ids
 
+    def observe_selection(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+        """The router's own output; the scores [N, E] it selected from, the values and the ids [N, K] it selected."""
+        self._found.clear()
+        with self:
+            out = self.forward(*args, **kwargs)
+        self._once(len(self._found))
+        return out, self._found.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _TOPK:
-            _, k, width = _operands(args, kwargs)
+            scores, k, width = _operands(args, kwargs)
             if (k, width) == (self.router.top_k, self.router.num_experts):
-                self._found.append(out[1])
+                self._found.append((scores, out[0], out[1]))
         return out
 
 
@@ -114,23 +118,29 @@ class Replayer(Seam):
         super().__init__(router)
         self.fired = False
         self.native: Tensor | None = None  # [T, K], dtype of route
+        self.gate_mass: Tensor | None = None  # [T] float32, see `gate_mass`
         self._route = route
         self._valid = valid
         self._keep_native = native
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._answered = 0
-        self._own = Recorder(router)
+        self._wants_own = native or valid is not None
+        self._grouped = router.num_groups > 1
+        self._recorder = Recorder(router)
+        self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not in_backward():
+        first = not in_backward()  # a recompute takes what the forward took
+        if first:
             self._first_call(args, kwargs)
         self._target, self._answered = self._route.to(torch.int64), 0  # the only int64 copy, one layer at a time
         try:
             with self:
                 out = self.forward(*args, **kwargs)
         finally:
-            self._target = None
+            self._target = self._own = None
         self._once(self._answered)
+        self._wants_own = False
         return out
 
     def _first_call(self, args: tuple, kwargs: dict) -> None:
@@ -139,14 +149,33 @@ class Replayer(Seam):
                 f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
             )
         self.fired = True
-        if not self._keep_native and self._valid is None:
-            return
-        with torch.no_grad():
-            _, own = self._own.observe(args, kwargs)
+        if self._wants_own and self._grouped:  # answering its groups will hide the scores it would have chosen from
+            with torch.no_grad():
+                _, self._own = self._recorder.observe_selection(args, kwargs)
+            self._fill(self._own[2])
+
+    def _answer(self, scores: Tensor, select: Callable[[], Any]) -> Any:
+        """The replayed selection; `select()` makes the router's own from the same scores [T, E]."""
+        assert self._target is not None
+        self._check_rows(len(scores))
+        self._answered += 1
+        if self._wants_own:
+            with torch.no_grad():
+                if not self._grouped:
+                    self._own = (scores, *select())
+                    self._fill(self._own[2])
+                    self._target = self._route.to(torch.int64)
+                assert self._own is not None
+                own_scores, values, own = self._own
+                if self._keep_native:
+                    self.native = own.to(self._route.dtype)
+                    self.gate_mass = gate_mass(scores.gather(-1, self._target), values, own_scores)
+        return _select(scores, self._target)
+
+    def _fill(self, own: Tensor) -> None:
+        """Rows without a route take the router's own choice [T, K]. A recompute must not choose again."""
         self._check_rows(len(own))
-        if self._keep_native:
-            self.native = own.to(self._route.dtype)
-        if self._valid is not None:  # kept for the recompute, which must not choose again
+        if self._valid is not None:
             self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(self._route.dtype)
 
     def _check_rows(self, rows: int) -> None:
@@ -161,9 +190,7 @@ class Replayer(Seam):
             scores, k, width = _operands(args, kwargs)
             router = self.router
             if (k, width) == (router.top_k, router.num_experts):
-                self._check_rows(len(scores))
-                self._answered += 1
-                return _select(scores, self._target)
+                return self._answer(scores, lambda: func(*args, **(kwargs or {})))
             if router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups):
                 return _select(scores, _groups_of(self._target, router))
         return func(*args, **(kwargs or {}))
@@ -181,6 +208,18 @@ def _operands(args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:
 
 def _select(scores: Tensor, ids: Tensor) -> Any:
     return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
+    """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
+
+    Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's
+    lowest finite one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax
+    scores `low` is nearly 0 and this is the share of router probability.
+    """
+    low = scores.masked_fill(scores.isneginf(), torch.inf).amin(-1, keepdim=True).float()
+    held = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
+    return held.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal
 
 
 def _groups_of(ids: Tensor, router: Router) -> Tensor:  # [T, K] -> [T, max(K, top_groups)]
