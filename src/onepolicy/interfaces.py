@@ -20,6 +20,7 @@ class EngineCaps:
 
     routing: bool  # returns the experts each token was routed to
     max_len: int  # prompt + completion tokens
+    routing_weights: bool = False  # and the combine weights of those experts
 
 
 class RolloutEngine(Protocol):

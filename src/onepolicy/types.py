@@ -43,6 +43,7 @@ class RoutingTrace:
     layers: tuple[int, ...]  # [L] decoder index of each MoE layer, ascending
     num_experts: int
     spans: tuple[RouteSpan, ...] = ()
+    weights: Tensor | None = None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
 
     def __post_init__(self) -> None:
         rows, layers, _ = self.ids.shape
@@ -56,6 +57,9 @@ class RoutingTrace:
                 f"{id_dtype(self.num_experts)}"
             )
 
+        if self.weights is not None and self.weights.shape != self.ids.shape:
+            raise ValueError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
+
     @property
     def top_k(self) -> int:
         return self.ids.shape[2]
@@ -64,7 +68,13 @@ class RoutingTrace:
         return self.ids.shape[0]
 
     def to(self, device: torch.device | str) -> RoutingTrace:
-        return dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device))
+        weights = None if self.weights is None else self.weights.to(device)
+        return dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights)
+
+    def at(self, slots: Tensor | slice) -> RoutingTrace:
+        """These rows (index [n] int64 or slice), without spans."""
+        weights = None if self.weights is None else self.weights[slots]
+        return dataclasses.replace(self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=())
 
     def rows(self, start: int, stop: int) -> RoutingTrace:
         """Rows [start, stop) as a trace of their own; spans are cut and shifted to match."""
@@ -73,7 +83,7 @@ class RoutingTrace:
             first, last = max(span.start, start), min(span.start + span.length, stop)
             if first < last:
                 cut.append(RouteSpan(first - start, last - first, span.source, span.version))
-        return dataclasses.replace(self, ids=self.ids[start:stop], valid=self.valid[start:stop], spans=tuple(cut))
+        return dataclasses.replace(self.at(slice(start, stop)), spans=tuple(cut))
 
     @classmethod
     def concat(cls, traces: list[RoutingTrace]) -> RoutingTrace:
@@ -82,6 +92,8 @@ class RoutingTrace:
         for trace in traces[1:]:
             if (trace.layers, trace.num_experts) != (first.layers, first.num_experts):
                 raise ValueError("cannot concatenate routing traces of different models")
+            if (trace.weights is None) != (first.weights is None):
+                raise ValueError("cannot concatenate routing traces with and without combine weights")
         spans, offset = [], 0
         for trace in traces:
             spans += [dataclasses.replace(span, start=span.start + offset) for span in trace.spans]
@@ -92,6 +104,7 @@ class RoutingTrace:
             first.layers,
             first.num_experts,
             tuple(spans),
+            None if first.weights is None else torch.cat([t.weights for t in traces if t.weights is not None]),
         )
 
 
@@ -210,7 +223,7 @@ class TokenBatch:
             if value is None:
                 out[field.name] = None
             elif isinstance(value, RoutingTrace):
-                out[field.name] = dataclasses.replace(value, ids=value.ids[slots], valid=value.valid[slots], spans=())
+                out[field.name] = value.at(slots)
             elif field.name in ("temperature", "outcome", "group"):
                 out[field.name] = value[chosen]
             else:

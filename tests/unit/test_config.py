@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepolicy.config import JsonlTask, RunConfig, UsageError, apply_override, load, resolve
+from onepolicy.config import R3, JsonlTask, RunConfig, UsageError, apply_override, load, resolve
 from onepolicy.config.policy import PolicyConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -19,11 +19,23 @@ def test_every_recipe_loads_and_round_trips(recipe):
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("r3", "off"), ("off", "tis")])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("r3", "off"), ("off", "tis"), ("r2", "tis"), ("soft", "off"), ("weights", "off"), (None, "off")]
+)
 def test_correction_follows_replay_unless_set(mode, kind):
-    assert resolve(MINIMAL, [f"replay.mode={mode}"]).correction.kind == kind
-    explicit = resolve(MINIMAL, [f"replay.mode={mode}", "correction.kind=tis", "correction.cap=3"])
+    settings = {
+        None: [],
+        "soft": ["replay.mode=soft", "replay.ratio=0.5"],
+        "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    }.get(mode, [f"replay.mode={mode}"])
+    assert resolve(MINIMAL, settings).correction.kind == kind
+    assert resolve(MINIMAL, settings).replay.mode == (mode or "r3")
+    explicit = resolve(MINIMAL, [*settings, "correction.kind=tis", "correction.cap=3"])
     assert explicit.correction.cap == 3
+
+
+def test_replay_without_a_mode_is_r3():
+    assert resolve({**MINIMAL, "replay": {}}).replay == R3()
 
 
 def test_override_types():
@@ -40,6 +52,8 @@ def test_switching_a_variant_drops_the_old_knobs():
     tree = {**MINIMAL, "correction": {"kind": "tis", "cap": 4.0}}
     assert resolve(tree, ["correction.kind=off"]).correction.kind == "off"
     assert tree["correction"] == {"kind": "tis", "cap": 4.0}  # the recipe itself is not touched
+    soft = {**MINIMAL, "replay": {"mode": "soft", "ratio": 0.5}}
+    assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
 
 
 @pytest.mark.parametrize(
@@ -66,6 +80,15 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["eval.top_p=0.9"], ["eval.top_p: 0.9 has no effect"]),
         (["eval.top_k=5"], ["eval.top_k: 5 has no effect"]),
         (["replay=off"], ["replay: 'off'", "did you mean replay.mode=off?"]),
+        (["replay.mode=r4"], ["replay", "r4", "'off', 'r2', 'r3', 'soft', 'weights'"]),
+        (["replay.mode=soft"], ["replay.soft.ratio: required"]),
+        (["replay.mode=soft", "replay.ratio=1.5"], ["replay.soft.ratio", "1.5"]),
+        (["replay.ratio=0.5"], ["replay.r3.ratio: unknown setting", "mode"]),
+        (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.mini_steps = 1"]),
+        (
+            ["replay.mode=r2", "objective.mini_steps=2", "train.reuse_scoring_forward=true"],
+            ["train.reuse_scoring_forward", "replay.mode = r2"],
+        ),
         (["correction=off"], ["correction: 'off'", "did you mean correction.kind=off?"]),
         (["optim=3"], ["optim: 3 is a value, but this is a section; its settings: betas"]),
         (["optim.betas=[1.5, 2.0]"], ["optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"]),

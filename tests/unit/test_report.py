@@ -117,7 +117,7 @@ def all_figures(folder: Path) -> list[Figure | Absent]:
     ("kind", "gone", "sentence"),
     [
         ({"moe": False}, {"routers", "tokens", "sequences", "layers"}, "a dense model has no routers"),
-        ({"replay": False}, {"scatter_native"}, "No second curve: replay is off"),
+        ({"replay": False}, {"scatter_native"}, "No second curve: rollout routes are not replayed"),
         ({"evaluation": False}, set(), "no evaluation was run (eval.every = 0)"),
     ],
 )

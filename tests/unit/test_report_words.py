@@ -52,7 +52,7 @@ def test_sentences():
         ({"eval_best": None}, "No evaluation was run, so a crash would not have been seen."),
         ({"crash_step": 80}, "It crashed at step 80."),
         ({"mismatch": {}}, "The mismatch of rollout and trainer was not measured."),
-        ({"replay": "off", "mismatch_without_replay": {}}, "Replay was off; k3 averaged 3.0e-6."),
+        ({"replay": "off", "mismatch_without_replay": {}}, "Rollout routes were not replayed; k3 averaged 3.0e-6."),
         ({"mismatch_without_replay": {}}, "Replay was on and k3 averaged 3.0e-6; no probe measured it without."),
     ],
 )

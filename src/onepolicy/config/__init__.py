@@ -3,18 +3,33 @@
 from onepolicy.config.base import Frozen, UsageError
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import TIS, CorrectionConfig, CorrectionOff, GRPOConfig, ReplayConfig
+from onepolicy.config.objective import (
+    R2,
+    R3,
+    TIS,
+    CorrectionConfig,
+    CorrectionOff,
+    FromRollout,
+    GRPOConfig,
+    ReplayConfig,
+    ReplayOff,
+    SoftReplay,
+    WeightsReplay,
+)
 from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig, SamplingConfig
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import ChainTask, GymTask, JsonlTask, TaskConfig
 
 __all__ = [
+    "R2",
+    "R3",
     "TIS",
     "ChainTask",
     "CheckpointConfig",
     "CorrectionConfig",
     "CorrectionOff",
     "EvalConfig",
+    "FromRollout",
     "Frozen",
     "GRPOConfig",
     "GymTask",
@@ -24,12 +39,15 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ReplayConfig",
+    "ReplayOff",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SoftReplay",
     "TaskConfig",
     "TrainConfig",
     "UsageError",
+    "WeightsReplay",
     "apply_override",
     "load",
     "read_recipe",

@@ -15,6 +15,7 @@ from onepolicy.config.run import RunConfig
 Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)
 
+VARIANT = ("kind", "mode")  # the setting that says which variant of a section the others belong to
 NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
 
 
@@ -52,7 +53,7 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: list[str] | tuple[st
 
 
 def apply_override(tree: Tree, override: str) -> Tree:
-    """A copy of `tree` with one `a.b=c` applied. Setting a table's `kind` to another variant drops its old knobs."""
+    """A copy of `tree` with one `a.b=c` applied. Another `kind` or `mode` of a table drops the old one's knobs."""
     path, sign, text = override.partition("=")
     keys = path.split(".")
     if not sign or not all(keys):
@@ -66,7 +67,7 @@ def apply_override(tree: Tree, override: str) -> Tree:
         node[key] = dict(child)
         node = node[key]
     value = parse_value(text)
-    if keys[-1] == "kind" and node.get("kind", value) != value:
+    if keys[-1] in VARIANT and node.get(keys[-1], value) != value:
         node.clear()
     node[keys[-1]] = value
     return tree
@@ -110,7 +111,7 @@ def _suggestion(schema: Tree, where: str) -> str:
 
 def _setting_of(schema: Tree, where: str, value: Any) -> str:
     """The setting that a value given to a whole section was meant for, as far as that is clear."""
-    known = _fields_at(schema, where.split(".")) or ["kind"]  # a union's variants
+    known = _fields_at(schema, where.split("."))
     name = known[0] if len(known) == 1 else "kind"
     if name in known:
         return f"; did you mean {where}.{name}={value}?"
@@ -126,7 +127,8 @@ def _fields_at(schema: Tree, section: list[str]) -> list[str]:
             node = {"$ref": node["discriminator"]["mapping"].get(key, "")}
         else:
             node = node.get("properties", {}).get(key, {})
-    return list(_resolve(schema, node).get("properties", {}))
+    node = _resolve(schema, node)
+    return list(node.get("properties", {})) or [node["discriminator"]["propertyName"]] * ("discriminator" in node)
 
 
 def _resolve(schema: Tree, node: Tree) -> Tree:

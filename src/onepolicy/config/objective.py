@@ -9,9 +9,44 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from onepolicy.config.base import Frozen
 
 
-class ReplayConfig(Frozen):
-    mode: Literal["off", "r3"] = "r3"
-    """`r3`: the trainer uses the experts the rollout used (rollout routing replay); MoE models only."""
+class ReplayOff(Frozen):
+    """The trainer routes every token itself."""
+
+    mode: Literal["off"] = "off"
+
+
+class R2(Frozen):
+    """The update takes the experts that scoring chose: the routing replay of the GSPO paper (arXiv:2507.18071)."""
+
+    mode: Literal["r2"] = "r2"
+
+
+class FromRollout(Frozen):
+    """Modes that take the rollout's experts, in scoring and in the update."""
+
+
+class R3(FromRollout):
+    """The rollout's experts, weighted by the trainer (rollout routing replay, arXiv:2510.11370)."""
+
+    mode: Literal["r3"] = "r3"
+
+
+class SoftReplay(FromRollout):
+    """Like r3, but an expert the trainer itself finds too unlikely gives way to one of the trainer's own."""
+
+    mode: Literal["soft"] = "soft"
+    ratio: float = Field(gt=0, le=1)
+    """A replayed expert stays while its score is at least this times the weakest score the trainer selects itself."""
+
+
+class WeightsReplay(FromRollout):
+    """The rollout's experts and its combine weights; the gradient is that of the trainer's own weights."""
+
+    mode: Literal["weights"] = "weights"
+
+
+ROLLOUT_ROUTES = ("r3", "soft", "weights")  # modes that are FromRollout
+ReplayConfig = Annotated[ReplayOff | R2 | R3 | SoftReplay | WeightsReplay, Field(discriminator="mode")]
 
 
 class CorrectionOff(Frozen):

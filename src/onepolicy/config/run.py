@@ -8,15 +8,15 @@ from pydantic import Field, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import CorrectionConfig, GRPOConfig, ReplayConfig
+from onepolicy.config.objective import R2, R3, CorrectionConfig, GRPOConfig, ReplayConfig
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
 
 class LogConfig(Frozen):
     counterfactual_every: int = Field(10, ge=0)
-    """Steps between scorings of the same batch without replay (with replay.mode = off there is nothing to compare);
-    0: never."""
+    """Steps between scorings of the same batch without replay (nothing to compare unless the rollout's routes are
+    replayed: replay.mode = r3, soft or weights); 0: never."""
     samples_per_step: int = Field(2, ge=0)
     """Readable rollouts written to samples.jsonl each step."""
     tensorboard: bool = True
@@ -39,9 +39,11 @@ class RunConfig(Frozen):
     model: ModelConfig
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
-    replay: ReplayConfig = ReplayConfig()
+    replay: ReplayConfig = R3()
+    """Without a mode: r3."""
     correction: CorrectionConfig
-    """Unset: off with replay (R3 + TIS was worse than R3 alone, R3 paper section 5.2), TIS with cap 2 without."""
+    """Unset: off where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper section 5.2), TIS
+    with cap 2 where they are not (replay.mode = off or r2)."""
     objective: GRPOConfig = GRPOConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -52,10 +54,15 @@ class RunConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _dependent_defaults(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "correction" not in data:
-            replay = data.get("replay", {})
+        if not isinstance(data, dict):
+            return data
+        replay = data.get("replay", {})
+        if isinstance(replay, dict):
+            replay = {"mode": "r3"} | replay
+            data = {**data, "replay": replay}
+        if "correction" not in data:
             mode = replay.get("mode") if isinstance(replay, dict) else getattr(replay, "mode", None)
-            data = {**data, "correction": {"kind": "tis"} if mode == "off" else {"kind": "off"}}
+            data = {**data, "correction": {"kind": "tis"} if mode in ("off", "r2") else {"kind": "off"}}
         return data
 
     @model_validator(mode="after")
@@ -75,6 +82,15 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
                 f"{self.rollout.prompts_per_step}; groups are never split"
+            )
+        if isinstance(self.replay, R2) and self.objective.mini_steps == 1:
+            raise ValueError(
+                "replay.mode: r2 does nothing with objective.mini_steps = 1, where scoring and update have the same "
+                "weights and choose the same experts; raise objective.mini_steps, or replay the rollout's routes (r3)"
+            )
+        if isinstance(self.replay, R2) and self.train.reuse_scoring_forward:
+            raise ValueError(
+                "train.reuse_scoring_forward: leaves no second forward for replay.mode = r2 to replay in; choose one"
             )
         if self.train.reuse_scoring_forward and self.objective.mini_steps > 1:
             raise ValueError(

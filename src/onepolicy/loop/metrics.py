@@ -58,6 +58,7 @@ METRICS: dict[str, str] = {
     "train/ratio_dev": "mean |PPO ratio new / old - 1| [1]",
     "train/clip_high": "trainable slots whose PPO ratio was clipped from above [share]",
     "train/clip_low": "trainable slots whose PPO ratio was clipped from below [share]",
+    "train/soft_replaced": "replayed experts that soft replay replaced in the update, mean over micro-batches [share]",
     "train/tokens_per_second": "slots (prompts included) per second of the whole step [tokens/s]",
     **_MISMATCH,
     **_ROUTING,

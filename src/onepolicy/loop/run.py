@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import FromRollout, RunConfig, UsageError
 from onepolicy.config.stored import read_config
 from onepolicy.envs.render import decode
 from onepolicy.loop import folder, setup
@@ -89,7 +89,9 @@ async def _train(
             every = config.log.counterfactual_every
             probing = every > 0 and (step % every == 0 or done == config.steps)
             advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
-            result = await rl_step(parts, step, probe=probing and config.replay.mode != "off", advance=advance)
+            result = await rl_step(
+                parts, step, probe=probing and isinstance(config.replay, FromRollout), advance=advance
+            )
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress)
             log.write(done, result.metrics)

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError
+from onepolicy.config import FromRollout, HFEngineConfig, ModelConfig, RunConfig, UsageError, WeightsReplay
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import build
-from onepolicy.interfaces import Environment
+from onepolicy.interfaces import EngineCaps, Environment
 from onepolicy.loop.step import Parts
 from onepolicy.models.load import (
     context_length,
@@ -21,7 +21,7 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe, preflight
+from onepolicy.replay.checks import is_moe, preflight, refuse_router_loss
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.train.learner import LocalLearner
@@ -68,14 +68,17 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     )
     hf_config = read_config(model_config)
     if config.replay.mode != "off":
-        preflight(hf_config)
+        preflight(hf_config, config.replay.mode)
+    refuse_router_loss(hf_config)
     moe = is_moe(hf_config)
     environment, tokenizer, max_len = open_environment(config, model_config)
     model = load_model(model_config, DTYPES[config.model.dtype], device)
     prepare_for_training(model, device)
     routers = bind_routers(model) if moe else None
     learner = LocalLearner(model, config, routers=routers)
-    engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len)
+    combine = isinstance(config.replay, WeightsReplay)
+    engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len, weights=combine)
+    check_engine(config, engine.caps)
     return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,)), tokenizer
 
 
@@ -89,8 +92,26 @@ def _check_extras(config: RunConfig) -> None:
             )
 
 
+def check_engine(config: RunConfig, caps: EngineCaps) -> None:
+    """Does the engine return what replay.mode replays?"""
+    mode = config.replay.mode
+    if isinstance(config.replay, FromRollout) and not caps.routing:
+        raise UsageError(
+            f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; set it to off"
+        )
+    if isinstance(config.replay, WeightsReplay) and not caps.routing_weights:
+        raise UsageError("replay.mode: weights needs the combine weights, which this engine does not return; use r3")
+
+
 def build_engine(
-    model: ModelConfig, config: HFEngineConfig, device: torch.device, *, record: bool, max_len: int
+    model: ModelConfig,
+    config: HFEngineConfig,
+    device: torch.device,
+    *,
+    record: bool,
+    max_len: int,
+    weights: bool = False,
 ) -> HFEngine:
-    """The engine with a copy of the weights of its own, in its own dtype."""
-    return HFEngine(load_model(model, DTYPES[config.dtype], device), config, record=record, max_len=max_len)
+    """The engine with a copy of the model's weights of its own, in its own dtype. weights: record combine weights."""
+    own = load_model(model, DTYPES[config.dtype], device)
+    return HFEngine(own, config, record=record, max_len=max_len, weights=weights)

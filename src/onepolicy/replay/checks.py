@@ -30,12 +30,24 @@ def is_moe(hf_config: Any) -> bool:
     return False
 
 
-def preflight(hf_config: Any) -> None:
+def preflight(hf_config: Any, mode: str = "r3") -> None:
     """Refuse replay on a dense model from its config alone, before any weight is read."""
     if not is_moe(hf_config):
         raise UsageError(
-            f"replay.mode=r3 needs a Mixture-of-Experts model, but model_type={hf_config.model_type!r} has no routed "
-            "experts; set replay.mode=off"
+            f"replay.mode={mode} needs a Mixture-of-Experts model, but model_type={hf_config.model_type!r} has no "
+            "routed experts; set replay.mode=off"
+        )
+
+
+def refuse_router_loss(hf_config: Any) -> None:
+    """Refuse a load-balancing loss, which transformers computes from a top-k of its own, not from the replayed experts.
+
+    `router_aux_loss_coef` alone is harmless: without `output_router_logits` no such loss exists.
+    """
+    if getattr(hf_config.get_text_config(), "output_router_logits", False):
+        raise UsageError(
+            "model.path: output_router_logits=True in the config adds a router auxiliary loss, which counts experts "
+            "that were not used and pulls the routers away from those that were; set it to false"
         )
 
 

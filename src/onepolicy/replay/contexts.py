@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mode
@@ -27,9 +28,9 @@ def _trace(ids: Tensor, routers: Sequence[Router]) -> RoutingTrace:  # ids [T, L
 class Tape:
     """Routes of every forward run while recording. Rows are the flattened [B * S] tokens the routers saw."""
 
-    def __init__(self, routers: Sequence[Router]) -> None:
+    def __init__(self, routers: Sequence[Router], *, weights: bool = False) -> None:
         self._routers = routers
-        self.recorders = [Recorder(router) for router in routers]
+        self.recorders = [Recorder(router, weights=weights) for router in routers]
 
     def ids(self) -> list[Tensor]:
         """Of the last forward, per layer: [N, K] int64, the router's own tensors."""
@@ -48,13 +49,23 @@ class Tape:
             taken.append(recorder.seen.pop())
         return taken
 
+    def take_weights(self) -> list[Tensor] | None:
+        """Combine weights [N, K] per layer of the forward whose ids were taken; None if they are not recorded."""
+        if not self.recorders[0].keep_weights:
+            return None
+        return [recorder.weights.pop() for recorder in self.recorders]
+
     def trace(self) -> RoutingTrace:
         """Rows of all recorded forwards, one after the other."""
         self.check()
         if not self.recorders[0].seen:
             raise RoutingError("no forward was recorded")
         dtype = id_dtype(self._routers[0].num_experts)
-        return _trace(torch.stack([torch.cat(r.seen).to(dtype) for r in self.recorders], dim=1), self._routers)
+        trace = _trace(torch.stack([torch.cat(r.seen).to(dtype) for r in self.recorders], dim=1), self._routers)
+        if not self.recorders[0].keep_weights:
+            return trace
+        weights = torch.stack([torch.cat(r.weights) for r in self.recorders], dim=1)
+        return dataclasses.replace(trace, weights=weights)
 
     def check(self) -> None:
         """Every router fired once per forward, on the same rows."""
@@ -71,11 +82,16 @@ class Tape:
 class Replayed:
     """One replayed forward. It and its backward's recomputes see the trace; nothing else does."""
 
-    def __init__(self, routers: Sequence[Router], trace: RoutingTrace, *, native: bool) -> None:
+    def __init__(
+        self, routers: Sequence[Router], trace: RoutingTrace, *, native: bool, soft: float | None, weights: bool
+    ) -> None:
         self._routers = routers
         valid = None if bool(trace.valid.all()) else trace.valid
-        routes = trace.ids.unbind(1)
-        self._replayers = [Replayer(r, ids, valid, native=native) for r, ids in zip(routers, routes, strict=True)]
+        recorded = trace.weights.unbind(1) if weights and trace.weights is not None else [None] * len(routers)
+        self._replayers = [
+            Replayer(router, ids, valid, native=native, soft=soft, weights=own)
+            for router, ids, own in zip(routers, trace.ids.unbind(1), recorded, strict=True)
+        ]
 
     def native(self) -> RoutingTrace:
         """What the routers would have chosen themselves on the same rows, all of them valid."""
@@ -92,6 +108,10 @@ class Replayed:
         if len(kept) != len(self._replayers):
             raise RoutingError("gate mass was not kept: replay(trace, native=True) and run a forward")
         return torch.stack(kept, dim=1)
+
+    def replaced(self) -> Tensor:  # [L] float32
+        """Soft replay: share of each layer's replayed experts (valid rows only) that gave way to the router's own."""
+        return torch.stack([replayer.replaced for replayer in self._replayers if replayer.replaced is not None])
 
     def check(self) -> None:
         """Every router took its routes."""

@@ -39,19 +39,23 @@ class Routers:
         return hash((id(self._model), self.layers))
 
     @contextmanager
-    def record(self) -> Iterator[Tape]:
+    def record(self, *, weights: bool = False) -> Iterator[Tape]:
         """Keep what every forward in here routes to. Recomputes of a backward are not forwards.
+
+        weights: also keep what each expert's output was multiplied by, for weight replay.
 
         Open it once around a decode loop and `take()` after each forward: from a router's second forward on, recording
         costs two Python calls.
         """
-        tape = Tape(self._routers)
+        tape = Tape(self._routers, weights=weights)
         with override("forward", [(recorder.router.module, recorder) for recorder in tape.recorders]):
             yield tape
         tape.check()
 
     @contextmanager
-    def replay(self, trace: RoutingTrace, *, native: bool = False) -> Iterator[Replayed]:
+    def replay(
+        self, trace: RoutingTrace, *, native: bool = False, soft: float | None = None, weights: bool = False
+    ) -> Iterator[Replayed]:
         """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
 
         Weights, and gradients to the router, come from the live scores. `native=True` also keeps what the routers would
@@ -60,7 +64,11 @@ class Routers:
         """
         self._check_device(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
-        replayed = Replayed(self._routers, trace, native=native)
+        if soft is not None and (weights or not 0 < soft <= 1):
+            raise UsageError(f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True")
+        if weights and trace.weights is None:
+            raise UsageError("replay: the trace has no combine weights; record them with record(weights=True)")
+        replayed = Replayed(self._routers, trace, native=native, soft=soft, weights=weights)
         with replayed.active(self._model):
             yield replayed
         replayed.check()

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
+from onepolicy.replay.modes import PROBABILITIES, soften, weights_position, with_weights
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _ABSENT = object()
@@ -60,10 +61,14 @@ class Seam(TorchFunctionMode):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    @property
+    def _where(self) -> str:
+        return f"layer {self.router.layer}: {self.router.path!r} ({type(self.router.module).__name__})"
+
     def _once(self, count: int) -> None:
         if count != 1:
             raise RoutingError(
-                f"layer {self.router.layer}: {self.router.path!r} ({type(self.router.module).__name__}) ran {count} "
+                f"{self._where} ran {count} "
                 f"top-{self.router.top_k} selections of {self.router.num_experts} experts in its forward, expected one"
             )
 
@@ -71,8 +76,10 @@ class Seam(TorchFunctionMode):
 class Recorder(Seam):
     """Keeps the ids [N, K] int64 of every forward of one router."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, *, weights: bool = False) -> None:
         super().__init__(router)
+        self.keep_weights = weights
+        self.weights: list[Tensor] = []  # combine weights [N, K] of every forward, if kept
         self.seen: list[Tensor] = []
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # scores [N, E]; their top-k values and ids [N, K]
         self._position: int | None = None  # of the ids in the router's output, once a first forward has shown it
@@ -81,6 +88,8 @@ class Recorder(Seam):
         out, ids = self.observe(args, kwargs)
         if not in_backward():
             self.seen.append(ids)
+            if self.keep_weights:
+                self.weights.append(out[weights_position(out, self.router.top_k, self._where)])
         return out
 
     def observe(self, args: tuple, kwargs: dict) -> tuple[Any, Tensor]:
@@ -113,8 +122,17 @@ class Recorder(Seam):
 class Replayer(Seam):
     """Makes one router select the experts of `route` in one forward and in every recompute of it."""
 
-    def __init__(self, router: Router, route: Tensor, valid: Tensor | None, *, native: bool) -> None:
-        """route [T, K] uint8 | uint16; valid [T] bool, None = all rows; native: also keep the router's own choice."""
+    def __init__(
+        self,
+        router: Router,
+        route: Tensor,  # [T, K] uint8 | uint16
+        valid: Tensor | None,  # [T] bool, None = all rows
+        *,
+        native: bool,
+        soft: float | None = None,
+        weights: Tensor | None = None,  # [T, K] floating
+    ) -> None:
+        """native: also keep the router's own choice; soft, weights: see `modes.soften`, `modes.with_weights`."""
         super().__init__(router)
         self.fired = False
         self.native: Tensor | None = None  # [T, K], dtype of route
@@ -124,7 +142,10 @@ class Replayer(Seam):
         self._keep_native = native
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._answered = 0
-        self._wants_own = native or valid is not None
+        self.replaced: Tensor | None = None  # [] float32, share of replayed experts that soft replay replaced
+        self._soft, self._weights = soft, weights
+        self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
+        self._wants_own = native or valid is not None or soft is not None
         self._grouped = router.num_groups > 1
         self._recorder = Recorder(router)
         self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
@@ -138,9 +159,11 @@ class Replayer(Seam):
             with self:
                 out = self.forward(*args, **kwargs)
         finally:
-            self._target = self._own = None
+            self._target = self._own = self._probabilities = None
         self._once(self._answered)
         self._wants_own = False
+        if self._weights is not None:
+            out = with_weights(out, self._weights, self._valid, self.router.top_k, self._where)
         return out
 
     def _first_call(self, args: tuple, kwargs: dict) -> None:
@@ -165,6 +188,7 @@ class Replayer(Seam):
                     self._own = (scores, *select())
                     self._fill(self._own[2])
                     self._target = self._route.to(torch.int64)
+                self._soften(scores)
                 assert self._own is not None
                 own_scores, values, own = self._own
                 if self._keep_native:
@@ -177,6 +201,17 @@ class Replayer(Seam):
         self._check_rows(len(own))
         if self._valid is not None:
             self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(self._route.dtype)
+
+    def _soften(self, scores: Tensor) -> None:
+        """Let live scores overrule the route, once: a recompute takes what the forward took."""
+        if self._soft is None or self.replaced is not None:
+            return
+        assert self._own is not None
+        assert self._target is not None
+        probabilities = scores.detach().softmax(-1) if self._probabilities is None else self._probabilities
+        self._target, replaced = soften(self._target, self._own[2], probabilities, ratio=self._soft)
+        self.replaced = (replaced if self._valid is None else replaced[self._valid]).float().mean()
+        self._route = self._target.to(self._route.dtype)
 
     def _check_rows(self, rows: int) -> None:
         if rows != len(self._route):
@@ -192,8 +227,12 @@ class Replayer(Seam):
             if (k, width) == (router.top_k, router.num_experts):
                 return self._answer(scores, lambda: func(*args, **(kwargs or {})))
             if router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups):
+                self._soften(scores)  # before its groups are named
                 return _select(scores, _groups_of(self._target, router))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in PROBABILITIES and self._soft is not None and not self._answered:
+            self._probabilities = out.detach()
+        return out
 
 
 def _operands(args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:

@@ -52,7 +52,7 @@ def k3(run: Run) -> Figure | Absent:
 
 def counterfactual_missing(run: Run) -> str:
     if not run.replay:
-        return "No second curve: replay is off, so the trained scoring is the one without replay."
+        return "No second curve: rollout routes are not replayed, so the trained scoring is the one without replay."
     return "No second curve: no probe step in this run (log.counterfactual_every)."
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from onepolicy.config import UsageError
+from onepolicy.config.objective import ROLLOUT_ROUTES
 from onepolicy.measure.logprob import Mismatch, mismatch
 from onepolicy.report.jsonl import read_jsonl
 
@@ -60,7 +61,7 @@ class Run:
     @property
     def replay(self) -> bool:
         """Whether the scoring that trained replayed the rollout's routes."""
-        return self.config.get("replay", {}).get("mode") == "r3"
+        return self.config.get("replay", {}).get("mode") in ROLLOUT_ROUTES
 
     def points(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of the rows that have this metric; null is NaN, which a figure shows as a gap."""

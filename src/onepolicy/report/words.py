@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.config import UsageError
+from onepolicy.config.objective import ROLLOUT_ROUTES
 
 Tree = dict[str, Any]
 
@@ -74,8 +75,8 @@ def _replay_sentence(summary: Tree) -> str:
     k3 = found.get("mismatch/k3")
     if k3 is None:
         return "The mismatch of rollout and trainer was not measured."
-    if summary.get("replay") != "r3":
-        return f"Replay was off; k3 averaged {number(k3.trained)}."
+    if summary.get("replay") not in ROLLOUT_ROUTES:
+        return f"Rollout routes were not replayed; k3 averaged {number(k3.trained)}."
     if k3.without_replay is None:
         return f"Replay was on and k3 averaged {number(k3.trained)}; no probe measured it without."
     count = len(summary.get("probe_steps") or [])

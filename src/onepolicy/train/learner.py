@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import OptimConfig, RunConfig, UsageError
+from onepolicy.config import R2, FromRollout, OptimConfig, RunConfig, SoftReplay, UsageError, WeightsReplay
 from onepolicy.objective.advantages import totals
 from onepolicy.objective.loss import policy_loss
 from onepolicy.replay.contexts import Replayed, Tape
@@ -33,6 +34,12 @@ class LocalLearner:
         self.version = 0  # RL steps taken
         self.updates = 0  # optimiser steps taken: mini_steps per RL step
         self.optimizer = adamw(model, config.optim, self.device)
+        self._how: dict[str, Any] = {}  # the mode's settings of a replay
+        if isinstance(config.replay, SoftReplay):
+            self._how = {"soft": config.replay.ratio}
+        elif isinstance(config.replay, WeightsReplay):
+            self._how = {"weights": True}
+        self._replaced: list[Tensor] = []  # [L] per replayed forward, of soft replay
         self._live: list[tuple[list[int], Tensor]] = []  # micro-batches of score() whose graph step() will use
         if config.train.activation_checkpointing:
             refuse_randomness(model)
@@ -40,7 +47,8 @@ class LocalLearner:
             model.train()  # transformers checkpoints in train mode only
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        return self._score(batch, replay=self.config.replay.mode == "r3", live=self.config.train.reuse_scoring_forward)
+        replay = isinstance(self.config.replay, FromRollout)
+        return self._score(batch, replay=replay, live=self.config.train.reuse_scoring_forward)
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
         return self._score(batch, replay=False, live=False)
@@ -54,6 +62,9 @@ class LocalLearner:
         self.version += 1
         slots = totals(batch).slots
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
+        if self._replaced:
+            metrics["train/soft_replaced"] = float(torch.stack(self._replaced).mean())
+            self._replaced.clear()
         return metrics | {"train/grad_norm": max(norms), "train/lr": self.optimizer.param_groups[0]["lr"]}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -66,8 +77,9 @@ class LocalLearner:
             assert live, "score() comes before step() when its forward is reused"
         for chosen, logp in live or ((c, None) for c in self._micro_batches(batch)):
             micro = batch.select(chosen).to(self.device)
-            with self._replaying(micro) if logp is None else nullcontext():
+            with self._replaying(self._routes(micro)) if logp is None else nullcontext() as tape:
                 new = self._forward(micro).logp if logp is None else logp
+                self._count_replaced(tape, counts=logp is None)
                 loss, parts = policy_loss(new, micro, config=self.config.objective, denominator=denominator)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
             sums.update({"loss": loss.item() * denominator} | {name: value.item() for name, value in parts.items()})
@@ -97,8 +109,10 @@ class LocalLearner:
         for chosen in self._micro_batches(batch):
             slots = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in chosen])
             micro = batch.select(chosen).to(self.device)
-            with torch.set_grad_enabled(live), self._replaying(micro, replay, native=True) as tape:
+            routes = self._routes(micro) if replay else None
+            with torch.set_grad_enabled(live), self._replaying(routes, native=True) as tape:
                 scored = self._forward(micro)
+                self._count_replaced(tape, counts=live)
             logp[slots], entropy[slots] = scored.logp.detach().cpu(), scored.entropy.cpu()
             if live:
                 self._live.append((chosen, scored.logp))
@@ -113,16 +127,31 @@ class LocalLearner:
             return None
         return RoutingTrace(ids, torch.ones(len(ids), dtype=torch.bool), self.routers.layers, self.routers.num_experts)
 
+    def _routes(self, micro: TokenBatch) -> RoutingTrace | None:
+        """What the mode replays; None: the trainer routes every token itself."""
+        match self.config.replay:
+            case FromRollout():
+                assert micro.routing is not None, "replay needs the rollout's routes"
+                return micro.routing
+            case R2():
+                assert micro.routing_native is not None, "r2 replays the routes that score() recorded"
+                return micro.routing_native
+        return None
+
     def _replaying(
-        self, micro: TokenBatch, replay: bool | None = None, *, native: bool = False
+        self, routes: RoutingTrace | None, *, native: bool = False
     ) -> AbstractContextManager[Tape | Replayed | None]:
-        """Replay the micro-batch's routes; else record the trainer's own if they are wanted; else do nothing."""
+        """Replay these routes; without any, record the trainer's own if they are wanted."""
         if self.routers is None:
             return nullcontext()
-        if self.config.replay.mode == "r3" if replay is None else replay:
-            assert micro.routing is not None, "replay needs the rollout's routes"
-            return self.routers.replay(micro.routing, native=native)
+        if routes is not None:
+            return self.routers.replay(routes, native=native, **self._how)
         return self.routers.record() if native else nullcontext()
+
+    def _count_replaced(self, tape: Tape | Replayed | None, *, counts: bool) -> None:
+        """counts: whether this is the forward the update is made of."""
+        if counts and isinstance(tape, Replayed) and isinstance(self.config.replay, SoftReplay):
+            self._replaced.append(tape.replaced())
 
     def _forward(self, micro: TokenBatch) -> Scored:
         autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None

@@ -32,12 +32,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class HFEngine:
     """Takes over `model`: its dtype, attention and experts functions become the engine's. Give it a copy of its own."""
 
-    def __init__(self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int) -> None:
-        """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens."""
+    def __init__(
+        self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int, weights: bool = False
+    ) -> None:
+        """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens.
+
+        weights: return their combine weights as well.
+        """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
-        self.caps = EngineCaps(routing=record, max_len=max_len)
+        self.caps = EngineCaps(routing=record, max_len=max_len, routing_weights=record and weights)
         self.version = 0
         self.model: PreTrainedModel = model.to(DTYPES[config.dtype]).eval()  # type: ignore[arg-type]
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
@@ -46,10 +51,12 @@ class HFEngine:
         routers = bind_routers(model) if record else None
         self._batch: Batch
         if needs_own_cache(model):
-            self._batch = OwnCacheBatch(model, routers, slots=config.slots)
+            self._batch = OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
         else:
             slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
-            self._batch = SlabBatch(SlabForward(model, slab, routers), prefix_reuse=config.prefix_reuse)
+            self._batch = SlabBatch(
+                SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
+            )
         self._waiting: deque[Request] = deque()
         self._pending: set[Request] = set()
         self._driver: asyncio.Task[None] | None = None

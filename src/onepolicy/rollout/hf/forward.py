@@ -30,8 +30,8 @@ class Span:
 
 
 class SlabForward:
-    def __init__(self, model: PreTrainedModel, slab: Slab, routers: Routers | None) -> None:
-        self.model, self.slab, self.routers = model, slab, routers
+    def __init__(self, model: PreTrainedModel, slab: Slab, routers: Routers | None, *, weights: bool = False) -> None:
+        self.model, self.slab, self.routers, self._weights = model, slab, routers, weights
         self._tape: Tape | None = None
         model.set_attn_implementation(decode_attention.NAME)
         if routers is not None:
@@ -43,7 +43,7 @@ class SlabForward:
         if self.routers is None:
             yield
             return
-        with self.routers.record() as tape:
+        with self.routers.record(weights=self._weights) as tape:
             self._tape = tape
             try:
                 yield
@@ -62,7 +62,7 @@ class SlabForward:
             slab_step=step,
         )
         if self._tape is not None:
-            self.slab.write_routes(self._tape.take())
+            self.slab.write_routes(self._tape.take(), self._tape.take_weights())
         return out.logits[0].float()
 
     def prefill(self, tokens: Tensor, spans: list[Span]) -> Tensor:  # tokens [slots, max_len]

@@ -42,8 +42,8 @@ def needs_own_cache(model: PreTrainedModel) -> bool:
 class OwnCacheBatch:
     """A `Batch` of equally long prompts over whatever cache the model makes for itself."""
 
-    def __init__(self, model: PreTrainedModel, routers: Routers | None, *, slots: int) -> None:
-        self.model, self.routers, self.slots = model, routers, slots
+    def __init__(self, model: PreTrainedModel, routers: Routers | None, *, slots: int, weights: bool = False) -> None:
+        self.model, self.routers, self.slots, self._keep_weights = model, routers, slots, weights
         self.device = next(model.parameters()).device
         self._tape: Tape | None = None
         self.clear()
@@ -57,7 +57,7 @@ class OwnCacheBatch:
         if self.routers is None:
             yield
             return
-        with self.routers.record() as tape:
+        with self.routers.record(weights=self._keep_weights) as tape:
             self._tape = tape
             try:
                 yield
@@ -71,6 +71,7 @@ class OwnCacheBatch:
         self._tokens: list[Tensor] = []  # each [B]
         self._logp: list[Tensor] = []
         self._routes: list[Tensor] = []  # each [B, fed, L, K]
+        self._weights: list[Tensor] = []  # the same of their combine weights, if kept
 
     def admit(self, waiting: deque[Request]) -> None:
         """When idle, start the first waiting request and all others with as long a prompt."""
@@ -115,6 +116,9 @@ class OwnCacheBatch:
         if self._tape is not None:
             routes = torch.stack(self._tape.take(), 1)  # [B * fed, L, K]
             self._routes.append(routes.unflatten(0, ids.shape))
+            weights = self._tape.take_weights()
+            if weights is not None:
+                self._weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
         tokens, logp = sample(out.logits[:, -1].float(), uniform, self._sampling)
         self._tokens.append(tokens)
@@ -144,4 +148,5 @@ class OwnCacheBatch:
         if len(ids) > size:
             spans.append(RouteSpan(size, len(ids) - size, "decode", version))
         valid = torch.ones(len(ids), dtype=torch.bool)
-        return RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, tuple(spans))
+        weights = torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None
+        return RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, tuple(spans), weights)

@@ -25,6 +25,7 @@ class Slab:
         self.keys: dict[int, Tensor] = {}  # layer -> [slots, G, D, max_len]
         self.values: dict[int, Tensor] = {}  # layer -> [slots, G, max_len, Dv]
         self.routes: Tensor | None = None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
+        self.weights: Tensor | None = None  # like routes, in the router's dtype; made by the first write
         self._step: SlabStep | None = None
         self._places: dict[tuple[int, int], Tensor] = {}  # flat places of this step's tokens, per layer shape
 
@@ -37,18 +38,26 @@ class Slab:
         self._step = step
         self._places.clear()
 
-    def write_routes(self, taken: list[Tensor]) -> None:
-        """The routes [T, K] of every MoE layer of the forward just run."""
+    def write_routes(self, taken: list[Tensor], weights: list[Tensor] | None = None) -> None:
+        """The routes [T, K] of every MoE layer of the forward just run, and their combine weights if those are kept."""
         assert self.routes is not None
         assert self._step is not None
         rows = torch.stack(taken, 1).to(self.routes.dtype)
         flat = self._step.rows * self.max_len + self._step.positions
         self.routes.flatten(0, 1).index_copy_(0, flat, rows)
+        if weights is not None:
+            if self.weights is None:
+                self.weights = torch.zeros(self.routes.shape, dtype=weights[0].dtype, device=self.device)
+            self.weights.flatten(0, 1).index_copy_(0, flat, torch.stack(weights, 1))
 
     def read_routes(self, row: int, length: int, num_experts: int) -> Tensor:
         """[length, L, K] uint8 | uint16, a copy on the CPU."""
         assert self.routes is not None
         return self.routes[row, :length].cpu().clone().view(id_dtype(num_experts))
+
+    def read_weights(self, row: int, length: int) -> Tensor | None:
+        """[length, L, K] in the router's dtype, a copy on the CPU; None if they are not kept."""
+        return None if self.weights is None else self.weights[row, :length].cpu().clone()
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Rows `target` become rows `source` on their first `length` positions; all are read before any is written."""
@@ -58,6 +67,8 @@ class Slab:
             values[target, :, :length] = values[source, :, :length]
         if self.routes is not None:
             self.routes[target, :length] = self.routes[source, :length]
+        if self.weights is not None:
+            self.weights[target, :length] = self.weights[source, :length]
 
     # The public surface of transformers' Cache
 

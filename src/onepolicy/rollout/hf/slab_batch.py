@@ -175,7 +175,8 @@ class SlabBatch:
         parts = ((0, shared, "cache"), (shared, size, "prefill"), (size, fed, "decode"))
         spans = tuple(RouteSpan(a, b - a, source, version) for a, b, source in parts if b > a)  # type: ignore[arg-type]
         ids = self.slab.read_routes(row, fed, routers.num_experts)
-        return RoutingTrace(ids, torch.ones(fed, dtype=torch.bool), routers.layers, routers.num_experts, spans)
+        valid, weights = torch.ones(fed, dtype=torch.bool), self.slab.read_weights(row, fed)
+        return RoutingTrace(ids, valid, routers.layers, routers.num_experts, spans, weights)
 
 
 class _Decoding:
