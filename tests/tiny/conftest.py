@@ -22,7 +22,7 @@ def policy(tmp_path_factory):
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(alphabet(SMALL.task))
     model = make_model(SMALL, len(tokenizer))
-    warm_up(model, tokenizer, warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL)
+    warm_up(model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL)
     path = tmp_path_factory.mktemp("policies") / "small"
     save_policy(model, tokenizer, SMALL, path)
     return path

@@ -153,9 +153,11 @@ def test_seed_bounds(seed):
         ({"heads": 2, "kv_heads": 4}, "kv_heads: 4 does not divide heads=2"),
         ({"head_dim": 15}, "head_dim: 15 is odd"),
         ({"seed": -1}, "seed"),
+        ({"mistakes": 0.0, "mistakes_from": 0.5}, "mistakes_from: 0.5 has no effect with mistakes=0"),
+        ({"steps": 4, "mistakes_from": 0.9}, "mistakes_from: 0.9 leaves none of 4 steps"),
     ],
 )
-def test_policy_of_an_impossible_shape(settings, message):
+def test_policy_of_impossible_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         PolicyConfig.model_validate(settings)
 

@@ -29,6 +29,9 @@ class PolicyConfig(Frozen):
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
     a random digit, carried on consistently; other tasks: letters and digits of the answer
     replaced by random ones."""
+    mistakes_from: float = Field(0.0, ge=0, lt=1)
+    """Share of the warm-up before any mistakes are planted. Copying from the prompt is learnt late or never from
+    answers with mistakes; once learnt, it survives them."""
     steps: PositiveInt = 600
     tokens_per_step: PositiveInt = 2048
     lr: PositiveFloat = 2e-3
@@ -48,3 +51,16 @@ class PolicyConfig(Frozen):
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even number")
         return self
+
+    @model_validator(mode="after")
+    def _mistakes_are_planted(self) -> Self:
+        if self.mistakes_from and not self.mistakes:
+            raise ValueError(f"mistakes_from: {self.mistakes_from} has no effect with mistakes=0; leave it out")
+        if self.clean_steps == self.steps:
+            raise ValueError(f"mistakes_from: {self.mistakes_from} leaves none of {self.steps} steps; lower it")
+        return self
+
+    @property
+    def clean_steps(self) -> int:
+        """Warm-up steps before mistakes are planted."""
+        return round(self.mistakes_from * self.steps)

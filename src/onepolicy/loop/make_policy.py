@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from onepolicy.envs import alphabet, build, warmup_examples
 from onepolicy.loop.evaluate import evaluate
 from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import load_tokenizer
-from onepolicy.train.policy import cached_path, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.train.policy import Example, cached_path, make_model, make_tokenizer, save_policy, warm_up
 
 CHECK_PROBLEMS = 64
 
@@ -37,7 +38,6 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
     check = EvalConfig(problems=problems, greedy=True, k=4)
     environment.held_out(check.problems)  # are there that many?
-    examples = warmup_examples(config.task, mistakes=config.mistakes, seed=config.seed)
     torch.set_num_threads(config.threads)
     model = make_model(config, len(tokenizer))
     console.print(
@@ -50,6 +50,9 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
             bars.update(task, completed=step, shown=f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}")
             if step % 100 == 0 and not console.is_terminal:
                 console.print(f"step {step:>4}  loss {loss:.3f}  next-token accuracy {accuracy:.3f}", highlight=False)
+
+        def examples(mistakes: float) -> Iterator[Example]:
+            return warmup_examples(config.task, mistakes=mistakes, seed=config.seed)
 
         warm_up(model, tokenizer, examples, config, progress=progress)
     save_policy(model, tokenizer, config, path)

@@ -71,21 +71,28 @@ def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    examples: Iterator[Example],
+    examples: Callable[[float], Iterator[Example]],
     config: PolicyConfig,
     *,
     progress: Callable[[int, float, float], None] = lambda step, loss, accuracy: None,
 ) -> None:
-    """Supervised learning on the responses, packed without padding. `progress` gets step, loss, next-token accuracy."""
+    """Supervised learning on the responses, packed without padding.
+
+    `examples(mistakes)` begins a stream with that share of planted mistakes: none in the first config.clean_steps, then
+    config.mistakes. `progress` gets step, loss, next-token accuracy.
+    """
     device = torch.device("cpu")
     prepare_for_training(model, device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    stream = examples(0.0)
     for step in range(config.steps):
+        if step == config.clean_steps:
+            stream = examples(config.mistakes)
         rate = min(1.0, (step + 1) / config.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
         optimizer.param_groups[0]["lr"] = config.lr * rate * (0.05 + 0.95 * cosine)
-        loss, accuracy = _supervised_loss(model, *_packed(tokenizer, examples, config.tokens_per_step))
+        loss, accuracy = _supervised_loss(model, *_packed(tokenizer, stream, config.tokens_per_step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
