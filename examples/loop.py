@@ -13,7 +13,7 @@ import sys
 import torch
 
 import onepolicy as op
-from onepolicy.config import TIS, GRPOConfig, HFEngineConfig, ModelConfig
+from onepolicy.config import GRPOConfig, HFEngineConfig, ModelConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.models.load import load_model
@@ -84,7 +84,7 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
         with routers.replay(batch.routing):  # R3: the sampler's experts, the trainer's router weights
             logp = forward(trainer, batch).logp
             r3 = op.mismatch(logp.detach(), batch.logp_rollout, batch.trainable)
-            applied = op.reweight(logp.detach(), batch.logp_rollout, batch.trainable, TIS())
+            applied = op.reweight(logp.detach(), batch.logp_rollout, batch.trainable, op.preset("tis"))
             batch = batch.replace(logp_old=logp.detach(), weight=applied.weight, keep=applied.keep)
             loss, _ = policy_loss(logp, batch, config=objective, denominator=totals(batch).slots)
             loss.backward()

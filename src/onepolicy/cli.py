@@ -70,8 +70,10 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
     )
 
-    config = _command(commands, "config", "print the effective settings of a recipe", run_config)
-    config.add_argument("recipe", help="TOML recipe")
+    config = _command(
+        commands, "config", "print the effective settings of a recipe, or of a correction preset", run_config
+    )
+    config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`: a correction by name, or all names")
     config.add_argument("overrides", nargs="*", metavar="a.b=value")
     return top
 
@@ -167,6 +169,13 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> None:
+    if arguments.recipe == "preset":
+        from onepolicy.correct.presets import show, show_all
+
+        if len(arguments.overrides) > 1:
+            raise UsageError(f"config preset: one name, not {' '.join(arguments.overrides)}")
+        print(show(arguments.overrides[0]) if arguments.overrides else show_all())
+        return
     print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
 
 

@@ -43,7 +43,7 @@ def test_unknown_key(fails, no_weights):
 
 
 def test_value_of_the_wrong_variant(fails, no_weights):
-    message = fails("correction.kind=off", "correction.cap=2")
+    message = fails("correction.preset=off", "correction.cap=2")
     assert "correction" in message
     assert "cap" in message
 

@@ -20,18 +20,26 @@ def test_every_recipe_loads_and_round_trips(recipe):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("r3", "off"), ("off", "tis"), ("r2", "tis"), ("soft", "off"), ("weights", "off"), (None, "off")]
+    ("mode", "preset"),
+    [
+        ("r3", "recompute"),
+        ("off", "tis"),
+        ("r2", "tis"),
+        ("soft", "recompute"),
+        ("weights", "recompute"),
+        (None, "recompute"),
+    ],
 )
-def test_correction_follows_replay_unless_set(mode, kind):
+def test_correction_follows_replay_unless_set(mode, preset):
     settings = {
         None: [],
         "soft": ["replay.mode=soft", "replay.ratio=0.5"],
         "r2": ["replay.mode=r2", "objective.mini_steps=2"],
     }.get(mode, [f"replay.mode={mode}"])
-    assert resolve(MINIMAL, settings).correction.kind == kind
+    assert resolve(MINIMAL, settings).correction.preset == preset
     assert resolve(MINIMAL, settings).replay.mode == (mode or "r3")
-    explicit = resolve(MINIMAL, [*settings, "correction.kind=tis", "correction.cap=3"])
-    assert explicit.correction.cap == 3
+    explicit = resolve(MINIMAL, [*settings, "correction.preset=tis", "correction.weight.high=3"])
+    assert explicit.correction.weight.high == 3
 
 
 def test_replay_without_a_mode_is_r3():
@@ -49,9 +57,9 @@ def test_override_types():
 
 
 def test_switching_a_variant_drops_the_old_knobs():
-    tree = {**MINIMAL, "correction": {"kind": "tis", "cap": 4.0}}
-    assert resolve(tree, ["correction.kind=off"]).correction.kind == "off"
-    assert tree["correction"] == {"kind": "tis", "cap": 4.0}  # the recipe itself is not touched
+    tree = {**MINIMAL, "correction": {"preset": "tis", "weight": {"high": 4.0}}}
+    assert resolve(tree, ["correction.preset=off"]).correction.preset == "recompute"
+    assert tree["correction"] == {"preset": "tis", "weight": {"high": 4.0}}  # the recipe itself is not touched
     soft = {**MINIMAL, "replay": {"mode": "soft", "ratio": 0.5}}
     assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
 
@@ -61,7 +69,10 @@ def test_switching_a_variant_drops_the_old_knobs():
     [
         (["optim.lrr=1"], ["optim.lrr", "did you mean optim.lr"]),
         (["rollout.engine.slot=1"], ["rollout.engine", "slots"]),
-        (["correction.kind=off", "correction.cap=3"], ["correction", "cap", "unknown setting"]),
+        (["correction.preset=off", "correction.cap=3"], ["correction.cap", "unknown setting"]),
+        (["correction.preset=off", "correction.weight.high=3"], ["no effect with level = none"]),
+        (["correction.preset=tsi"], ["none is called 'tsi'; there are recompute, "]),
+        (["correction.preset=ppo-is"], ["ppo-is needs the ratio of the policy that is being trained"]),
         (["task.kind=chain", "task.name=chain_sum"], ["task", "name", "unknown setting"]),
         (["task.kind=nonsense"], ["task", "nonsense", "chain", "gym", "jsonl"]),
         (["steps=many"], ["steps", "many"]),
@@ -89,7 +100,7 @@ def test_switching_a_variant_drops_the_old_knobs():
             ["replay.mode=r2", "objective.mini_steps=2", "train.reuse_scoring_forward=true"],
             ["train.reuse_scoring_forward", "replay.mode = r2"],
         ),
-        (["correction=off"], ["correction: 'off'", "did you mean correction.kind=off?"]),
+        (["correction=off"], ["correction: 'off'", "did you mean correction.preset=off?"]),
         (["optim=3"], ["optim: 3 is a value, but this is a section; its settings: betas"]),
         (["optim.betas=[1.5, 2.0]"], ["optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"]),
         (["optim.betas=[-0.1, 0.9]"], ["optim.betas.0", "-0.1"]),

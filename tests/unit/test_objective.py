@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onepolicy.config import TIS, GRPOConfig, UsageError
+from onepolicy.config import GRPOConfig, UsageError
+from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
 from onepolicy.objective.advantages import credit, outcomes, totals
 from onepolicy.objective.loss import policy_loss
@@ -165,7 +166,7 @@ def test_surrogate_never_overflows(gap: float, advantage: float) -> None:
 def test_tis_scales_the_gradient_and_does_not_feed_the_clip(rho: float, coefficient: float, advantage: float) -> None:
     """At theta = theta_old TIS gives min(rho, C) A for either sign: the mismatch ratio never meets the PPO clip."""
     old = torch.tensor([-1.0])
-    applied = reweight(old, old - math.log(rho), torch.tensor([True]), TIS(cap=2.0))
+    applied = reweight(old, old - math.log(rho), torch.tensor([True]), preset("tis"))
     made = credit(batch([1], torch.tensor([True]), [advantage]), CONFIG)
     made = made.replace(logp_old=old, weight=applied.weight, keep=applied.keep)
     _, metrics, grad = grad_of(old, made, applied.denominator)
@@ -178,7 +179,7 @@ def test_token_mean_of_tis_weights() -> None:
     ratios = torch.tensor([1, 4, 1 / 4, 1, 2, 2, 9, 9])
     trainable = torch.arange(8) < 6
     made = credit(batch([4, 4], trainable, [-1.0, -1.0]), CONFIG)
-    applied = reweight(ratios.log(), torch.zeros(8), trainable, TIS(cap=2.0))
+    applied = reweight(ratios.log(), torch.zeros(8), trainable, preset("tis"))
     made = made.replace(logp_old=ratios.log(), weight=applied.weight, keep=applied.keep)
     loss, _, _ = grad_of(ratios.log(), made, applied.denominator)
     assert loss.item() == pytest.approx(1.375)

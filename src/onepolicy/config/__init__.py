@@ -1,14 +1,12 @@
 """Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py holds that)."""
 
 from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import (
     R2,
     R3,
-    TIS,
-    CorrectionConfig,
-    CorrectionOff,
     FromRollout,
     GRPOConfig,
     ReplayConfig,
@@ -23,15 +21,14 @@ from onepolicy.config.task import ChainTask, GymTask, JsonlTask, TaskConfig
 __all__ = [
     "R2",
     "R3",
-    "TIS",
     "ChainTask",
     "CheckpointConfig",
     "CorrectionConfig",
-    "CorrectionOff",
     "EvalConfig",
     "FromRollout",
     "Frozen",
     "GRPOConfig",
+    "Gate",
     "GymTask",
     "HFEngineConfig",
     "JsonlTask",
@@ -47,6 +44,7 @@ __all__ = [
     "TaskConfig",
     "TrainConfig",
     "UsageError",
+    "Weight",
     "WeightsReplay",
     "apply_override",
     "load",

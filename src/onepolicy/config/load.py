@@ -15,7 +15,7 @@ from onepolicy.config.run import RunConfig
 Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)
 
-VARIANT = ("kind", "mode")  # the setting that says which variant of a section the others belong to
+VARIANT = ("kind", "mode", "preset")  # the setting that says which variant of a section the others belong to
 NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
 
 
@@ -53,7 +53,7 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: list[str] | tuple[st
 
 
 def apply_override(tree: Tree, override: str) -> Tree:
-    """A copy of `tree` with one `a.b=c` applied. Another `kind` or `mode` of a table drops the old one's knobs."""
+    """A copy of `tree` with one `a.b=c` applied. Another `kind`, `mode` or `preset` drops the old one's knobs."""
     path, sign, text = override.partition("=")
     keys = path.split(".")
     if not sign or not all(keys):
@@ -112,7 +112,7 @@ def _suggestion(schema: Tree, where: str) -> str:
 def _setting_of(schema: Tree, where: str, value: Any) -> str:
     """The setting that a value given to a whole section was meant for, as far as that is clear."""
     known = _fields_at(schema, where.split("."))
-    name = known[0] if len(known) == 1 else "kind"
+    name = known[0] if len(known) == 1 else "preset" if "preset" in known else "kind"
     if name in known:
         return f"; did you mean {where}.{name}={value}?"
     return f"; its settings: {', '.join(sorted(known))}"

@@ -1,10 +1,10 @@
-"""What is optimised, and how rollout/trainer mismatch is corrected and replayed."""
+"""What is optimised, and whether the rollout's experts are replayed."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from onepolicy.config.base import Frozen
 
@@ -47,20 +47,6 @@ class WeightsReplay(FromRollout):
 
 ROLLOUT_ROUTES = ("r3", "soft", "weights")  # modes that are FromRollout
 ReplayConfig = Annotated[ReplayOff | R2 | R3 | SoftReplay | WeightsReplay, Field(discriminator="mode")]
-
-
-class CorrectionOff(Frozen):
-    kind: Literal["off"] = "off"
-
-
-class TIS(Frozen):
-    """Token-level truncated importance sampling: weight = min(rho, cap), rho = pi_trainer / pi_rollout."""
-
-    kind: Literal["tis"] = "tis"
-    cap: PositiveFloat = 2.0
-
-
-CorrectionConfig = Annotated[CorrectionOff | TIS, Field(discriminator="kind")]
 
 
 class GRPOConfig(Frozen):

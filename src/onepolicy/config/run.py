@@ -7,8 +7,9 @@ from typing import Any, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import R2, R3, CorrectionConfig, GRPOConfig, ReplayConfig
+from onepolicy.config.objective import R2, R3, GRPOConfig, ReplayConfig
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
@@ -42,8 +43,8 @@ class RunConfig(Frozen):
     replay: ReplayConfig = R3()
     """Without a mode: r3."""
     correction: CorrectionConfig
-    """Unset: off where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper section 5.2), TIS
-    with cap 2 where they are not (replay.mode = off or r2)."""
+    """Unset: recompute where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper 5.2),
+    TIS with cap 2 where they are not (replay.mode = off or r2)."""
     objective: GRPOConfig = GRPOConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -62,7 +63,7 @@ class RunConfig(Frozen):
             data = {**data, "replay": replay}
         if "correction" not in data:
             mode = replay.get("mode") if isinstance(replay, dict) else getattr(replay, "mode", None)
-            data = {**data, "correction": {"kind": "tis"} if mode in ("off", "r2") else {"kind": "off"}}
+            data = {**data, "correction": {"preset": "tis" if mode in ("off", "r2") else "recompute"}}
         return data
 
     @model_validator(mode="after")
@@ -99,6 +100,12 @@ class RunConfig(Frozen):
         if self.train.reuse_scoring_forward and self.train.activation_checkpointing:
             raise ValueError(
                 "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
+            )
+        if self.correction.live:
+            raise ValueError(
+                f"correction: {self.correction.name} needs the ratio of the policy that is being trained, "
+                "inside the loss, which the grpo objective does not evaluate yet; choose one with old/rollout "
+                "(`onepolicy config preset` lists them)"
             )
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(

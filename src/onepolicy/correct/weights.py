@@ -1,85 +1,164 @@
-"""Importance weights against rollout/trainer mismatch, once per step, over all slots of the step."""
+"""Importance weights and rejections against rollout/trainer mismatch, once per step, over all slots of the step."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Generic, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from onepolicy.config import TIS, CorrectionConfig, CorrectionOff, UsageError
+from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.correct.receipt import Sums, report, sums
+from onepolicy.correct.slots import Layout, Slots, flatten, restore, rows, slots
+from onepolicy.correct.statistics import Units, gate_keeps, inside, unit_sums, weight_log_ratio
 
-LOG_RATIO_LIMIT = 80.0
-"""|log rho| beyond this is taken as this: exp stays finite in float32, far above any cap."""
+Average = Literal["slots", "sequences"]
+"""What the loss averages over: all slots (token mean), or sequences (mean over sequences of their token means)."""
+Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Applied:
+class Applied(Generic[Shape]):
     """What the loss multiplies in: sum(keep * weight * surrogate) / denominator."""
 
-    weight: Tensor  # [T] float32, detached; 0 where not kept
-    keep: Tensor  # [T] bool, the mask minus rejected slots
+    weight: Shape  # [T] float32, detached; 0 where not kept
+    keep: Shape  # [T] bool, the mask minus rejected slots
     denominator: int  # slots of the original mask: rejecting some never makes the others louder
     report: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial:
+    """Weights of a part of the step, before what needs the whole step (see `finish`)."""
+
+    slots: Slots
+    weight: Tensor  # [n] float64, 0 where not kept
+    keep: Tensor  # [n] bool
+    sums: Sums
+
+
+@overload
+def reweight(
+    logp_old: Tensor,
+    logp_rollout: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    segment: Tensor | None = None,
+    turn: Tensor | None = None,
+    advantage: Tensor | None = None,
+    average: Average = "slots",
+) -> Applied[Tensor]: ...
+@overload
+def reweight(
+    logp_old: Sequence[Tensor],
+    logp_rollout: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    config: CorrectionConfig,
+    *,
+    turn: Sequence[Tensor] | None = None,
+    advantage: Sequence[Tensor] | None = None,
+    average: Average = "slots",
+) -> Applied[list[Tensor]]: ...
 @torch.no_grad()
 def reweight(
-    logp_old: Tensor,  # [T] float32, trainer before the update
-    logp_rollout: Tensor,  # [T] float32, rollout engine
-    mask: Tensor,  # [T] bool, trainable slots; the other slots may hold anything
+    logp_old: Layout,  # [T] float32, trainer before the update; or [B, T], or a list of [T_i]
+    logp_rollout: Layout,  # the same, rollout engine
+    mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,
+    *,
+    segment: Tensor | None = None,  # [T] int64, sequence of each slot; rows of [B, T] and lists need none
+    turn: Layout | None = None,  # int64, turn of each slot
+    advantage: Layout | None = None,  # float32, for gates that look at its sign
+    average: Average = "slots",
 ) -> Applied:
-    """Weight of every slot's surrogate, from rho = exp(logp_old - logp_rollout) = pi_trainer / pi_rollout.
+    """Weight and rejection of every slot's surrogate, from rho = exp(logp_old - logp_rollout).
 
-    off: 1. tis: min(rho, cap), token-level truncated importance sampling (TIS slides, general case): without the cap
-    this is the exact change of measure from rollout to trainer; the cap buys bounded variance with a bias.
-    A slot whose log-ratio is not finite is rejected (keep False, weight 0) and counted, whatever the correction.
-    Raises UsageError on an empty mask.
+    weight: rho of the slot, or of its turn or sequence, within the weight's bounds; gates reject slots on top (config
+    section `correction`, presets by name in config/corrections.toml). A slot whose log-ratio is not finite is rejected
+    with every unit it belongs to. normalise = self and denominator = kept are a factor on all weights, so the
+    denominator stays the original count. Raises UsageError on an empty mask, on too many slots that are not finite, and
+    if the config needs the policy that is being trained, which only the loss has (`live_weights`).
     """
-    if not logp_old.shape == logp_rollout.shape == mask.shape or mask.dtype != torch.bool:
+    if config.live:
         raise UsageError(
-            f"reweight: logp_old {list(logp_old.shape)}, logp_rollout {list(logp_rollout.shape)} and mask "
-            f"{list(mask.shape)} {mask.dtype} must have one shape, the mask bool"
+            f"reweight: correction {config.name} needs the ratio of the policy that is being trained, which exists in "
+            "the loss only; give reweight its `fixed_part` and call live_weights with its `live_part` there"
         )
-    denominator = int(mask.sum())
-    if denominator == 0:
-        raise UsageError(f"reweight: the mask selects none of {mask.numel()} slots; there is nothing to train on")
-    log_ratio = logp_old.double() - logp_rollout.double()
-    keep = mask & log_ratio.isfinite()
-    rho = torch.where(keep, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    match config:
-        case CorrectionOff():
-            weight, cap = torch.ones_like(rho), math.inf
-        case TIS(cap=cap):
-            weight = rho.clamp(max=cap)
-        case _:
-            assert_never(config)
-    weight = torch.where(keep, weight, 0.0).float()
-    return Applied(weight, keep, denominator, _report(weight[keep].double(), rho[keep], cap, denominator))
+    _same_shape(logp_old, logp_rollout, mask)
+    flat = slots(
+        flatten(logp_old),
+        flatten(logp_rollout),
+        flatten(mask),
+        segment=rows(mask) if segment is None else flatten(segment),
+        turn=None if turn is None else flatten(turn),
+        advantage=None if advantage is None else flatten(advantage),
+    )
+    if flat.count == 0:
+        raise UsageError(f"reweight: the mask selects none of {flat.size} slots; there is nothing to train on")
+    part = _evaluate(config, flat, None, average)
+    weight, keep, numbers = finish(config, part, part.sums)
+    return Applied(restore(weight, mask), restore(keep, mask), flat.count, numbers)
 
 
-def _report(weight: Tensor, rho: Tensor, cap: float, denominator: int) -> dict[str, float]:
-    """weight, rho [n] float64 of the kept slots. Shares, ess and weight_mean count rejected slots, with weight 0."""
-    kept = len(rho)
-    nan = rho.new_tensor(math.nan)
-    numbers = {
-        "weight_mean": weight.sum() / denominator,  # the factor by which the correction scales the step
-        "weight_min": weight.min() if kept else nan,
-        "weight_max": weight.max() if kept else nan,
-        "capped": (rho > cap).double().sum() / denominator,
-        "rejected": rho.new_tensor(1 - kept / denominator),
-        "ratio_mean": rho.mean(),
-        "ratio_max": rho.max() if kept else nan,
-        "ratio_ess": effective_share(rho, denominator),
-        "weight_ess": effective_share(weight, denominator),
-    }
-    values = torch.stack(list(numbers.values())).tolist()
-    return {f"correction/{name}": value for name, value in zip(numbers, values, strict=True)}
+@torch.no_grad()
+def partials(
+    config: CorrectionConfig, slots: Slots, units: Units | None = None, *, average: Average = "slots"
+) -> Partial:
+    """Weights of a part of the step: whole sequences, or with `units` of the whole (`combine_units`) a chunk of some.
+
+    The step: `combine` the `sums` of all parts (add them up over ranks), then `finish` each part with the result.
+    """
+    if any(gate.aggregate == "budget" for gate in config.gates):
+        raise UsageError("partials: a budget gate ranks all slots of the step against each other; use reweight")
+    return _evaluate(config, slots, units, average)
 
 
-def effective_share(weight: Tensor, count: int) -> Tensor:
-    """Effective sample size / count (Kish): (sum w)^2 / (count * sum w^2); 1 for equal weights, nan without any."""
-    return weight.sum().square() / (count * weight.square().sum())
+@torch.no_grad()
+def finish(config: CorrectionConfig, part: Partial, total: Sums) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """weight [T] float32 and keep [T] bool of this part, and the report of the step whose sums are `total`."""
+    numbers = report(config, total)
+    if numbers["correction/nonfinite"] > config.max_nonfinite:
+        raise UsageError(
+            f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the slots, more than "
+            f"correction.max_nonfinite = {config.max_nonfinite}; mend the engine that returned such log-probabilities"
+        )
+    weight = (part.weight * total.scale(config)).float()
+    return part.slots.scatter(weight), part.slots.scatter(part.keep), numbers
+
+
+def _evaluate(config: CorrectionConfig, slots: Slots, units: Units | None, average: Average) -> Partial:
+    units = unit_sums(config, slots) if units is None else units
+    raw = weight_log_ratio(config, slots, units)
+    gates = [gate_keeps(gate, slots, units) for gate in config.gates]
+    bounds = config.weight
+    if bounds.rejects:
+        gates.append(inside(raw, bounds.low, bounds.high, log=True))
+    keep = slots.log_ratio.isfinite() & raw.isfinite()
+    for passes in gates:
+        keep = keep & passes
+    weight = torch.where(keep, raw, -torch.inf).exp_()
+    clipped = keep.new_zeros((), dtype=torch.int64)
+    if bounds.bounded and not bounds.rejects:
+        inner = weight.clamp(bounds.low, bounds.high)
+        clipped = (keep & (inner != weight)).sum()
+        weight = torch.where(keep, inner, 0.0)
+    mass = None
+    if average == "sequences":
+        if slots.segment is None:
+            raise UsageError("reweight: average = sequences needs the `segment` of each slot")
+        mass = 1 / units["slots/sequence"].slots[slots.segment]
+    measured = sums(log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass)
+    return Partial(slots, weight, keep, measured)
+
+
+def _same_shape(logp_old: Layout, logp_rollout: Layout, mask: Layout) -> None:
+    shapes = [x.shape if isinstance(x, Tensor) else [v.shape for v in x] for x in (logp_old, logp_rollout, mask)]
+    kinds = {mask.dtype} if isinstance(mask, Tensor) else {m.dtype for m in mask}
+    if shapes[0] != shapes[1] or shapes[0] != shapes[2] or kinds - {torch.bool}:
+        raise UsageError(
+            f"reweight: logp_old {shapes[0]}, logp_rollout {shapes[1]} and mask {shapes[2]} must have one shape, the "
+            "mask bool"
+        )

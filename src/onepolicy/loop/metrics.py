@@ -62,15 +62,27 @@ METRICS: dict[str, str] = {
     "train/tokens_per_second": "slots (prompts included) per second of the whole step [tokens/s]",
     **_MISMATCH,
     **_ROUTING,
-    "correction/weight_mean": "mean importance weight, rejected slots as 0 [1]",
-    "correction/weight_min": "smallest importance weight [1]",
-    "correction/weight_max": "largest importance weight [1]",
-    "correction/weight_ess": "effective sample size of the weights [share]",
-    "correction/capped": "trainable slots whose rho is above the cap [share]",
+    "correction/slots": "trainable slots before any rejection [slots]",
+    "correction/kept": "of these, left in the loss [slots]",
+    "correction/denominator": "what the loss is divided by, in effect [slots]",
     "correction/rejected": "trainable slots left out of the loss [share]",
-    "correction/ratio_mean": "mean rho before the cap [1]",
-    "correction/ratio_max": "largest rho before the cap [1]",
-    "correction/ratio_ess": "effective sample size of rho before the cap [share]",
+    "correction/rejected/GATE": "trainable slots this gate (or the weight's bounds) rejects on its own [share]",
+    "correction/nonfinite": "trainable slots whose rho is not finite, rejected [share]",
+    "correction/weighted": "trainable slots kept with a weight other than 1 [share]",
+    "correction/clipped": "trainable slots whose weight was moved to a bound [share]",
+    "correction/scale": "factor on all weights from normalise = self or denominator = kept [1]",
+    "correction/weight_mean": "mean weight, rejected slots as 0: what the correction multiplies the step by [1]",
+    "correction/weight_min": "smallest weight of a kept slot [1]",
+    "correction/weight_max": "largest weight [1]",
+    "correction/weight_ess": "effective sample size of the weights [share]",
+    "correction/ratio_mean": "mean rho before any bound [1]",
+    "correction/ratio_max": "largest rho before any bound [1]",
+    "correction/ratio_ess": "effective sample size of rho before any bound [share]",
+    **{
+        f"correction/{what}_q{q}": f"{q}% quantile of {text}, log rho within 1% [1]"
+        for q in ("01", "50", "99")
+        for what, text in (("ratio", "rho before any bound"), ("weight", "the kept slots' weights"))
+    },
     "time/rollout": "sampling and grading [s]",
     "time/score": "scoring forward of the trainer [s]",
     "time/probe": "second scoring without replay, on probe steps [s]",
@@ -87,8 +99,8 @@ METRICS: dict[str, str] = {
 
 
 def is_known(name: str) -> bool:
-    """Whether METRICS says what this is; `eval/avg@4` stands there as `eval/avg@k`."""
-    return re.sub(r"@\d+$", "@k", name) in METRICS
+    """Whether METRICS says what this is; `eval/avg@4` stands there as `eval/avg@k`, a gate as GATE."""
+    return re.sub(r"@\d+$", "@k", re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)) in METRICS
 
 
 class RunLog:

@@ -55,7 +55,15 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
         with clock("probe"):
             result.without_replay = learner.score_without_replay(batch)
             result.metrics |= counterfactual(result.without_replay)
-    applied = reweight(batch.logp_old, batch.logp_rollout, batch.trainable, cfg.correction)
+    applied = reweight(
+        batch.logp_old,
+        batch.logp_rollout,
+        batch.trainable,
+        cfg.correction.fixed_part,  # what needs the new policy is evaluated in the loss
+        segment=batch.segment,
+        turn=batch.turn,
+        advantage=batch.advantage,
+    )
     result.batch = batch = batch.replace(weight=applied.weight, keep=applied.keep)
     with clock("update"):
         result.metrics |= learner.step(batch) | applied.report  # forward with replay, loss, backward, optimiser

@@ -47,7 +47,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "parent": parent,
         "steps": config.steps,
         "replay": config.replay.mode,
-        "correction": config.correction.kind,
+        "correction": config.correction.name,
         "score": name,
         "reward_first": _mean(train[:window], "train/reward"),
         "reward_last": _mean(train[-window:], "train/reward"),

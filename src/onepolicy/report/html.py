@@ -127,7 +127,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "model": config.get("model", {}).get("path"),
         "task": " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key)),
         "replay": config.get("replay", {}).get("mode"),
-        "correction": config.get("correction", {}).get("kind"),
+        "correction": config.get("correction", {}).get("preset") or "custom",
         "engine dtype": config.get("rollout", {}).get("engine", {}).get("dtype"),
         "trainer dtype": config.get("model", {}).get("dtype"),
         "learning rate": config.get("optim", {}).get("lr"),

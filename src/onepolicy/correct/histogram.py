@@ -1,0 +1,31 @@
+"""Quantiles of a ratio that merge across micro-batches and ranks: counts over fixed bins of log rho."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SMALLEST, GROWTH = 1e-6, 1.02
+"""|log rho| below SMALLEST counts as 0; a bin is 2% wide in |log rho|, so a quantile of log rho is within 1%."""
+BINS_PER_SIGN = math.ceil(math.log(80.0 / SMALLEST) / math.log(GROWTH)) + 1
+BINS = 2 * BINS_PER_SIGN + 1
+
+
+def histogram(log_ratio: Tensor) -> Tensor:
+    """[BINS] int64 counts of the finite entries of [n]. Histograms of parts add up to that of the whole."""
+    values = log_ratio[log_ratio.isfinite()]
+    exponent = (values.abs().clamp(min=SMALLEST / GROWTH) / SMALLEST).log_().div_(math.log(GROWTH)).floor_()
+    rank = (exponent + 1).clamp_(0, BINS_PER_SIGN)  # 0: too small to matter
+    return torch.bincount((rank * values.sign()).long() + BINS_PER_SIGN, minlength=BINS)
+
+
+def quantiles(counts: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """[len(shares)] float64 of rho: the middle of the bin where each share of the count is reached; NaN if empty."""
+    cumulative = counts.cumsum(0)
+    wanted = torch.tensor(shares, dtype=torch.float64, device=counts.device) * cumulative[-1]
+    index = torch.searchsorted(cumulative.double(), wanted.clamp(min=0.5)).clamp(max=BINS - 1) - BINS_PER_SIGN
+    middle = SMALLEST * GROWTH ** (index.abs().double() - 0.5)
+    values = torch.where(index == 0, 0.0, middle * index.sign()).exp()
+    return torch.where(cumulative[-1] > 0, values, torch.nan)
