@@ -1,4 +1,4 @@
-"""Tiny random MoE models, each with what makes its family's router special, and helpers to look at their experts."""
+"""Variants of some families for the tests that need no more, random traces, and a look at what the experts get."""
 
 from __future__ import annotations
 
@@ -6,76 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from families import TABLE, perturb
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    GptOssConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.types import RoutingTrace, id_dtype
 
-BASE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-HEADS = {"head_dim": 8}
-QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "intermediate_size": 24}
-MLA = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-GROUPS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 24,
-    "routed_scaling_factor": 1.7,
-}
-
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**BASE, **HEADS, **QWEN, norm_topk_prob=True),
-    "qwen3_moe_no_norm": lambda: Qwen3MoeConfig(**BASE, **HEADS, **QWEN, norm_topk_prob=False, mlp_only_layers=[1]),
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **BASE, **QWEN, shared_expert_intermediate_size=16, decoder_sparse_step=1, norm_topk_prob=False
-    ),
-    "olmoe": lambda: OlmoeConfig(
-        **BASE, num_experts=8, num_experts_per_tok=3, intermediate_size=16, norm_topk_prob=True
-    ),
-    "mixtral": lambda: MixtralConfig(**BASE, num_local_experts=8, num_experts_per_tok=2, intermediate_size=16),
-    "deepseek_v3": lambda: DeepseekV3Config(**{**BASE, **MLA}, **GROUPS, norm_topk_prob=True),
-    "deepseek_v3_no_norm": lambda: DeepseekV3Config(**{**BASE, **MLA}, **GROUPS, norm_topk_prob=False),
-    "deepseek_v3_one_group": lambda: DeepseekV3Config(
-        **{**BASE, **MLA}, **{**GROUPS, "n_group": 1, "topk_group": 1}, norm_topk_prob=True
-    ),
-    "deepseek_v2_groups": lambda: DeepseekV2Config(
-        **{**BASE, **MLA}, **GROUPS, topk_method="group_limited_greedy", mlp_bias=False
-    ),
-    "glm4_moe": lambda: Glm4MoeConfig(**BASE, **HEADS, **GROUPS, norm_topk_prob=True, use_qk_norm=True),
-    "gpt_oss": lambda: GptOssConfig(
-        **BASE, **HEADS, num_local_experts=8, num_experts_per_tok=3, intermediate_size=16, sliding_window=8
-    ),
+    "qwen3_moe": lambda: TABLE["qwen3_moe"].config(mlp_only_layers=[], norm_topk_prob=True),
+    "qwen3_moe_no_norm": lambda: TABLE["qwen3_moe"].config(norm_topk_prob=False),
+    "qwen2_moe": lambda: TABLE["qwen2_moe"].config(decoder_sparse_step=1, norm_topk_prob=False),
+    "olmoe": lambda: TABLE["olmoe"].config(norm_topk_prob=True),
+    "mixtral": lambda: TABLE["mixtral"].config(num_experts_per_tok=2),
+    "deepseek_v3": lambda: TABLE["deepseek_v3"].config(norm_topk_prob=True),
+    "deepseek_v3_no_norm": lambda: TABLE["deepseek_v3"].config(norm_topk_prob=False),
+    "deepseek_v3_one_group": lambda: TABLE["deepseek_v3"].config(n_group=1, topk_group=1, norm_topk_prob=True),
+    "deepseek_v2_groups": lambda: TABLE["deepseek_v2"].config(),
+    "glm4_moe": lambda: TABLE["glm4_moe"].config(norm_topk_prob=True),
+    "gpt_oss": lambda: TABLE["gpt_oss"].config(),
 }
 
 
@@ -88,12 +36,7 @@ def build(family: str, *, experts: str = "grouped_mm", seed: int = 0, **changes:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation=experts
     )
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "e_score_correction_bias" in name or name.endswith("router.bias"):
-                tensor.normal_(std=0.3)
-            elif "norm" not in name and tensor.dim() > 1:
-                tensor.normal_(std=0.2)
+    perturb(model)
     return model.train()
 
 

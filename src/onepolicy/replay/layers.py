@@ -1,19 +1,36 @@
 """Which modules of a model route tokens to experts, and which decoder layer each belongs to.
 
 A router is recognised by what it must know to do its work: whole-number attributes `top_k` and `num_experts`. Of a
-block and its gate that both carry them the inner one counts. Nothing here depends on class names, so a family needs no
-entry; a wrong guess fails loudly, because a router without exactly one expert-selecting top-k raises when it runs.
+block and its gate that both carry them the inner one counts. A family that keeps them elsewhere is one line of a table
+below, nothing else depends on class names. A wrong guess fails loudly, because a router that does not select `top_k`
+experts exactly once raises when it runs.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import nn
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RoutingError
+
+# class -> where it keeps what others call `top_k` and `num_experts`
+_ELSEWHERE = {
+    "DbrxFFN": {"num_experts": "experts.num_experts"},  # the block selects
+    "Gemma4TextRouter": {"top_k": "config.top_k_experts", "num_experts": "config.num_experts"},
+    "LongcatFlashTopkRouter": {"num_experts": "n_routed_experts"},  # with the experts that return their input
+    "ZayaRouter": {"num_experts": "num_router_classes"},  # with the class that skips the experts
+}
+_BY_TOKEN_ID = ("DeepseekV4HashRouter",)  # experts looked up by token id: the same in every engine, nothing to replay
+_TWO_PER_LAYER = ("JetMoeTopKGating",)  # the MLP's and the attention's, columns in module order
+_BY_MAX = ("PhimoeTopKRouter",)  # selects with one max per expert (sparsemixer), not with a top-k
+_REFUSED = {
+    "DogeCDMoE": "its router mixes the tokens of a batch (it views [B, S, 2 * keys] scores as [2, B * S, keys]), so a "
+    "token's experts depend on later tokens and no engine can decode what the trainer computes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +40,16 @@ class Router:
     path: str  # as in model.named_modules()
     layer: int  # decoder index
     module: nn.Module
-    num_experts: int
+    num_experts: int  # what it selects from, experts without weights included
     top_k: int
-    num_groups: int  # group-limited routing: experts come from the best `top_groups` of these; 1 = no groups
+    num_groups: int  # group-limited routing: experts come from the best `top_groups` of these; 0 = no such routing
     top_groups: int
+    by_max: bool = False
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
     """Routers of the decoder's MoE layers, ascending. Multi-token-prediction heads are not part of the policy."""
+    _check_refused(model)
     paths = [path for path, module in model.named_modules() if _is_router(module) and not _in_mtp_head(path, model)]
     routers = sorted((_describe(path, model) for path in paths if not _holds(path, paths)), key=lambda r: r.layer)
     if not routers:
@@ -48,9 +67,17 @@ def decoder_index(path: str) -> int | None:
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 
+def _whole(module: nn.Module, name: str) -> int:
+    """`top_k` or `num_experts` of a router; 0 if the module has no such number."""
+    where = _ELSEWHERE.get(type(module).__name__, {}).get(name, name)
+    value = attrgetter(where)(module) if where != name else getattr(module, name, None)
+    return value if isinstance(value, int) else 0
+
+
 def _is_router(module: nn.Module) -> bool:
-    top_k, experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
-    return isinstance(top_k, int) and isinstance(experts, int) and 0 < top_k <= experts
+    if type(module).__name__ in _BY_TOKEN_ID:
+        return False
+    return 0 < _whole(module, "top_k") <= _whole(module, "num_experts")
 
 
 def _in_mtp_head(path: str, model: nn.Module) -> bool:
@@ -66,9 +93,11 @@ def _describe(path: str, model: nn.Module) -> Router:
     module, layer = model.get_submodule(path), decoder_index(path)
     if layer is None:
         raise RoutingError(f"router {path!r} is not inside a numbered decoder layer")
-    groups = getattr(module, "num_group", None) or 1
+    groups = getattr(module, "num_group", None) or 0
     top_groups = getattr(module, "topk_group", None) or groups
-    return Router(path, layer, module, module.num_experts, module.top_k, groups, top_groups)  # type: ignore[arg-type]
+    experts, top_k = _whole(module, "num_experts"), _whole(module, "top_k")
+    by_max = type(module).__name__ in _BY_MAX
+    return Router(path, layer, module, experts, top_k, groups, top_groups, by_max)
 
 
 def _holds(path: str, paths: list[str]) -> bool:
@@ -78,7 +107,7 @@ def _holds(path: str, paths: list[str]) -> bool:
 def _check_one_shape(routers: list[Router]) -> None:
     first = routers[0]
     for before, router in itertools.pairwise(routers):
-        if before.layer == router.layer:
+        if before.layer == router.layer and type(router.module).__name__ not in _TWO_PER_LAYER:
             raise RoutingError(f"layer {router.layer} has two routers, {before.path!r} and {router.path!r}")
         if (router.num_experts, router.top_k) != (first.num_experts, first.top_k):
             raise RoutingError(
@@ -87,11 +116,23 @@ def _check_one_shape(routers: list[Router]) -> None:
             )
 
 
+def _check_refused(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        reason = _REFUSED.get(type(module).__name__)
+        if reason is not None:
+            raise UsageError(
+                f"{type(model).__name__} cannot be recorded or replayed; set replay.mode=off. "
+                f"{type(module).__name__} at {path!r}: {reason}"
+            )
+
+
 def _check_no_orphans(model: nn.Module, routers: list[str]) -> None:
     """Experts without a recognised router would route natively, in silence."""
+    by_token = [path for path, module in model.named_modules() if type(module).__name__ in _BY_TOKEN_ID]
+    known = [*routers, *by_token]
     for path, module in model.named_modules():
         has_experts = isinstance(getattr(module, "experts", None), nn.Module)
-        if has_experts and path not in routers and not _holds(path, routers) and not _in_mtp_head(path, model):
+        if has_experts and path not in known and not _holds(path, known) and not _in_mtp_head(path, model):
             raise RoutingError(
                 f"layer {decoder_index(path)}: {type(module).__name__} at {path!r} has experts but no router that can "
                 "be recorded or replayed (a fused or replaced block?)"

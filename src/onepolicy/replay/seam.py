@@ -20,7 +20,9 @@ from onepolicy.replay.layers import Router
 from onepolicy.replay.modes import PROBABILITIES, soften, weights_position, with_weights
 
 _TOPK = (torch.topk, torch.Tensor.topk)
+_MAX = (torch.max, torch.Tensor.max)
 _ABSENT = object()
+_NO_TENSOR = torch.empty(0)
 
 
 def in_backward() -> bool:
@@ -65,10 +67,18 @@ class Seam(TorchFunctionMode):
     def _where(self) -> str:
         return f"layer {self.router.layer}: {self.router.path!r} ({type(self.router.module).__name__})"
 
-    def _once(self, count: int) -> None:
-        if count != 1:
+    def _check_sampling(self) -> None:
+        if self.router.by_max and self.router.module.training:
             raise RoutingError(
-                f"{self._where} ran {count} "
+                f"{self._where} draws its experts at random in train mode, so there is no choice of its own to record or "
+                "replay; call .eval() on the routers"
+            )
+
+    def _once(self, columns: int) -> None:
+        """columns: how many experts per token all selections of one forward have named."""
+        if columns != self.router.top_k:
+            raise RoutingError(
+                f"{self._where} ran {columns // self.router.top_k} "
                 f"top-{self.router.top_k} selections of {self.router.num_experts} experts in its forward, expected one"
             )
 
@@ -104,18 +114,21 @@ class Recorder(Seam):
 
     def observe_selection(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
         """The router's own output; the scores [N, E] it selected from, the values and the ids [N, K] it selected."""
+        self._check_sampling()
         self._found.clear()
         with self:
             out = self.forward(*args, **kwargs)
-        self._once(len(self._found))
-        return out, self._found.pop()
+        self._once(sum(ids.shape[1] for _, _, ids in self._found))
+        if len(self._found) == 1:
+            return out, self._found.pop()
+        scores, values, ids = zip(*self._found, strict=True)  # one expert after the other, from scores masked meanwhile
+        return out, (scores[0], torch.cat(values, 1), torch.cat(ids, 1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _TOPK:
-            scores, k, width = _operands(args, kwargs)
-            if (k, width) == (self.router.top_k, self.router.num_experts):
-                self._found.append((scores, out[0], out[1]))
+        scores, k, width = _operands(self.router, func, args, kwargs)
+        if k and width == self.router.num_experts:
+            self._found.append((_rows(scores), _rows(out[0]), _rows(out[1])))
         return out
 
 
@@ -141,12 +154,12 @@ class Replayer(Seam):
         self._valid = valid
         self._keep_native = native
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
-        self._answered = 0
+        self._answered = 0  # experts per token
         self.replaced: Tensor | None = None  # [] float32, share of replayed experts that soft replay replaced
         self._soft, self._weights = soft, weights
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
         self._wants_own = native or valid is not None or soft is not None
-        self._grouped = router.num_groups > 1
+        self._hides_own = router.num_groups > 1 or router.by_max
         self._recorder = Recorder(router)
         self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
 
@@ -154,6 +167,7 @@ class Replayer(Seam):
         first = not in_backward()  # a recompute takes what the forward took
         if first:
             self._first_call(args, kwargs)
+        self._check_sampling()
         self._target, self._answered = self._route.to(torch.int64), 0  # the only int64 copy, one layer at a time
         try:
             with self:
@@ -172,29 +186,33 @@ class Replayer(Seam):
                 f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
             )
         self.fired = True
-        if self._wants_own and self._grouped:  # answering its groups will hide the scores it would have chosen from
+        if self._wants_own and self._hides_own:  # once answered, it selects from scores masked by the answer
             with torch.no_grad():
                 _, self._own = self._recorder.observe_selection(args, kwargs)
             self._fill(self._own[2])
 
-    def _answer(self, scores: Tensor, select: Callable[[], Any]) -> Any:
-        """The replayed selection; `select()` makes the router's own from the same scores [T, E]."""
+    def _answer(self, func: Any, scores: Tensor, k: int, select: Callable[[], Any]) -> Any:
+        """The replayed selection of k experts; `select()` makes the router's own from the same scores."""
         assert self._target is not None
-        self._check_rows(len(scores))
-        self._answered += 1
-        if self._wants_own:
+        rows = _rows(scores)
+        self._check_rows(len(rows))
+        first, self._answered = self._answered, self._answered + k
+        if self._answered > self.router.top_k:
+            return select()  # too many selections, an error when the router is done
+        if self._wants_own and first == 0:
             with torch.no_grad():
-                if not self._grouped:
-                    self._own = (scores, *select())
+                if not self._hides_own:
+                    values, own = select()
+                    self._own = (rows, _rows(values), _rows(own))
                     self._fill(self._own[2])
                     self._target = self._route.to(torch.int64)
-                self._soften(scores)
+                self._soften(rows)
                 assert self._own is not None
                 own_scores, values, own = self._own
                 if self._keep_native:
                     self.native = own.to(self._route.dtype)
-                    self.gate_mass = gate_mass(scores.gather(-1, self._target), values, own_scores)
-        return _select(scores, self._target)
+                    self.gate_mass = gate_mass(rows.gather(-1, self._target), values, own_scores)
+        return _select(func, scores, self._target[:, first : self._answered])
 
     def _fill(self, own: Tensor) -> None:
         """Rows without a route take the router's own choice [T, K]. A recompute must not choose again."""
@@ -220,33 +238,49 @@ class Replayer(Seam):
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOPK:
-            assert self._target is not None
-            scores, k, width = _operands(args, kwargs)
-            router = self.router
-            if (k, width) == (router.top_k, router.num_experts):
-                return self._answer(scores, lambda: func(*args, **(kwargs or {})))
-            if router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups):
-                self._soften(scores)  # before its groups are named
-                return _select(scores, _groups_of(self._target, router))
+        router = self.router
+        assert self._target is not None
+        scores, k, width = _operands(router, func, args, kwargs)
+        if k and width == router.num_experts:
+            return self._answer(func, scores, k, lambda: func(*args, **(kwargs or {})))
+        if k and width == router.num_groups:
+            self._soften(scores)  # before its groups are named
+            return _select(func, scores, _groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))
         if func in PROBABILITIES and self._soft is not None and not self._answered:
-            self._probabilities = out.detach()
+            self._probabilities = _rows(out.detach())
         return out
 
 
-def _operands(args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:
-    """(scores, k, width) of a top-k call; width 0 unless scores are one row per token.
+def _operands(router: Router, func: Any, args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:
+    """(scores, k, width) of a call that selects k of `width` experts or groups for every token; k = 0 of any other.
 
-    3-D calls score groups of experts, and with one group their last axis is as long as the experts'.
+    Group-limited routers also score groups with a 3-D top-k, and with one group its last axis is as long as the
+    experts'. Of routers without groups a 3-D call is the selection for [B, S] tokens.
     """
-    scores = args[0] if args else kwargs["input"]  # type: ignore[index]
-    k = args[1] if len(args) > 1 else kwargs["k"]  # type: ignore[index]
-    return scores, k, scores.shape[-1] if scores.dim() == 2 else 0
+    if func not in _TOPK and not (router.by_max and func in _MAX):
+        return _NO_TENSOR, 0, 0
+    named = kwargs or {}
+    scores = args[0] if args else named["input"]
+    if func in _MAX:  # one expert per call
+        k = 1 if named.get("keepdim") else 0
+        return scores, k, scores.shape[-1]
+    k, width = args[1] if len(args) > 1 else named["k"], scores.shape[-1]
+    if scores.dim() > 2 and router.num_groups:
+        return scores, 0, width
+    groups = router.num_groups > 1 and (k, width) == (router.top_groups, router.num_groups)
+    return scores, k if groups or k == router.top_k else 0, width
 
 
-def _select(scores: Tensor, ids: Tensor) -> Any:
-    return torch.return_types.topk((scores.gather(-1, ids), ids))
+def _rows(x: Tensor) -> Tensor:  # [..., n] -> [T, n], itself if it is that already
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _select(func: Any, scores: Tensor, ids: Tensor) -> Any:
+    """What `func` returns, had it selected these ids [T, k]."""
+    ids = ids.view(*scores.shape[:-1], ids.shape[1])
+    kind = torch.return_types.max if func in _MAX else torch.return_types.topk
+    return kind((scores.gather(-1, ids), ids))
 
 
 def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
