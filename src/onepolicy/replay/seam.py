@@ -70,8 +70,8 @@ class Seam(TorchFunctionMode):
     def _check_sampling(self) -> None:
         if self.router.by_max and self.router.module.training:
             raise RoutingError(
-                f"{self._where} draws its experts at random in train mode, so there is no choice of its own to record or "
-                "replay; call .eval() on the routers"
+                f"{self._where} draws its experts at random in train mode and makes no choice to record or replay; "
+                "call .eval() on it"
             )
 
     def _once(self, columns: int) -> None:
