@@ -61,6 +61,7 @@ def examine(model_type: str, run: int) -> Result:
     with experts_seen(routers) as seen, routers.replay(routes):
         other, other_grads = loss_and_grads(model, ids)
     paths = [router.path for router in routers._routers]
+    routers.self_test()
     asked = [_chosen(routes.ids[:, column].long(), routers.num_experts) for column in range(len(routers.layers))]
     if model_type == "zaya":  # hands the class that skips the experts over as expert 0 with weight 0
         asked = [_without_skip(chosen) for chosen in asked]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from families import NO_CAUSAL_LM, NO_EXPERTS, REFUSED, TABLE, discover, folder
@@ -152,6 +154,59 @@ def _reference_block(block: nn.Module, x: Tensor, ids: Tensor, norm: bool) -> Te
         gate, up = (x @ block.experts.gate_up_proj[expert].T).chunk(2, -1)
         out = out + gates[:, expert, None] * ((F.silu(gate) * up) @ block.experts.down_proj[expert].T)
     return out
+
+
+def _normalised(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = softmax over the replayed logits."""
+    w = z.masked_fill(~own, -torch.inf).softmax(-1)
+    return w * (c - (w * c).sum(-1, keepdim=True))
+
+
+def _all_experts(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = softmax over all logits, not renormalised: experts that were not replayed get a gradient too."""
+    p = z.softmax(-1)
+    return p * (own * c - (p * own * c).sum(-1, keepdim=True))
+
+
+def _sigmoid(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = 1.7 sigmoid / sum of the replayed sigmoids."""
+    s = z.sigmoid() * own
+    total = s.sum(-1, keepdim=True)
+    return 1.7 / total * (c - (s / total * c).sum(-1, keepdim=True)) * s * (1 - s)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "derivative"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}, _normalised),
+        ("qwen3_moe", {"norm_topk_prob": False}, _all_experts),
+        ("gpt_oss", {}, _normalised),
+        ("deepseek_v3", {"norm_topk_prob": True}, _sigmoid),
+    ],
+)
+def test_router_gradient_is_the_one_derived_by_hand(family: str, changes: dict, derivative: Callable) -> None:
+    """L = sum_t probe_t y_t and y = sum_i w_i E_i(x), so dL/dw_i = c_i = probe E_i(x), and dL/dW = (dL/dz)^T x."""
+    model = TABLE[family].model(experts="eager", **changes)
+    routers = bind_routers(model)
+    draw = torch.Generator().manual_seed(4)
+    hidden, probe = torch.randn(2, 3, 7, 32, generator=draw)
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    blocks = [model.model.layers[layer].mlp for layer in routers.layers]
+    with routers.replay(trace):
+        outs = [block(hidden) for block in blocks]
+    for column, (block, out, router) in enumerate(zip(blocks, outs, routers._routers, strict=True)):
+        ((out[0] if isinstance(out, tuple) else out) * probe).sum().backward()
+        x, ids = hidden.reshape(ROWS, 32), trace.ids[:, column].long()
+        z = x @ router.module.weight.T + (router.module.bias if family == "gpt_oss" else 0)
+        c = torch.zeros(ROWS, 8)
+        for j in range(ids.shape[1]):
+            outputs = block.experts(x, ids[:, j : j + 1], torch.ones(ROWS, 1))
+            c.scatter_(1, ids[:, j : j + 1], (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach())
+        own = torch.zeros(ROWS, 8, dtype=torch.bool).scatter_(1, ids, True)
+        dz = derivative(z, own, c)
+        torch.testing.assert_close(router.module.weight.grad, dz.T @ x, rtol=1e-4, atol=1e-4)
+        if family == "gpt_oss":
+            torch.testing.assert_close(router.module.bias.grad, dz.sum(0), rtol=1e-4, atol=1e-4)
 
 
 def test_group_limit_follows_the_replayed_experts() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -59,7 +60,36 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
         )
     _check_one_shape(routers)
     _check_no_orphans(model, paths)
+    _check_not_shared(model, routers)
+    _check_complete(model, routers)
     return tuple(routers)
+
+
+def layers_of(config: Any) -> tuple[int, ...] | None:
+    """Decoder indices of the MoE layers as a transformers config tells them; None if it says nothing about layers.
+
+    One rule per way of saying it: kinds per layer, a list of layers, every n-th, all but the first.
+    """
+    text = config.get_text_config()
+    depth = range(text.num_hidden_layers)
+    kinds = getattr(text, "mlp_layer_types", None) or getattr(text, "layers_block_type", None)
+    if kinds and {"moe", "sparse"} & set(kinds):  # "hash_moe" layers route by token id
+        return tuple(i for i in depth if kinds[i] in ("moe", "sparse"))
+    if counts := getattr(text, "layers_num_experts", None):
+        return tuple(i for i in depth if counts[i] > 1)
+    if getattr(text, "moe_layers", None) is not None:
+        return tuple(text.moe_layers)
+    if hasattr(text, "moe_layer_interval"):
+        first, last, step = text.moe_layer_start_index, text.moe_layer_end_index, text.moe_layer_interval
+        last = last if last >= 0 else depth.stop - 1
+        return tuple(i for i in depth if first <= i <= last and (i + 1) % step == 0)
+    if hasattr(text, "mlp_only_layers"):
+        step = getattr(text, "decoder_sparse_step", 1)
+        return tuple(i for i in depth if i not in (text.mlp_only_layers or ()) and (i + 1) % step == 0)
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if hasattr(text, name):
+            return tuple(depth[getattr(text, name) :])
+    return None
 
 
 def decoder_index(path: str) -> int | None:
@@ -137,3 +167,28 @@ def _check_no_orphans(model: nn.Module, routers: list[str]) -> None:
                 f"layer {decoder_index(path)}: {type(module).__name__} at {path!r} has experts but no router that can "
                 "be recorded or replayed (a fused or replaced block?)"
             )
+
+
+def _check_not_shared(model: nn.Module, routers: list[Router]) -> None:
+    """A block that stands in two layers fires twice per forward, for tokens of either."""
+    known = {id(router.module): router for router in routers}
+    for path, module in model.named_modules(remove_duplicate=False):
+        router = known.get(id(module))
+        if router is not None and decoder_index(path) not in (None, router.layer):
+            raise RoutingError(
+                f"layers {router.layer} and {decoder_index(path)} share one router, {router.path!r} and {path!r}; "
+                "its routes could not be told apart"
+            )
+
+
+def _check_complete(model: nn.Module, routers: list[Router]) -> None:
+    """A layer that the config calls MoE, whose block was replaced whole, would route natively, in silence."""
+    config = getattr(model, "config", None)
+    told = layers_of(config) if config is not None else None
+    found = {router.layer for router in routers}
+    if told is not None and found != set(told):
+        missing, extra = sorted(set(told) - found), sorted(found - set(told))
+        raise RoutingError(
+            f"the config of {type(model).__name__} has experts in layers {sorted(told)}, but routers were found in "
+            f"{sorted(found)}; missing: {missing}, unexpected: {extra} (a fused or replaced block?)"
+        )

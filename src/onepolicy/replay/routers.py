@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RoutingError, check_trace
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.layers import Router, find_routers
@@ -72,6 +73,11 @@ class Routers:
         with replayed.active(self._model):
             yield replayed
         replayed.check()
+
+    def trace_from(self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None) -> RoutingTrace:
+        """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""
+        depth = self._model.config.get_text_config().num_hidden_layers
+        return trace_from(ids, layers=self.layers, depth=depth, num_experts=self.num_experts, axis=axis, valid=valid)
 
     def self_test(self) -> None:
         """RoutingError if this model's routers cannot be trusted. Costs L + 2 forwards of 8 tokens.

@@ -1,0 +1,80 @@
+"""Routes of an engine as a trace of this model: which of the engine's layers are the model's MoE layers.
+
+Engines count layers in two ways: vLLM and SGLang return one column per decoder layer, with zeros for dense layers;
+TensorRT-LLM and vLLM 0.21 one per MoE layer. Read as the other, every layer is replayed one or more layers off.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.types import RoutingTrace, id_dtype
+
+Axis = Literal["all", "moe"]
+
+
+def trace_from(
+    ids: Tensor,  # [T, all decoder layers or MoE layers, K] any integer dtype
+    *,
+    layers: tuple[int, ...],  # decoder index of each MoE layer of the model
+    depth: int,  # its decoder layers
+    num_experts: int,
+    axis: Axis | None = None,
+    valid: Tensor | None = None,  # [T] bool
+) -> RoutingTrace:
+    """A trace of the model's MoE layers. Rows with a negative id, an engine's mark for "not captured", are not valid.
+
+    axis None tells the two from the number of columns, which is never ambiguous: where both numbers are the same, so
+    are the layers. UsageError if the columns fit neither, not the axis named, or if a dense layer has routes.
+    """
+    if ids.dim() != 3 or ids.is_floating_point():
+        raise UsageError(
+            f"routes have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers [T, layers, K]"
+        )
+    counts = {"all": depth, "moe": len(layers)}
+    found = next((name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count), None)
+    if found is None:
+        asked = "" if axis is None else f" and axis={axis!r} was named"
+        raise UsageError(
+            f"routes have {ids.shape[1]} layers{asked}, but the model has {depth} decoder layers, {len(layers)} of "
+            f"them MoE ({_short(layers)}); prediction heads and draft layers are no part of either"
+        )
+    ids = ids.to(torch.int64)
+    if found == "all" and depth != len(layers):
+        if len(set(layers)) != len(layers):
+            raise UsageError("a model with two routers in one layer has no axis of one column per decoder layer")
+        _check_dense(ids, layers)
+        ids = ids[:, list(layers)]
+    captured = (ids >= 0).flatten(1).all(1)
+    valid = captured if valid is None else captured & valid
+    beyond = (ids >= num_experts) & valid[:, None, None]
+    if beyond.any():  # the narrow dtype would wrap it into a valid id
+        row, column, _ = beyond.nonzero()[0].tolist()
+        raise UsageError(
+            f"routes name an expert outside 0..{num_experts - 1} at layer {layers[column]}, row {row}: "
+            f"{ids[row, column].tolist()}"
+        )
+    stored = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))  # what invalid rows hold is never read
+    return RoutingTrace(stored, valid, layers, num_experts)
+
+
+def _check_dense(ids: Tensor, layers: tuple[int, ...]) -> None:  # ids [T, depth, K]
+    """Engines write the same filler into every row of a dense layer; anything else is another layer's routes."""
+    dense = [layer for layer in range(ids.shape[1]) if layer not in layers]
+    moved = (ids[:, dense] != ids[:1, dense]).any(-1)  # [T, dense layers]
+    if moved.any():
+        row, column = moved.nonzero()[0].tolist()
+        raise UsageError(
+            f"routes have {ids.shape[1]} layers, as many as the decoder, but dense layer {dense[column]} has routes, "
+            f"first at row {row}: {ids[row, dense[column]].tolist()}; the layer axis is shifted or in another order"
+        )
+
+
+def _short(layers: tuple[int, ...]) -> str:
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}..{layers[-1]}"
+    return ", ".join(map(str, layers))
