@@ -135,6 +135,12 @@ def test_warm_up_raises_the_rate_linearly():
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
+def test_linear_decay_spends_the_rate_over_the_run():
+    learner = learner_of("optim.warmup_steps=1", "optim.decay=linear", "steps=2", "objective.mini_steps=2")
+    lr = [one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)]  # of the last of each step's two updates
+    assert lr == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
+
+
 def test_gradient_that_is_not_finite_stops_before_the_weights_change():
     learner = learner_of()
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}

@@ -28,6 +28,9 @@ class OptimConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which the learning rate rises linearly from 0."""
+    decay: Literal["none", "linear"] = "none"
+    """linear: the learning rate falls linearly over the whole run and would reach 0 one optimiser step after its last.
+    A fork with another number of steps falls over its own."""
     clip_norm: PositiveFloat = 1.0
 
 

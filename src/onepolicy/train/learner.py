@@ -92,9 +92,9 @@ class LocalLearner:
                 f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
                 "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
             )
-        warmup = self.config.optim.warmup_steps
+        rate = learning_rate(self.config.optim, self.updates, self.config.steps * self.config.objective.mini_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optim.lr * min(1.0, (self.updates + 1) / (warmup + 1))
+            group["lr"] = rate
         self.optimizer.step()
         self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -183,6 +183,13 @@ def refuse_randomness(model: PreTrainedModel) -> None:
             raise UsageError(
                 f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"
             )
+
+
+def learning_rate(config: OptimConfig, update: int, updates: int) -> float:
+    """Of optimiser step `update` (from 0) of `updates`."""
+    warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
+    left = 1 - update / updates if config.decay == "linear" else 1.0
+    return config.lr * warm * left
 
 
 def adamw(model: PreTrainedModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
