@@ -30,6 +30,7 @@ class Slots:
     turn: Tensor | None  # [n] int64, turn of each slot, from 0 in every sequence
     advantage: Tensor | None  # [n]
     sequences: int  # rows of everything that is per sequence
+    turns: int = 1  # at most so many turns in a sequence
 
     @property
     def count(self) -> int:
@@ -48,7 +49,8 @@ def slots(
     segment: Tensor | None = None,  # [T] int64, sequence of each slot, from 0
     turn: Tensor | None = None,  # [T] int64, turn of each slot
     advantage: Tensor | None = None,  # [T]
-    sequences: int | None = None,  # sequences of the whole batch, if these slots are only a chunk of it
+    sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
+    turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
 ) -> Slots:
     """Pick the trainable slots. Raises UsageError if shapes differ."""
     for name, field in {"logp_rollout": logp_rollout, "segment": segment, "turn": turn, "advantage": advantage}.items():
@@ -66,6 +68,9 @@ def slots(
     ids = None if segment is None else segment[where].long()
     if sequences is None:
         sequences = int(ids.max()) + 1 if ids is not None and len(ids) else 0
+    turn = None if turn is None else turn[where].long()
+    if turns is None:
+        turns = int(turn.max()) + 1 if turn is not None and len(turn) else 1
     return Slots(
         where,
         mask.numel(),
@@ -73,9 +78,10 @@ def slots(
         trainer,
         rollout,
         ids,
-        None if turn is None else turn[where].long(),
+        turn,
         None if advantage is None else advantage.detach()[where],
         sequences,
+        turns,
     )
 
 

@@ -88,15 +88,14 @@ def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
         return slots.segment, slots.sequences
     if slots.turn is None:
         raise UsageError("correction: a statistic of a turn needs the `turn` of each slot")
-    turns = int(slots.turn.max()) + 1 if slots.count else 1
-    return slots.segment * turns + slots.turn, slots.sequences * turns
+    return slots.segment * slots.turns + slots.turn, slots.sequences * slots.turns
 
 
 def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
     """Everything of the configured turns and sequences that is a sum, a maximum or a minimum over slots.
 
-    Slots of one sequence on several ranks (context parallelism): take this of each chunk, with `sequences` given,
-    `combine_units`, and hand the result to `partials`. Turn-level needs every chunk to see the last turn.
+    Slots of one sequence on several ranks (context parallelism): take this of each chunk, with `sequences` and
+    `turns` given, `combine_units`, and hand the result to `partials`.
     """
     units: Units = {}
     for key, name, scope in _needed(config):
