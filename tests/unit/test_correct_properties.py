@@ -35,6 +35,10 @@ TURNS = CorrectionConfig.model_validate(
 WIDE = {"gates": [{"statistic": "ratio", "aggregate": "mean", "scope": "sequence", "low": 0.9, "high": 1.1}]}
 CONFIGS = {name: preset(name) for name in presets() if not preset(name).live} | {
     "turns": TURNS,
+    "narrow veto": preset(
+        "veto",
+        gates=[{"statistic": "ratio", "aggregate": how, "scope": "sequence", "low": 0.8} for how in ("min", "max")],
+    ),
     "wide geo": preset("geo-rs", **WIDE),
     "wide geo snis": preset("seq-tis", **WIDE, normalise="self"),
     "geometric zero": CorrectionConfig.model_validate(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, RunConfig, UsageError
 from onepolicy.config.stored import read_config
+from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.loop import folder, setup
 from onepolicy.loop.evaluate import attempts, evaluate
@@ -43,6 +44,8 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
         raise UsageError(
             f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
         )
+    if (shrinks := warning(config.correction, config.rollout.sampling.max_tokens)) is not None:
+        progress.note(shrinks)
     parts, tokenizer = setup.build_parts(config, origin.weights)
     folder.create(out, config, origin)
     with folder.held(out):
