@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 NAME = "onepolicy_decode"
-CALL = 500_000  # multiplications that one more matmul call is worth, up and down together
+CALL = 1_000_000  # multiplications that one more matmul call is worth, up and down together
 DENSE = 7_000_000  # multiplications up to which all experts on all tokens beat sorting
 READ = 4
 
@@ -28,7 +28,7 @@ READ = 4
 def prepare(model: PreTrainedModel, device: torch.device) -> None:
     """Select these experts on this model only (CPU), and lay their weights out as matmuls of few rows like them.
 
-    Shapes and values stay; in memory, up becomes [H, E, I'] and down [E, I, H].
+    Shapes and values stay; in memory, up becomes [E, H, I'] and down [E, I, H].
     """
     if device.type != "cpu" or not hasattr(model, "set_experts_implementation"):
         return
@@ -36,13 +36,10 @@ def prepare(model: PreTrainedModel, device: torch.device) -> None:
     modules: list[Any] = list(model.modules())
     for module in modules:
         transposed = getattr(module, "is_transposed", None)
-        if transposed is None or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
+        if transposed is not False or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
             continue
-        up, down = getattr(module, "gate_up_proj" if module.has_gate else "up_proj"), module.down_proj
-        for weight, order in ((up, (1, 0, 2)), (down, (0, 1, 2))):  # orders of the axes expert, in, out
-            own = weight.data if transposed else weight.data.transpose(1, 2)
-            own = own.permute(order).contiguous().permute(order)
-            weight.data = own if transposed else own.transpose(1, 2)
+        for weight in (getattr(module, "gate_up_proj" if module.has_gate else "up_proj"), module.down_proj):
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +103,11 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     activate = module._apply_gate if module.has_gate else module.act_fn
     x, scale = hidden.to(up.dtype), top_k_weights.to(up.dtype)
     row_cost = up[0].numel() + down[0].numel()
-    if len(x) * len(up) * row_cost <= DENSE and up.stride(0) == up.shape[2] and down.is_contiguous():
+    if len(x) * len(up) * row_cost <= DENSE:
         dense = x.new_zeros(len(x), len(up)).scatter_(1, top_k_index, scale)  # [N, E]
-        inner = (x @ up.transpose(0, 1).flatten(1)).unflatten(1, (len(up), -1))  # [N, E, I']
-        inner = activate(inner if up_bias is None else inner + up_bias) * dense[..., None]
-        out = inner.flatten(1) @ down.flatten(0, 1)
+        inner = torch.bmm(x.expand(len(up), -1, -1), up)  # [E, N, I']
+        inner = activate(inner if up_bias is None else inner + up_bias[:, None]) * dense.t()[..., None]
+        out = inner.transpose(0, 1).flatten(1) @ down.flatten(0, 1)
         return (out if down_bias is None else out + dense @ down_bias).to(hidden.dtype)
     layout = Layout.of(top_k_index, len(up), row_cost)
     inner = _multiply(x.index_select(0, layout.token), up, layout)
