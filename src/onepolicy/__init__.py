@@ -9,6 +9,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "bind_routers": "onepolicy.replay.routers",
+    "pad_routes": "onepolicy.replay.padding",
+    "unpad_routes": "onepolicy.replay.padding",
     "mismatch": "onepolicy.measure.logprob",
     "routing_disagreement": "onepolicy.measure.routing",
     "reweight": "onepolicy.correct.weights",

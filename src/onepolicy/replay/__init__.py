@@ -1,6 +1,7 @@
 """Make the trainer take the rollout's routes (Rollout Routing Replay, arXiv:2510.11370)."""
 
 from onepolicy.replay.checks import RoutingError, is_moe, preflight
+from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
 
-__all__ = ["Routers", "RoutingError", "bind_routers", "is_moe", "preflight"]
+__all__ = ["Routers", "RoutingError", "bind_routers", "is_moe", "pad_routes", "preflight", "unpad_routes"]
