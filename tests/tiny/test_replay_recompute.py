@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from typing import Any
 
 import pytest
 import torch
 from replay_models import build, experts_inputs, loss_and_grads, random_trace, tokens
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpoint_module
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
@@ -110,8 +114,60 @@ def test_micro_batches_may_interleave(reentrant: bool) -> None:
     assert _same(wanted, _grads(model))
 
 
-@MODES
-def test_a_checkpoint_of_other_making_works_inside_the_context(reentrant: bool) -> None:
+def _selective() -> tuple:
+    """Keep matrix products, recompute the rest (router selections included)."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "non_reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "selective": {"use_reentrant": False, "context_fn": _selective},
+}
+
+
+def _checkpoint_by_hand(model: PreTrainedModel, kind: str) -> None:
+    """What a trainer does that wraps decoder layers itself, behind transformers' back."""
+    for layer in model.model.layers:
+        plain = layer.forward
+
+        def forward(hidden: Tensor, *args: Any, _plain: Any = plain, **kwargs: Any) -> Any:
+            return checkpoint(functools.partial(_plain, **kwargs), hidden, *args, **KINDS[kind])
+
+        layer.forward = forward
+
+
+@pytest.mark.parametrize("backward", ["inside", "outside", "in_another_replay", "after_another_forward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(kind: str, backward: str) -> None:
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    trace, other = _trace(routers, 2, 4), _trace(routers, 9)
+    with routers.replay(trace):
+        _loss(model, ids).backward()
+    expected = _grads(model)
+    _checkpoint_by_hand(model, kind)
+    with experts_inputs(model) as computed:
+        with routers.replay(trace):
+            loss = _loss(model, ids)
+            if backward == "inside":
+                loss.backward()
+        if backward == "outside":
+            loss.backward()
+        elif backward != "inside":
+            with routers.replay(other):
+                unused = _loss(model, ids)
+                if backward == "in_another_replay":
+                    loss.backward()
+            if backward == "after_another_forward":
+                loss.backward()
+            del unused
+    assert len(computed) > len(routers.layers)  # something was recomputed
+    assert _same(_grads(model), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_around_the_whole_model(kind: str) -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace = _trace(routers, 2)
@@ -125,10 +181,63 @@ def test_a_checkpoint_of_other_making_works_inside_the_context(reentrant: bool) 
         return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
 
     with routers.replay(trace):
-        checkpoint(forward, embedded, use_reentrant=reentrant).backward()
-    grads = _grads(model)
+        loss = checkpoint(forward, embedded, **KINDS[kind])
+    loss.backward()
     expected.pop("model.embed_tokens.weight")
-    assert _same(grads, expected)
+    assert _same(_grads(model), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_checkpoints_stay_native(kind: str) -> None:
+    """A reference model, or the same one before its replay: nothing of the replay reaches their recompute."""
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    _loss(model, ids).backward()
+    expected = _grads(model)
+    _checkpoint_by_hand(model, kind)
+    native = _loss(model, ids)
+    with routers.replay(_trace(routers, 2)):
+        _loss(model, ids)
+    native.backward()
+    assert _same(_grads(model), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -> None:
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    trace = _trace(routers, 2)
+    _checkpoint_by_hand(model, kind)
+    with routers.replay(trace):
+        _loss(model, ids).backward()
+    expected = _grads(model)
+    before = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    calls = itertools.count()
+
+    def fail_at(call: int) -> Any:
+        def hook(*_: Any) -> None:
+            if next(calls) == call:
+                raise KeyError("midway")
+
+        return model.model.layers[1].mlp.experts.register_forward_pre_hook(hook)
+
+    handle = fail_at(0)
+    with pytest.raises(KeyError, match="midway"), routers.replay(trace):
+        _loss(model, ids)
+    handle.remove()
+    calls = itertools.count()
+    handle = fail_at(1)  # the recompute
+    with routers.replay(trace):
+        loss = _loss(model, ids)
+    with pytest.raises(KeyError, match="midway"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    assert before == (checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator)
+    assert not any("forward" in router.module.__dict__ for router in routers._routers)
+    with routers.replay(trace):
+        _loss(model, ids).backward()
+    assert _same(_grads(model), expected)
 
 
 def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
@@ -156,16 +265,3 @@ def test_autocast_keeps_the_router_gradient() -> None:
         logits, grads = loss_and_grads(model, ids)
     assert torch.equal(logits, plain)
     assert _same(grads, expected)
-
-
-@MODES
-def test_leaving_a_replay_restores_checkpointing(reentrant: bool) -> None:
-    model = _checkpointed(build("qwen3_moe"), reentrant)
-    routers = bind_routers(model)
-    before = [dict(module.__dict__) for module in model.modules()]
-    with routers.replay(_trace(routers, 2)):
-        _loss(model, tokens()).backward()
-    model.zero_grad(set_to_none=True)
-    assert [module.__dict__.keys() for module in model.modules()] == [state.keys() for state in before]
-    for module, state in zip(model.modules(), before, strict=True):
-        assert module.__dict__.get("_gradient_checkpointing_func") is state.get("_gradient_checkpointing_func")

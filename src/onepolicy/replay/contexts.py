@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mode
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.seam import Recorder, Replayer, override
+from onepolicy.replay.recompute import carried
+from onepolicy.replay.seam import Recorder, Replayer, in_backward, override
 from onepolicy.types import RoutingTrace, id_dtype
-
-_CHECKPOINT = "_gradient_checkpointing_func"  # transformers: how a decoder layer checkpoints itself
 
 
 def _trace(ids: Tensor, routers: Sequence[Router]) -> RoutingTrace:  # ids [T, L, K] any integer dtype
@@ -123,31 +121,19 @@ class Replayed:
                 )
 
     @contextmanager
-    def active(self, model: nn.Module) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Routers replay; activation checkpoints started in here replay again when they recompute, whenever that is."""
-        checkpointing = [
-            (module, self._carried(module.__dict__[_CHECKPOINT], path))
-            for path, module in model.named_modules()
-            if _CHECKPOINT in module.__dict__
-        ]
-        with override("forward", self._under("")), override(_CHECKPOINT, checkpointing):
+        with self._installed(), carried(self._installed):
             yield
 
-    def _under(self, path: str) -> list[tuple[nn.Module, Callable]]:
-        return [(r.router.module, r) for r in self._replayers if not path or r.router.path.startswith(f"{path}.")]
-
-    def _carried(self, checkpoint: Callable, path: str) -> Callable:
-        """`checkpoint`, with this replay travelling inside the checkpointed function.
-
-        A recompute may run after the context was left, or inside another micro-batch's replay. It has to take the
-        routes of its own forward: with any others the gradients are wrong and nothing else would tell.
-        """
-
-        def carrying(function: Callable, *args: Any, **kwargs: Any) -> Any:
-            def replaying(*inner: Any, **inner_kwargs: Any) -> Any:
-                with override("forward", self._under(path)):
-                    return function(*inner, **inner_kwargs)
-
-            return checkpoint(replaying, *args, **kwargs)
-
-        return carrying
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        recompute = in_backward()
+        with override("forward", [(r.router.module, r.__call__) for r in self._replayers]):
+            try:
+                for replayer in self._replayers:
+                    replayer.recompute = recompute
+                yield
+            finally:
+                for replayer in self._replayers:
+                    replayer.recompute = False

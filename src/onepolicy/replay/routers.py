@@ -49,7 +49,7 @@ class Routers:
         costs two Python calls.
         """
         tape = Tape(self._routers, weights=weights)
-        with override("forward", [(recorder.router.module, recorder) for recorder in tape.recorders]):
+        with override("forward", [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]):
             yield tape
         tape.check()
 
@@ -59,9 +59,19 @@ class Routers:
     ) -> Iterator[Replayed]:
         """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
 
-        Weights, and gradients to the router, come from the live scores. `native=True` also keeps what the routers would
-        have chosen from the same scores (group-limited routers: one more router forward). With transformers' gradient
-        checkpointing the backward may run anywhere; a checkpoint made by other means must have its backward in here.
+        With the router's logits s = x W_r (R3 paper, eq. 4), its own top-k mask I (eq. 5) and the recorded mask I', the
+        paper's router weighs by g = I exp(s) / sum(I exp(s)) (eq. 6) and its layer gives y = sum_i g_i E_i(x) (eq. 7);
+        replay puts I' in the place of I: g' = I' exp(s) / sum(I' exp(s)) (eq. 8), y' = sum_i g'_i E_i(x) (eq. 9). Other
+        families weigh by their own formulas; whichever it is, the model's own code computes it from the live scores, so
+        gradients reach the router.
+
+        native: also keep what the routers would have chosen from the same scores (group-limited ones: one more forward
+        of the router). soft: a ratio in (0, 1], see `modes.soften`. weights: use the trace's combine weights in the
+        forward and the live ones' gradient. See docs/replay.md.
+
+        The backward may run anywhere: activation checkpoints made with torch.utils.checkpoint recompute with the routes
+        of their own forward. A recompute made by other means (an autograd function that calls the model again) must
+        have its backward in here.
         """
         self._check_device(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
@@ -70,7 +80,7 @@ class Routers:
         if weights and trace.weights is None:
             raise UsageError("replay: the trace has no combine weights; record them with record(weights=True)")
         replayed = Replayed(self._routers, trace, native=native, soft=soft, weights=weights)
-        with replayed.active(self._model):
+        with replayed.active():
             yield replayed
         replayed.check()
 

@@ -27,7 +27,7 @@ _NO_TENSOR = torch.empty(0)
 
 def in_backward() -> bool:
     """Is autograd running a backward on this thread? A router called from there is an activation recompute."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @contextmanager
@@ -52,20 +52,17 @@ class Seam(TorchFunctionMode):
 
     def __init__(self, router: Router) -> None:
         super().__init__()
-        if isinstance(router.module.forward, Seam):
+        if isinstance(getattr(router.module.forward, "__self__", None), Seam):
             raise RoutingError(
                 f"layer {router.layer} is being recorded or replayed already; leave that context first (a replay also "
                 "reports the router's own choice: replay(trace, native=True))"
             )
         self.router = router
+        self._where = f"layer {router.layer}: {router.path!r} ({type(router.module).__name__})"
         self.forward = router.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
-
-    @property
-    def _where(self) -> str:
-        return f"layer {self.router.layer}: {self.router.path!r} ({type(self.router.module).__name__})"
 
     def _check_sampling(self) -> None:
         if self.router.by_max and self.router.module.training:
@@ -148,6 +145,7 @@ class Replayer(Seam):
         """native: also keep the router's own choice; soft, weights: see `modes.soften`, `modes.with_weights`."""
         super().__init__(router)
         self.fired = False
+        self.recompute = False  # what runs now is an activation recompute (compiled code cannot ask `in_backward`)
         self.native: Tensor | None = None  # [T, K], dtype of route
         self.gate_mass: Tensor | None = None  # [T] float32, see `gate_mass`
         self._route = route
@@ -164,7 +162,7 @@ class Replayer(Seam):
         self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = not in_backward()  # a recompute takes what the forward took
+        first = not (self.recompute or in_backward())  # a recompute takes what the forward took
         if first:
             self._first_call(args, kwargs)
         self._check_sampling()
