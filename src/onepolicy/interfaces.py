@@ -46,7 +46,13 @@ class Learner(Protocol):
     version: int  # RL steps taken
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update."""
+        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update.
+
+        RoutingError if the replayed routes are not those of these tokens and weights."""
+        ...
+
+    def score_again(self, batch: TokenBatch) -> TokenBatch:
+        """The same as score(), and nothing of it is kept for step()."""
         ...
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:

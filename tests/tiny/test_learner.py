@@ -51,7 +51,8 @@ def batch_of(temperature: float = 1.0):
 
 
 def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe") -> LocalLearner:
-    config = resolve(BASE, [*overrides, "rollout.prompts_per_step=4"])
+    replayed = [] if "replay.mode=off" in overrides else ["replay.min_agreement=0"]  # random routes agree with nothing
+    config = resolve(BASE, [*overrides, *replayed, "rollout.prompts_per_step=4"])
     model = make(name)
     prepare_for_training(model, torch.device("cpu"))
     return LocalLearner(model, config, routers=bind_routers(model) if routed else None)

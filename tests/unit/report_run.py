@@ -106,6 +106,8 @@ def write_probe(path: Path, *, tokens: int, replay: bool, moe: bool, seed: int) 
         rates = {"": 0.009, "_native": 0.03} if replay else {"": 0.03}
         for suffix, rate in rates.items():
             out |= {f"{name}{suffix}": value for name, value in _routes(rng, tokens, rate).items()}
+        if replay:
+            out["gate_mass_per_layer"] = (1 - 0.001 * np.arange(1, LAYERS + 1)).astype(np.float32)
     save_file(out, path)
 
 

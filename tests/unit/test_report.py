@@ -20,7 +20,7 @@ from onepolicy.report.run import load_run
 
 FULL = {
     *("reward", "length", "entropy", "grad_norm", "k3", "f_tau", "scatter", "scatter_native"),
-    *("routers", "tokens", "sequences", "layers", "time"),
+    *("routers", "tokens", "sequences", "layers", "gate-mass", "time"),
 }
 
 
@@ -106,6 +106,9 @@ def test_colours_and_second_signs(run_folder):
     assert figures["scatter_native"].data[0]["marker"]["color"] == "@trainer"
     for name in ("routers", "tokens", "sequences", "layers"):
         assert [t["marker"]["color"] for t in figures[name].data] == ["@trainer", "@replay"]
+    (mass,) = figures["gate-mass"].data
+    assert mass["marker"]["color"] == "@replay"
+    assert mass["y"] == pytest.approx([0.001 * (1 + layer) for layer in range(8)], rel=1e-3)
 
 
 def all_figures(folder: Path) -> list[Figure | Absent]:
@@ -116,8 +119,8 @@ def all_figures(folder: Path) -> list[Figure | Absent]:
 @pytest.mark.parametrize(
     ("kind", "gone", "sentence"),
     [
-        ({"moe": False}, {"routers", "tokens", "sequences", "layers"}, "a dense model has no routers"),
-        ({"replay": False}, {"scatter_native"}, "No second curve: rollout routes are not replayed"),
+        ({"moe": False}, {"routers", "tokens", "sequences", "layers", "gate-mass"}, "a dense model has no routers"),
+        ({"replay": False}, {"scatter_native", "gate-mass"}, "No second curve: rollout routes are not replayed"),
         ({"evaluation": False}, set(), "no evaluation was run (eval.every = 0)"),
     ],
 )
@@ -198,7 +201,10 @@ def test_routing_figures_by_hand(copy):
     assert isinstance(sequences, Figure)
     assert sequences.data[0]["y"][0] == sequences.data[0]["y"][-1] == 0.5
     missing = [f for f in routing_figures(run) if isinstance(f, Absent)]
-    assert [f.why for f in missing] == ["Routing, layers: the last probe has no disagree_per_layer."]
+    assert [f.why for f in missing] == [
+        "Routing, layers: the last probe has no disagree_per_layer.",
+        "Routing, gate mass: the last probe has no gate_mass_per_layer.",
+    ]
 
 
 def test_zero_k3_is_visible(copy):

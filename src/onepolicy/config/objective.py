@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
@@ -21,8 +21,18 @@ class R2(Frozen):
     mode: Literal["r2"] = "r2"
 
 
+MIN_AGREEMENT = 0.8
+
+
 class FromRollout(Frozen):
     """Modes that take the rollout's experts, in scoring and in the update."""
+
+    missing: Literal["error", "native"] = "error"
+    """A sample whose engine returned no routes: `error` stops the run, `native` lets the trainer route it (counted in
+    replay/missing_samples)."""
+    min_agreement: float = Field(MIN_AGREEMENT, ge=0, lt=1)
+    """Least share of the replayed experts that the trainer's routers must have chosen themselves, in every layer and in
+    every stretch of 16 tokens; below it the run stops. 0: replay whatever comes."""
 
 
 class R3(FromRollout):
@@ -43,6 +53,12 @@ class WeightsReplay(FromRollout):
     """The rollout's experts and its combine weights; the gradient is that of the trainer's own weights."""
 
     mode: Literal["weights"] = "weights"
+
+    @model_validator(mode="after")
+    def _weights_are_there(self) -> Self:
+        if self.missing == "native":
+            raise ValueError("missing: native has no weights to replay; use mode = r3, or missing = error")
+        return self
 
 
 ROLLOUT_ROUTES = ("r3", "soft", "weights")  # modes that are FromRollout

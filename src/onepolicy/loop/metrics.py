@@ -46,6 +46,15 @@ _MISMATCH = {
     "mismatch/pearson": "correlation of p_trainer with p_rollout [1]",
     "mismatch/ppl_ratio": "perplexity under the trainer over that under the rollout engine, mean over samples [1]",
 }
+_PER_LAYER = {
+    "routing/layer@k": "tokens whose set of experts differs between rollout and trainer in decoder layer k [share]",
+}
+# two scorings of the same samples with the same weights, packed in opposite orders (R3 paper, section 3.3)
+_REPEAT = {
+    "repeat/k3": "k3 of the second with the first [nats]",
+    "repeat/max_dlogp": "largest |log ratio| of the two [nats]",
+    "repeat/routers": "routers whose own set of experts differs between the two [share]",
+}
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
     "train/response_length": "mean sampled tokens per rollout [tokens]",
@@ -62,6 +71,12 @@ METRICS: dict[str, str] = {
     "train/tokens_per_second": "slots (prompts included) per second of the whole step [tokens/s]",
     **_MISMATCH,
     **_ROUTING,
+    **_PER_LAYER,
+    "replay/missing_samples": "samples without any route, routed by the trainer (replay.missing = native) [samples]",
+    "replay/native_rows": "slots without a route, routed by the trainer [share]",
+    "replay/gate_mass": "scores of the replayed experts over those of the trainer's own (seam.gate_mass) [share]",
+    "replay/gate_mass@k": "the same in decoder layer k [share]",
+    **_REPEAT,
     "correction/slots": "trainable slots before any rejection [slots]",
     "correction/kept": "of these, left in the loss [slots]",
     "correction/denominator": "what the loss is divided by, in effect [slots]",
@@ -85,7 +100,7 @@ METRICS: dict[str, str] = {
     },
     "time/rollout": "sampling and grading [s]",
     "time/score": "scoring forward of the trainer [s]",
-    "time/probe": "second scoring without replay, on probe steps [s]",
+    "time/probe": "scorings without replay and repeated, on probe steps [s]",
     "time/update": "forward, backward and optimiser [s]",
     "time/sync": "trainer weights to the engine [s]",
     "time/step": "the whole step, without evaluation and checkpoint [s]",
@@ -95,11 +110,12 @@ METRICS: dict[str, str] = {
     "eval/response_length": "mean tokens per evaluation answer [tokens]",
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _MISMATCH.items()},
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
+    **{f"counterfactual/{name}": f"{text}; scored without replay" for name, text in (_PER_LAYER | _REPEAT).items()},
 }
 
 
 def is_known(name: str) -> bool:
-    """Whether METRICS says what this is; `eval/avg@4` stands there as `eval/avg@k`, a gate as GATE."""
+    """Whether METRICS says what this is: `eval/avg@4` stands there as `eval/avg@k` (layers alike), a gate as GATE."""
     return re.sub(r"@\d+$", "@k", re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)) in METRICS
 
 

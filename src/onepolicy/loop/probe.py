@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from onepolicy.interfaces import Learner
 from onepolicy.measure.logprob import mismatch
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.types import TokenBatch
@@ -20,14 +21,77 @@ def measure(batch: TokenBatch) -> dict[str, float]:
     metrics = mismatch(batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment).metrics()
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.routing is not None and batch.routing_native is not None:
-        metrics |= routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment).metrics()
+        metrics |= _disagreement(batch)
+    if batch.gate_mass is not None:
+        metrics |= replay_metrics(batch)
+    return metrics
+
+
+def _disagreement(batch: TokenBatch) -> dict[str, float]:
+    assert batch.routing is not None
+    assert batch.routing_native is not None
+    if not batch.routing.valid.any():  # no engine returned routes, and replay.missing = native
+        return {}
+    return routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment).metrics()
+
+
+def replay_metrics(batch: TokenBatch) -> dict[str, float]:
+    """Of a batch scored with replay: who routed its rows, and how good the replayed experts are to the trainer."""
+    assert batch.routing is not None
+    assert batch.gate_mass is not None
+    valid = batch.routing.valid
+    routed = torch.zeros(batch.num_samples).index_add(0, batch.segment, valid.float())
+    metrics = {
+        "replay/missing_samples": float((routed == 0).sum()),
+        "replay/native_rows": 1 - float(valid.float().mean()),
+    }
+    if valid.any():
+        metrics["replay/gate_mass"] = float(batch.gate_mass[valid].mean())
+    return metrics
+
+
+def per_layer(batch: TokenBatch) -> dict[str, float]:
+    """routing/layer@i and replay/gate_mass@i of every MoE layer, i its decoder index."""
+    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
+        return {}
+    layers = batch.routing.layers
+    differing = routing_disagreement(batch.routing_native, batch.routing).per_layer.tolist()
+    metrics = {f"routing/layer@{layer}": share for layer, share in zip(layers, differing, strict=True)}
+    if batch.gate_mass is not None:
+        held = batch.gate_mass[batch.routing.valid].mean(0).tolist()
+        metrics |= {f"replay/gate_mass@{layer}": share for layer, share in zip(layers, held, strict=True)}
+    return metrics
+
+
+def repeat(learner: Learner, batch: TokenBatch, without_replay: TokenBatch) -> dict[str, float]:
+    """Variation of the trainer with itself (R3 paper, section 3.3): the same samples and weights a second time, packed
+    in the opposite order; with replay repeat/..., without it counterfactual/repeat/... `batch` and `without_replay` are
+    scored. Two more scoring forwards."""
+    order = list(range(batch.num_samples))[::-1]
+    reversed_batch = batch.select(order)
+    again = learner.score_again(reversed_batch).select(order)
+    native = learner.score_without_replay(reversed_batch).select(order)
+    plain = variation(without_replay, native)
+    return variation(batch, again) | {f"counterfactual/{name}": value for name, value in plain.items()}
+
+
+def variation(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
+    """k3, max |log ratio| and routers that differ between two scorings of the same slots."""
+    assert first.logp_old is not None
+    assert second.logp_old is not None
+    found = mismatch(second.logp_old, first.logp_old, first.trainable)
+    metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
+    if first.routing_native is not None and second.routing_native is not None:
+        metrics["repeat/routers"] = routing_disagreement(first.routing_native, second.routing_native).routers
     return metrics
 
 
 def counterfactual(without_replay: TokenBatch) -> dict[str, float]:
     """The same measures of the batch scored without replay, named counterfactual/..."""
     metrics = measure(without_replay)
-    return {f"counterfactual/{name}": value for name, value in metrics.items() if not name.startswith("train/")}
+    return {f"counterfactual/{name}": value for name, value in metrics.items() if not name.startswith("train/")} | {
+        f"counterfactual/{name}": value for name, value in per_layer(without_replay).items()
+    }
 
 
 def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None) -> None:
@@ -47,12 +111,14 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
 
 
 def _routing_tensors(batch: TokenBatch, suffix: str) -> dict[str, Tensor]:
-    if batch.routing is None or batch.routing_native is None:
+    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return {}
+    mass = {} if batch.gate_mass is None else {"gate_mass_per_layer": batch.gate_mass[batch.routing.valid].mean(0)}
     found = routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment)
     return {
         f"disagree_per_token{suffix}": found.per_token_count.to(torch.int32),
         f"disagree_per_layer{suffix}": found.per_layer.float(),
         f"disagree_per_sequence{suffix}": found.sequence_mean.float(),
         f"experts_differing{suffix}": found.expert_counts,
-    }
+        "moe_layers": torch.tensor(batch.routing.layers, dtype=torch.int32),
+    } | mass

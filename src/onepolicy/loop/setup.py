@@ -21,8 +21,8 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.replay.checks import is_moe, preflight, refuse_router_loss
-from onepolicy.replay.routers import bind_routers
+from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router_loss
+from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
@@ -79,7 +79,13 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     combine = isinstance(config.replay, WeightsReplay)
     engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len, weights=combine)
     check_engine(config, engine.caps)
-    return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,)), tokenizer
+    rules = route_rules(config, routers) if routers else None
+    return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,), routes=rules), tokenizer
+
+
+def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
+    missing = config.replay.missing if isinstance(config.replay, FromRollout) else "fine"
+    return RouteRules(routers.layers, routers.num_experts, routers.top_k, missing)
 
 
 def _check_extras(config: RunConfig) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Environment, Learner, RolloutEngine
-from onepolicy.loop.probe import counterfactual, measure
+from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
 from onepolicy.objective.advantages import credit, outcomes
+from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.collect import collect
 from onepolicy.sync.local import push_weights
 from onepolicy.train.pack import pack
@@ -27,6 +28,7 @@ class Parts:
     learner: Learner
     environment: Environment
     stop: tuple[int, ...]  # token ids that end a completion
+    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
 
 
 @dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
@@ -42,7 +44,14 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     cfg, learner, clock = parts.config, parts.learner, Clock()
     with clock("rollout"):
         groups = await collect(
-            parts.engine, parts.environment, cfg.rollout, stop=parts.stop, step=step, seed=cfg.seed, advance=advance
+            parts.engine,
+            parts.environment,
+            cfg.rollout,
+            stop=parts.stop,
+            step=step,
+            seed=cfg.seed,
+            routes=parts.routes,
+            advance=advance,
         )
     groups = outcomes(groups, cfg.objective)  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
@@ -54,7 +63,8 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     if probe:
         with clock("probe"):
             result.without_replay = learner.score_without_replay(batch)
-            result.metrics |= counterfactual(result.without_replay)
+            result.metrics |= counterfactual(result.without_replay) | per_layer(batch)
+            result.metrics |= repeat(learner, batch, result.without_replay)
     applied = reweight(
         batch.logp_old,
         batch.logp_rollout,

@@ -70,6 +70,17 @@ def routing_disagreement(
     )
 
 
+def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
+    """[n, L] float32: of every router, the share of its K experts both traces chose; over the n slots valid in both."""
+    _check_comparable(a, b)
+    compared = (a.valid & b.valid).nonzero()[:, 0]
+    shares = [
+        1 - differing_experts(a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]).float() / a.top_k
+        for layer in range(len(a.layers))
+    ]
+    return torch.stack(shares, dim=1)
+
+
 def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
     """Per row, how many ids of one side the other lacks; the larger of both counts, should a row repeat an id."""
     rows = (a != b).any(1).nonzero()[:, 0]  # most rows agree column by column; only the others are compared as sets

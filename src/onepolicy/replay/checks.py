@@ -1,14 +1,18 @@
-"""What is refused before a forward runs: dense models, and traces that cannot belong to this model."""
+"""What is refused before a forward runs: dense models, and routes that cannot be what the engine computed."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace
+from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -51,24 +55,140 @@ def refuse_router_loss(hf_config: Any) -> None:
         )
 
 
-def check_trace(trace: RoutingTrace, *, layers: tuple[int, ...], num_experts: int, top_k: int) -> None:
-    """Every valid row names `top_k` different experts of every MoE layer of this model, or UsageError."""
-    if trace.layers != layers:
-        raise UsageError(f"trace.layers is {trace.layers}, but the model's MoE layers are {layers}")
-    if trace.num_experts != num_experts:
-        raise UsageError(f"trace.num_experts is {trace.num_experts}, but the model has {num_experts} experts per layer")
-    if trace.top_k != top_k:
-        raise UsageError(f"trace has {trace.top_k} experts per token, but the model routes each token to {top_k}")
-    ids = trace.ids.view(torch.int16) if trace.ids.dtype == torch.uint16 else trace.ids  # uint16 lacks comparisons
-    wrong = _out_of_range(ids, num_experts) & trace.valid[:, None]
-    if wrong.any():
-        raise UsageError(f"trace.ids names an expert outside 0..{num_experts - 1} {_first(trace, wrong)}")
-    wrong = _duplicated(ids) & trace.valid[:, None]
-    if wrong.any():
+@dataclass(frozen=True, slots=True)
+class RouteRules:
+    """What the routes a rollout engine returns must be for the model that is trained."""
+
+    layers: tuple[int, ...]  # decoder index of each MoE layer, ascending
+    num_experts: int
+    top_k: int
+    missing: Literal[
+        "fine", "error", "native"
+    ]  # a sample without routes: not needed, refused, or routed by the trainer
+
+
+def check_completion(completion: Completion, prompt_ids: Sequence[int], rules: RouteRules | None, name: str) -> None:
+    """Refuse routes that cannot be those of this completion: wrong number of rows, or what `check_trace` refuses.
+
+    `name` says which sample it is.
+    """
+    trace, first = completion.routing, completion.first_slot
+    if trace is None or rules is None:
+        return
+    tokens = torch.tensor([*prompt_ids, *completion.token_ids.tolist()])
+    slots = len(tokens) - 1
+    if first + len(trace) != slots:
         raise UsageError(
-            f"trace.ids names an expert twice {_first(trace, wrong)}; rows without a captured route must have "
-            "valid=False, not filler ids"
+            f"{name}: the engine returned {len(trace)} routing rows from slot {first} on, but {slots + 1} tokens have "
+            f"{slots} slots; it must return {slots - first} rows, one per token it fed (never the last one)"
         )
+    tokens = tokens[first:-1]
+    check_trace(trace.to("cpu"), layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name=name)
+    _check_stuck(trace.to("cpu"), tokens, name)
+
+
+def with_routes(sample: Sample, rules: RouteRules | None, name: str) -> Sample:
+    """`sample`, which has routes if replay needs them: UsageError if not, unless rules.missing says what to do."""
+    if rules is None or sample.routing is not None or rules.missing == "fine":
+        return sample
+    if rules.missing == "error":
+        raise UsageError(
+            f"{name}: has no routes, but replay is on; its engine did not return them or its environment dropped them. "
+            "To let the trainer route such samples itself, and count them, set replay.missing=native"
+        )
+    ids = torch.zeros(len(sample.trainable), len(rules.layers), rules.top_k, dtype=id_dtype(rules.num_experts))
+    valid = torch.zeros(len(ids), dtype=torch.bool)  # no row is read
+    return dataclasses.replace(sample, routing=RoutingTrace(ids, valid, rules.layers, rules.num_experts))
+
+
+def check_trace(
+    trace: RoutingTrace, *, layers: tuple[int, ...], num_experts: int, top_k: int, name: str = "trace"
+) -> None:
+    """Every valid row names `top_k` different experts of every MoE layer of this model, and no layer the same ones
+    throughout; else UsageError with layer, row and likely cause."""
+    if trace.layers != layers:
+        raise UsageError(f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}")
+    if trace.num_experts != num_experts:
+        raise UsageError(
+            f"{name}: num_experts is {trace.num_experts}, but the model has {num_experts} experts per layer"
+        )
+    if trace.top_k != top_k:
+        raise UsageError(f"{name}: has {trace.top_k} experts per token, but the model routes each token to {top_k}")
+    ids = _comparable(trace.ids)
+    outside, twice = _out_of_range(ids, num_experts), _duplicated(ids)
+    wrong = (outside | twice) & trace.valid[:, None]
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        where = f"at layer {layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
+        if outside[row, column]:
+            raise UsageError(
+                f"{name}: an expert outside 0..{num_experts - 1} {where}; routes of another model, physical instead of "
+                "logical expert ids, or a fused shared-expert column"
+            )
+        raise UsageError(f"{name}: an expert twice {where}; {_why_twice(ids, trace.valid, column)}")
+    _check_constant(trace, ids, name)
+
+
+def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
+    zero = (ids[valid] == 0).all(-1)  # [n, L]
+    if zero.all():
+        return "all rows of all layers are zero: the engine captured nothing (a fused kernel, or capture is not active)"
+    if zero[:, column].all():
+        return "all rows of this layer are zero: the engine did not capture it (a dense layer, another pipeline stage?)"
+    return (
+        "rows that were not captured (padding, another rank's share) must have valid=False, not filler ids; "
+        f"{int(zero[:, column].sum())} of {len(zero)} rows are all zero here"
+    )
+
+
+ENOUGH_ROWS, ENOUGH_BITS = 16, 64.0
+
+
+def _check_constant(trace: RoutingTrace, ids: Tensor, name: str) -> None:
+    """A layer with the same experts in every row was not captured, or is all filler.
+
+    If every layer is constant, all tokens may be equal (attention over equal values is constant too), which only filler
+    ids 0, 1, .. K-1 rule out.
+    """
+    bits = math.log2(math.perm(trace.num_experts, trace.top_k))
+    if trace.top_k == trace.num_experts or len(trace) < max(ENOUGH_ROWS, ENOUGH_BITS / bits):
+        return
+    first = ids[trace.valid.int().argmax()]  # [L, K]; any row if none is valid
+    constant = ((ids == first) | ~trace.valid[:, None, None]).flatten(2).all(2).all(0)  # [L]
+    filler = constant & (first == torch.arange(trace.top_k, device=ids.device)).all(1) & (trace.top_k > 1)
+    wrong = filler | (constant & ~constant.all())
+    if wrong.any() and int(trace.valid.sum()) >= max(ENOUGH_ROWS, ENOUGH_BITS / bits):
+        column = int(wrong.nonzero()[0])
+        what = "filler ids" if filler[column] else "a buffer written once, or a router that has collapsed onto them"
+        raise UsageError(
+            f"{name}: layer {trace.layers[column]} has the same experts {trace.ids[0, column].tolist()} in all "
+            f"{int(trace.valid.sum())} rows; the engine did not capture this layer ({what})"
+        )
+
+
+def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:  # tokens [T]
+    """Rows repeated over all layers while the tokens change were not captured: a padded batch, a stale buffer.
+
+    Repeated tokens may repeat their routes: a run of one token converges to one hidden state.
+    """
+    ids = _comparable(trace.ids)
+    same = (ids[1:] == ids[:-1]).flatten(1).all(1) & trace.valid[1:] & trace.valid[:-1]
+    run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run each row is in
+    changes = torch.zeros(len(ids), dtype=torch.int64).index_add(
+        0, run[1:], (same & (tokens[1:] != tokens[:-1])).long()
+    )
+    bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
+    if len(ids) and trace.top_k < trace.num_experts and int(changes.max()) >= max(3, 160 / bits):
+        rows = (run == changes.argmax()).nonzero()[:, 0]
+        raise UsageError(
+            f"{name}: rows {int(rows[0])} to {int(rows[-1])} repeat the same experts in all {len(trace.layers)} "
+            f"layers while their tokens change, at layer {trace.layers[0]}: {trace.ids[rows[0], 0].tolist()}; they "
+            "were not captured (padding of a fixed-size batch, a buffer another request or rank left behind)"
+        )
+
+
+def _comparable(ids: Tensor) -> Tensor:
+    return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids  # uint16 lacks comparisons
 
 
 def _out_of_range(ids: Tensor, num_experts: int) -> Tensor:  # [T, L, K] -> [T, L] bool
@@ -85,8 +205,3 @@ def _duplicated(ids: Tensor) -> Tensor:  # [T, L, K] -> [T, L] bool
         for other in columns[i + 1 :]:
             found |= column == other
     return found
-
-
-def _first(trace: RoutingTrace, wrong: Tensor) -> str:  # wrong [T, L] bool
-    row, column = wrong.nonzero()[0].tolist()
-    return f"at layer {trace.layers[column]}, row {row}: {trace.ids[row, column].tolist()}"

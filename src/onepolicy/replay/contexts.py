@@ -10,6 +10,7 @@ from statistics import mode
 import torch
 from torch import Tensor
 
+from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carried
@@ -84,6 +85,8 @@ class Replayed:
         self, routers: Sequence[Router], trace: RoutingTrace, *, native: bool, soft: float | None, weights: bool
     ) -> None:
         self._routers = routers
+        self._trace = trace
+        self.layers = trace.layers
         valid = None if bool(trace.valid.all()) else trace.valid
         recorded = trace.weights.unbind(1) if weights and trace.weights is not None else [None] * len(routers)
         self._replayers = [
@@ -99,6 +102,13 @@ class Replayed:
                 raise RoutingError("the router's own choice was not kept: replay(trace, native=True) and run a forward")
             chosen.append(replayer.native)
         return _trace(torch.stack(chosen, dim=1), self._routers)
+
+    def check_alignment(self, bounds: Tensor | None = None) -> None:
+        """RoutingError, naming the likely cause, if the routes are not those of this forward's tokens and weights.
+
+        After a forward under replay(trace, native=True); bounds [S + 1]: first row of every packed sample and the end.
+        """
+        check_alignment(self._trace, self.native(), bounds)
 
     def gate_mass(self) -> Tensor:
         """[T, L] float32: how much of what its best experts score the replayed experts hold (`seam.gate_mass`)."""

@@ -16,7 +16,8 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
         return [Absent("routing", "Routing: a dense model has no routers, nothing to compare.")]
     if run.probe is None:
         return [Absent("routing", f"Routing: {NO_PROBE}.")]
-    return [per_router(run), per_token(run), per_sequence(run), per_layer(run)]
+    figures = [per_router(run), per_token(run), per_sequence(run), per_layer(run)]
+    return [*figures, gate_mass(run)] if run.replay else figures
 
 
 def per_router(run: Run) -> Figure | Absent:
@@ -81,6 +82,19 @@ def per_layer(run: Run) -> Figure | Absent:
     layout = {"xaxis": axis("MoE layer"), "yaxis": axis("share of tokens that differ", tickformat=".1%")}
     note = "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
     return Figure("layers", "Layers: a smooth rise with depth at most", note, data, layout)
+
+
+def gate_mass(run: Run) -> Figure | Absent:
+    """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
+    series = _series(run, "gate_mass_per_layer")
+    if not series:
+        return _no_tensor("gate mass", "gate_mass_per_layer")
+    lost = [(label, look, 1 - values.astype(np.float64)) for label, look, values in series]
+    data = [bars(label, list(range(len(values))), values.tolist(), look) for label, look, values in lost]
+    layout = {"xaxis": axis("MoE layer"), "yaxis": axis("gate mass not captured", tickformat=".2%")}
+    mean = ", ".join(f"{label}: {values.mean():.3%}" for label, _, values in lost)
+    note = f"Share of the trainer's best experts' scores that the replayed experts lack; mean of all layers, {mean}."
+    return Figure("gate-mass", "Gate mass: replayed experts are as good as the trainer's own", note, data, layout)
 
 
 def _series(run: Run, tensor: str) -> list[tuple[str, Look, Array]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
 from onepolicy.config import RolloutConfig
 from onepolicy.interfaces import Environment, Problem, RolloutEngine
+from onepolicy.replay.checks import RouteRules, check_completion, with_routes
 from onepolicy.types import Completion, Group, Sample, Sampling
 
 
@@ -18,17 +20,26 @@ def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 
 
 
 async def play(
-    engine: RolloutEngine, environment: Environment, problem: Problem, sampling: Sampling, seeds: Callable[[int], int]
+    engine: RolloutEngine,
+    environment: Environment,
+    problem: Problem,
+    sampling: Sampling,
+    seeds: Callable[[int], int],
+    *,
+    routes: RouteRules | None = None,
+    name: str = "",
 ) -> Sample:
-    """One episode; `seeds(turn)` seeds each of its requests."""
+    """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
     turn = 0
 
     async def sample(prompt_ids: Sequence[int]) -> Completion:
         nonlocal turn
         turn += 1
-        return await engine.generate(prompt_ids, sampling, seed=seeds(turn - 1))
+        completion = await engine.generate(prompt_ids, sampling, seed=seeds(turn - 1))
+        check_completion(completion, prompt_ids, routes, f"{name}, turn {turn - 1}")
+        return completion
 
-    return await environment.episode(problem, sample, sampling.temperature)
+    return with_routes(await environment.episode(problem, sample, sampling.temperature), routes, name)
 
 
 async def collect(
@@ -39,17 +50,21 @@ async def collect(
     stop: tuple[int, ...],
     step: int,
     seed: int,
+    routes: RouteRules | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Group]:
-    """The groups of step `step`, in problem order. `advance` is called as each episode ends (progress)."""
+    """The groups of step `step`, in problem order. `advance` is called as each episode ends (progress).
+
+    UsageError if an engine's routes break `routes` (None: a dense model), naming problem, sample, layer and row.
+    """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop)
     first = step * config.prompts_per_step
     problems = [environment.train_problem(first + i) for i in range(config.prompts_per_step)]
 
     async def member(problem: Problem, m: int) -> Sample:
-        sample = await play(
-            engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, step, m, turn)
-        )
+        seeds = functools.partial(seed_of, seed, problem.id, step, m)
+        name = f"problem {problem.id}, sample {m}"
+        sample = await play(engine, environment, problem, sampling, seeds, routes=routes, name=name)
         advance()
         return sample
 

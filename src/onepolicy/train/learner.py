@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import R2, FromRollout, OptimConfig, RunConfig, SoftReplay, UsageError, WeightsReplay
 from onepolicy.objective.advantages import totals
 from onepolicy.objective.loss import policy_loss
+from onepolicy.replay.alignment import check_alignment
+from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.train.forward import Scored, forward
@@ -50,11 +52,15 @@ class LocalLearner:
         replay = isinstance(self.config.replay, FromRollout)
         return self._score(batch, replay=replay, live=self.config.train.reuse_scoring_forward)
 
+    def score_again(self, batch: TokenBatch) -> TokenBatch:
+        return self._score(batch, replay=isinstance(self.config.replay, FromRollout), live=False)
+
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
         return self._score(batch, replay=False, live=False)
 
     def step(self, batch: TokenBatch) -> dict[str, float]:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
+        batch = batch.replace(gate_mass=None)  # only measured
         sums: Counter[str] = Counter()
         norms = [
             self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)
@@ -103,6 +109,7 @@ class LocalLearner:
     def _score(self, batch: TokenBatch, *, replay: bool, live: bool) -> TokenBatch:
         logp, entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
         native: Tensor | None = None
+        mass: Tensor | None = None
         if live:
             self._live = []
         bounds = batch.cu_seqlens.tolist()
@@ -120,7 +127,15 @@ class LocalLearner:
                 ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
                 native = torch.empty(batch.num_slots, *ids.shape[1:], dtype=ids.dtype) if native is None else native
                 native[slots] = ids
-        return batch.replace(logp_old=logp, entropy=entropy, routing_native=self._trace(native))
+            if isinstance(tape, Replayed):
+                mass = torch.empty(batch.num_slots, len(tape.layers)) if mass is None else mass
+                mass[slots] = tape.gate_mass().cpu()
+        own = self._trace(native)
+        settings = self.config.replay
+        if replay and own is not None and isinstance(settings, FromRollout) and settings.min_agreement > 0:
+            assert batch.routing is not None
+            check_alignment(batch.routing, own, batch.cu_seqlens, least=settings.min_agreement)
+        return batch.replace(logp_old=logp, entropy=entropy, routing_native=own, gate_mass=mass)
 
     def _trace(self, ids: Tensor | None) -> RoutingTrace | None:
         if ids is None or self.routers is None:
@@ -131,7 +146,8 @@ class LocalLearner:
         """What the mode replays; None: the trainer routes every token itself."""
         match self.config.replay:
             case FromRollout():
-                assert micro.routing is not None, "replay needs the rollout's routes"
+                if micro.routing is None:
+                    raise RoutingError("replay is on, but the batch has no routes; they were dropped after collect()")
                 return micro.routing
             case R2():
                 assert micro.routing_native is not None, "r2 replays the routes that score() recorded"
