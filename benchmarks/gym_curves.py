@@ -17,11 +17,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EDGE = 5  # steps averaged at either end of a reward curve
 HEADER = ("recipe", "seed", "reward first 5", "reward last 5", "greedy", "avg@k", "s/step")
 
 
@@ -33,8 +30,7 @@ def main() -> None:
         for seed in options.seeds:
             run = options.out / f"{recipe.stem}-seed{seed}"
             train(recipe, policy, run, seed, options.threads)
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            print("| " + " | ".join((recipe.stem, str(seed), *figures(rows))) + " |", flush=True)
+            print("| " + " | ".join((recipe.stem, str(seed), *figures(run))) + " |", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -95,17 +91,15 @@ def onepolicy(command: list[str], log: Path) -> None:
         raise SystemExit(f"onepolicy {shlex.join(command)} failed with status {code}; see {log}")
 
 
-def figures(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+def figures(run: Path) -> tuple[str, ...]:
     """Mean reward of the first and last steps; evaluations before and after; seconds per step."""
-    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
-    seconds = [row["time/step"] for row in rows if "time/step" in row]
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row for row in rows if "eval/greedy" in row]
-    sampled = next((key for key in evaluated[0] if key.startswith("eval/avg@")), None)
-    changes = [
-        f"{evaluated[0][key]:.2f} → {evaluated[-1][key]:.2f}" if key else "-" for key in ("eval/greedy", sampled)
-    ]
-    pace = f"{mean(seconds):.1f}" if seconds else "-"
-    return f"{mean(rewards[:EDGE]):.3f}", f"{mean(rewards[-EDGE:]):.3f}", *changes, pace
+    sampled = next(key for key in evaluated[0] if key.startswith("eval/avg@"))
+    changes = [f"{evaluated[0][key]:.2f} → {evaluated[-1][key]:.2f}" for key in ("eval/greedy", sampled)]
+    rewards = (f"{summary[key]:.3f}" for key in ("reward_first", "reward_last"))
+    return *rewards, *changes, f"{summary['time']['step']:.1f}"
 
 
 if __name__ == "__main__":
