@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, RunConfig, UsageError
 from onepolicy.config.stored import read_config
+from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.loop import folder, setup
@@ -95,6 +96,8 @@ async def _train(
             result = await rl_step(
                 parts, step, probe=probing and isinstance(config.replay, FromRollout), advance=advance
             )
+            if step == origin.step and (found := preflight(result.batch)).bug:
+                progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress)
             log.write(done, result.metrics)

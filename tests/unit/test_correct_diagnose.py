@@ -1,0 +1,187 @@
+"""Each bug is named by the log-probabilities it leaves; plain mismatch of any size is never accused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.correct.diagnose import Diagnosis, diagnose
+
+SEQUENCES, LENGTH, VOCABULARY = 16, 40, 60
+
+
+@dataclass
+class World:
+    """Logits of two engines at every slot, sampled from the rollout engine's softmax."""
+
+    logits: Tensor  # [S, T, V] trainer
+    logits_rollout: Tensor
+
+    def sample(self, seed: int, temperature: float = 1.0, top: int = VOCABULARY) -> Tensor:
+        logits = self.logits_rollout / temperature
+        cut = logits.topk(top).values[..., -1:]
+        p = logits.masked_fill(logits < cut, -math.inf).softmax(-1)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.multinomial(p.flatten(0, 1), 1, generator=generator).reshape(p.shape[:2])
+
+
+def world(seed: int, noise: float = 0.05, spread: float = 3.0) -> World:
+    """`spread` differs from slot to slot, as peaked and open positions do."""
+    g = torch.Generator().manual_seed(seed)
+    scale = spread * torch.rand(SEQUENCES, LENGTH, 1, generator=g) + 0.5
+    logits = torch.randn(SEQUENCES, LENGTH, VOCABULARY, generator=g) * scale
+    return World(logits + noise * torch.randn(logits.shape, generator=g), logits)
+
+
+def logp(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits).entropy().flatten()
+
+
+SEGMENT = torch.arange(SEQUENCES).repeat_interleave(LENGTH)
+MASK = torch.ones(SEQUENCES * LENGTH, dtype=torch.bool)
+
+
+def check(old: Tensor, rollout: Tensor, mask: Tensor = MASK, **more: Tensor) -> Diagnosis:
+    return diagnose(old.flatten(), rollout.flatten(), mask, segment=SEGMENT, **more)
+
+
+def causes(diagnosis: Diagnosis) -> list[str]:
+    return [finding.cause for finding in diagnosis.findings]
+
+
+@given(seed=st.integers(0, 10**6), noise=st.floats(0, 1.0), spread=st.floats(0, 4), masked=st.floats(0, 0.9))
+@settings(max_examples=40, deadline=None)
+def test_plain_mismatch_is_never_accused(seed: int, noise: float, spread: float, masked: float) -> None:
+    """Whichever side the noise is on."""
+    w = world(seed, noise, spread)
+    if seed % 2:
+        w = World(w.logits_rollout, w.logits)
+    tokens = w.sample(seed)
+    mask = torch.rand(MASK.shape, generator=torch.Generator().manual_seed(seed)) >= masked
+    mask[0] = True
+    old, rollout = logp(w.logits, tokens), logp(w.logits_rollout, tokens)
+    assert causes(check(old, rollout, mask, entropy=entropy(w.logits))) == []
+
+
+@given(seed=st.integers(0, 10**6), kl=st.floats(1e-6, 1.0), jumps=st.floats(0, 0.01))
+@settings(max_examples=40, deadline=None)
+def test_gaussian_and_heavy_tailed_noise_is_never_accused(seed: int, kl: float, jumps: float) -> None:
+    """Also with tokens here and there that one engine finds impossible, as quantised rollouts have."""
+    g = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(MASK.shape, generator=g) * 6
+    log_ratio = torch.randn(MASK.shape, generator=g) * math.sqrt(2 * kl) - kl
+    log_ratio = torch.where(torch.rand(MASK.shape, generator=g) < jumps, -6.0, log_ratio)
+    assert causes(check((rollout + log_ratio).clamp(max=-1e-4), rollout)) == []
+
+
+def test_the_same_weights_and_kernels_are_clean() -> None:
+    w = world(0, noise=0)
+    values = logp(w.logits, w.sample(0))
+    diagnosis = check(values, values)
+    assert not diagnosis.bug
+    assert diagnosis.gap == 0
+    assert "it is mismatch" in diagnosis.text()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("by", [1, -1])
+def test_one_token_shift(seed: int, by: int) -> None:
+    w = world(seed)
+    tokens = w.sample(seed)
+    diagnosis = check(logp(w.logits, tokens).roll(by, 1), logp(w.logits_rollout, tokens))
+    assert causes(diagnosis) == ["shift"]
+    assert ("previous" if by == 1 else "next") in diagnosis.text()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.5])
+def test_temperature(seed: int, temperature: float) -> None:
+    """Sampled and reported at a temperature the trainer does not use; and the other way round."""
+    w = world(seed)
+    tokens = w.sample(seed, temperature)
+    sides = logp(w.logits, tokens), logp(w.logits_rollout, tokens, temperature)
+    found = check(*sides, entropy=entropy(w.logits))
+    assert causes(found) == ["temperature"]
+    assert f"{temperature:.1f}" in found.text() or temperature == 1.5
+    assert "temperature" not in causes(check(*sides))  # not told apart from mismatch without the entropy
+    tokens = w.sample(seed)
+    sides = logp(w.logits, tokens, temperature), logp(w.logits_rollout, tokens)
+    assert causes(check(*sides, entropy=entropy(w.logits / temperature))) == ["temperature"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("top", [3, 8, 12])
+def test_support(seed: int, top: int) -> None:
+    """Top-k: reported as renormalised over the kept tokens; or (seen with the entropy) as if nothing had been cut."""
+    w = world(seed)
+    tokens = w.sample(seed, top=top)
+    kept = w.logits_rollout.masked_fill(w.logits_rollout < w.logits_rollout.topk(top).values[..., -1:], -math.inf)
+    assert causes(check(logp(w.logits, tokens), logp(kept, tokens))) == ["support"]
+    if top < 10:
+        plain = logp(w.logits, tokens), logp(w.logits_rollout, tokens)
+        assert causes(check(*plain, entropy=entropy(w.logits))) == ["support"]
+        assert causes(check(*plain)) == []  # the ratio itself is right then, and cannot show it
+
+
+def test_fill() -> None:
+    w = world(0)
+    tokens = w.sample(0)
+    old, rollout = logp(w.logits, tokens), logp(w.logits_rollout, tokens)
+    some = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0)) < 0.1
+    zeros = check(old, rollout.masked_fill(some, 0.0))
+    assert causes(zeros) == ["fill"]
+    assert "exactly 0 on one side" in zeros.text()
+    nans = check(old, rollout.masked_fill(some, math.nan))
+    assert causes(nans) == ["fill"]
+    assert "NaN" in nans.text()
+    assert causes(check(old, rollout.exp())) == ["not_log"]
+    assert causes(check(old.masked_fill(some, 0.0), rollout)) == ["fill"]
+    assert causes(check(old, rollout.masked_fill(some, math.nan), ~some.flatten())) == []  # masked: not our business
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_retokenised(seed: int) -> None:
+    """From the middle of half of the sequences on, the trainer scores other tokens than were sampled."""
+    w = world(seed)
+    sampled = w.sample(seed)
+    trained = sampled.clone()
+    trained[::2, 20:] = torch.randint(0, VOCABULARY, trained[::2, 20:].shape)
+    old, rollout = logp(w.logits, trained), logp(w.logits_rollout, sampled)
+    assert causes(check(old, rollout)) == ["retokenised"]
+    known = check(old, rollout, tokens=trained.flatten(), tokens_rollout=sampled.flatten())
+    assert causes(known) == ["retokenised"]
+    assert "first slot 20;" in known.text()
+    assert causes(check(old, old + 0.001, tokens=sampled.flatten(), tokens_rollout=sampled.flatten())) == []
+
+
+def test_stale_weights() -> None:
+    w = world(0, noise=0.02)
+    moved = w.logits + 0.5 * torch.randn(w.logits.shape, generator=torch.Generator().manual_seed(1))
+    tokens = w.sample(0)
+    rollout, previous, old = logp(w.logits_rollout, tokens), logp(w.logits, tokens), logp(moved, tokens)
+    assert causes(check(old, rollout, logp_previous=previous.flatten())) == ["stale"]
+    assert causes(check(previous, rollout, logp_previous=old.flatten())) == []
+    half = torch.arange(SEQUENCES) < 8
+    mixed = torch.where(half[:, None], previous, old)
+    version = half.long().repeat_interleave(LENGTH) + 6
+    assert causes(check(mixed, rollout, version=version)) == ["stale"]
+    assert causes(check(previous, rollout, version=version)) == []
+
+
+def test_an_empty_mask_is_refused_and_few_slots_are_not_judged() -> None:
+    with pytest.raises(UsageError, match="selects none"):
+        check(torch.zeros(SEQUENCES, LENGTH), torch.zeros(SEQUENCES, LENGTH), ~MASK)
+    few = MASK.clone()
+    few[20:] = False
+    assert not check(-torch.rand(SEQUENCES, LENGTH), -torch.rand(SEQUENCES, LENGTH) * 5, few).bug
