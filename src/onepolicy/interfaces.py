@@ -23,6 +23,14 @@ class EngineCaps:
     routing_weights: bool = False  # and the combine weights of those experts
 
 
+class HoldsWeights(Protocol):
+    """Has a copy of the policy's weights that follows the learner's."""
+
+    version: int
+
+    async def load_weights(self, weights: Weights, version: int) -> None: ...
+
+
 class RolloutEngine(Protocol):
     """Samples completions. Token ids in, token ids out."""
 

@@ -67,6 +67,11 @@ class RoutingTrace:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def reprefilled(self) -> bool:
+        """Whether any row was recorded by a re-prefill and not by the engine."""
+        return any(span.source == "reprefill" for span in self.spans)
+
     def to(self, device: torch.device | str) -> RoutingTrace:
         weights = None if self.weights is None else self.weights.to(device)
         return dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights)

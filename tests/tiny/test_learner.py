@@ -51,7 +51,9 @@ def batch_of(temperature: float = 1.0):
 
 
 def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe") -> LocalLearner:
-    replayed = [] if "replay.mode=off" in overrides else ["replay.min_agreement=0"]  # random routes agree with nothing
+    replayed = ["replay.min_agreement=0"]  # random routes agree with nothing
+    if {"replay.mode=off", "replay.mode=r2"} & set(overrides):
+        replayed = []
     config = resolve(BASE, [*overrides, *replayed, "rollout.prompts_per_step=4"])
     model = make(name)
     prepare_for_training(model, torch.device("cpu"))

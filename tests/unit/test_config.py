@@ -95,6 +95,8 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["replay.mode=soft"], ["replay.soft.ratio: required"]),
         (["replay.mode=soft", "replay.ratio=1.5"], ["replay.soft.ratio", "1.5"]),
         (["replay.ratio=0.5"], ["replay.r3.ratio: unknown setting", "mode"]),
+        (["replay.mode=off", "replay.source=reprefill"], ["replay.off.source: unknown setting"]),
+        (["replay.source=reprefill", "replay.missing=native"], ["replay.missing: has no effect"]),
         (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.mini_steps = 1"]),
         (
             ["replay.mode=r2", "objective.mini_steps=2", "train.reuse_scoring_forward=true"],

@@ -27,6 +27,9 @@ MIN_AGREEMENT = 0.8
 class FromRollout(Frozen):
     """Modes that take the rollout's experts, in scoring and in the update."""
 
+    source: Literal["engine", "reprefill"] = "engine"
+    """Who records the routes: the engine while it samples, or (for engines that return none) a forward over finished
+    samples by a second copy of the model in rollout.engine.dtype. The latter may differ from what the engine chose."""
     missing: Literal["error", "native"] = "error"
     """A sample whose engine returned no routes: `error` stops the run, `native` lets the trainer route it (counted in
     replay/missing_samples)."""

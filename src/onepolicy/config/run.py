@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import R2, R3, GRPOConfig, ReplayConfig
+from onepolicy.config.objective import R2, R3, FromRollout, GRPOConfig, ReplayConfig
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
@@ -83,6 +83,11 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
                 f"{self.rollout.prompts_per_step}; groups are never split"
+            )
+        replay = self.replay
+        if isinstance(replay, FromRollout) and replay.source == "reprefill" and replay.missing != "error":
+            raise ValueError(
+                "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
             )
         if isinstance(self.replay, R2) and self.objective.mini_steps == 1:
             raise ValueError(

@@ -99,6 +99,7 @@ METRICS: dict[str, str] = {
         for what, text in (("ratio", "rho before any bound"), ("weight", "the kept slots' weights"))
     },
     "time/rollout": "sampling and grading [s]",
+    "time/reprefill": "recording routes by a second forward over the finished samples [s]",
     "time/score": "scoring forward of the trainer [s]",
     "time/probe": "scorings without replay and repeated, on probe steps [s]",
     "time/update": "forward, backward and optimiser [s]",

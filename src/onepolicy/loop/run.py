@@ -84,7 +84,7 @@ async def _train(
             checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
     truncate_after(out, origin.step)
     folder.drop_probes_after(out, origin.step)
-    await push_weights(learner, parts.engine)
+    await push_weights(learner, *parts.samplers)
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         if config.eval.every and not read_metrics(out):
             log.write(origin.step, await _evaluate(parts, progress))

@@ -24,6 +24,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router_loss
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
+from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
 
@@ -77,14 +78,24 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     routers = bind_routers(model) if moe else None
     learner = LocalLearner(model, config, routers=routers)
     combine = isinstance(config.replay, WeightsReplay)
-    engine = build_engine(model_config, config.rollout.engine, device, record=moe, max_len=max_len, weights=combine)
+    again = isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
+    engine = build_engine(
+        model_config, config.rollout.engine, device, record=moe and not again, max_len=max_len, weights=combine
+    )
+    reprefill = None
+    if again:
+        second = load_model(model_config, DTYPES[config.rollout.engine.dtype], device)
+        prepare_for_training(second, device)
+        reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
     check_engine(config, engine.caps)
     rules = route_rules(config, routers) if routers else None
-    return Parts(config, engine, learner, environment, stop=(tokenizer.eos_token_id,), routes=rules), tokenizer
+    stop = (tokenizer.eos_token_id,)
+    return Parts(config, engine, learner, environment, stop, routes=rules, reprefill=reprefill), tokenizer
 
 
 def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
-    missing = config.replay.missing if isinstance(config.replay, FromRollout) else "fine"
+    replay = config.replay
+    missing = replay.missing if isinstance(replay, FromRollout) and replay.source == "engine" else "fine"
     return RouteRules(routers.layers, routers.num_experts, routers.top_k, missing)
 
 
@@ -101,9 +112,12 @@ def _check_extras(config: RunConfig) -> None:
 def check_engine(config: RunConfig, caps: EngineCaps) -> None:
     """Does the engine return what replay.mode replays?"""
     mode = config.replay.mode
-    if isinstance(config.replay, FromRollout) and not caps.routing:
+    if not isinstance(config.replay, FromRollout) or config.replay.source == "reprefill":
+        return
+    if not caps.routing:
         raise UsageError(
-            f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; set it to off"
+            f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; set it to off or "
+            "record them by a second forward (replay.source=reprefill)"
         )
     if isinstance(config.replay, WeightsReplay) and not caps.routing_weights:
         raise UsageError("replay.mode: weights needs the combine weights, which this engine does not return; use r3")

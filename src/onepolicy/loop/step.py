@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.interfaces import Environment, Learner, RolloutEngine
+from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
 from onepolicy.objective.advantages import credit, outcomes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.collect import collect
+from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.sync.local import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
@@ -29,6 +30,12 @@ class Parts:
     environment: Environment
     stop: tuple[int, ...]  # token ids that end a completion
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
+    reprefill: Reprefill | None = None  # records routes for an engine that returns none
+
+    @property
+    def samplers(self) -> list[HoldsWeights]:
+        """Everything that has to follow the learner's weights."""
+        return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
 
 
 @dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
@@ -53,6 +60,9 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
             routes=parts.routes,
             advance=advance,
         )
+    if parts.reprefill is not None:
+        with clock("reprefill"):
+            groups = parts.reprefill.fill(groups)
     groups = outcomes(groups, cfg.objective)  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
     with clock("score"):
@@ -78,7 +88,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     with clock("update"):
         result.metrics |= learner.step(batch) | applied.report  # forward with replay, loss, backward, optimiser
     with clock("sync"):
-        await push_weights(learner, parts.engine)
+        await push_weights(learner, *parts.samplers)
     result.metrics |= rollout_metrics(groups) | clock.metrics()
     result.metrics["train/tokens_per_second"] = batch.num_slots / clock.metrics()["time/step"]
     return result

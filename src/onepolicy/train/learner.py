@@ -50,6 +50,8 @@ class LocalLearner:
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         replay = isinstance(self.config.replay, FromRollout)
+        if isinstance(self.config.replay, FromRollout) and batch.routing is not None:
+            _check_source(batch.routing, self.config.replay)
         return self._score(batch, replay=replay, live=self.config.train.reuse_scoring_forward)
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
@@ -175,6 +177,12 @@ class LocalLearner:
 
     def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
+
+
+def _check_source(routing: RoutingTrace, replay: FromRollout) -> None:
+    if routing.reprefilled != (replay.source == "reprefill"):
+        found = "a re-prefill" if routing.reprefilled else "the engine"
+        raise UsageError(f"replay.source: {replay.source}, but the batch's routes were recorded by {found}")
 
 
 RANDOM = (

@@ -17,6 +17,8 @@ def pack(groups: list[Group]) -> TokenBatch:
     missing = [i for i, s in enumerate(samples) if s.routing is None]
     if missing and len(missing) < len(samples):
         raise UsageError(f"pack: sample {missing[0]} has no routes while others do; a trace is never made up")
+    if len({span.source == "reprefill" for s in samples if s.routing is not None for span in s.routing.spans}) > 1:
+        raise UsageError("pack: some routes were recorded by the engine and others by a re-prefill; never mix them")
     zero = torch.zeros(1, dtype=torch.int32)
     return TokenBatch(
         input_ids=torch.cat([s.tokens[:-1] for s in samples]).long(),
