@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train test test-slow lint clean
+.PHONY: help train test test-slow oracle lint clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -28,10 +28,20 @@ test: $(VENV)/.dev ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not oracle"
 
 test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
 	$(BIN)/pytest -m slow --timeout 7200
+
+# verl, TRL and OpenRLHF pin what clashes with ours, so they live in a venv of their own (1.6 GB), without their pins.
+.venv-oracle/.ready: tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
+	test -d .venv-oracle || $(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/pip install -q -r tests/oracle/requirements.txt
+	.venv-oracle/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
+	touch $@
+
+oracle: $(VENV)/.dev .venv-oracle/.ready ## our corrections beside verl's, TRL's and OpenRLHF's own code
+	$(BIN)/pytest -m oracle
 
 clean: ## remove the venv and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,7 +5,7 @@ python tests/tiny/family_results.py      writes docs/families.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from onepolicy import bind_routers
 from onepolicy.replay import Routers
+from onepolicy.types import RoutingTrace
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 ROWS = 21  # 3 sequences of 7 tokens
@@ -30,6 +31,8 @@ class Result:
     varied: bool  # the model's own routes are not the same for all tokens
     logits: bool  # replaying its own routes keeps every bit
     changed: tuple[str, ...]  # parameters whose gradient bits that replay changed
+    recomputed: tuple[str, ...] | None  # the same with activation checkpointing; None: not in transformers
+    decoded: bool  # what later forwards of one recording read is what the experts got
     filled: bool  # rows without a route take the router's own, which is reported
     moved: bool  # random routes move the logits
     reached: bool  # they are the ones the experts got
@@ -39,9 +42,9 @@ class Result:
 
 @cache
 def examine(model_type: str, run: int) -> Result:
-    """Own routes, then random routes. run: 0 or 1, see Family.runs."""
+    """Own routes, then random ones. run 0: fp32, stock experts; 1: bf16, eager loop, the family's second setting."""
     family = TABLE[model_type]
-    model = family.model(**family.runs()[run])
+    model = family.model() if run == 0 else family.model(dtype=torch.bfloat16, experts="eager", **family.second)
     ids = 1 + torch.randperm(60, generator=torch.Generator().manual_seed(1))[:ROWS].view(3, -1)  # all different
     routers = bind_routers(model)
     with routers.record() as tape:
@@ -49,8 +52,6 @@ def examine(model_type: str, run: int) -> Result:
     own = tape.trace()
     with routers.replay(own):
         logits, grads = loss_and_grads(model, ids)
-    changed = tuple(n for n, g in plain_grads.items() if n not in grads or not torch.equal(grads[n], g))
-
     routes = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     missing = torch.arange(ROWS) % 3 == 0
     mixed = torch.where(missing[:, None, None], routes.ids, own.ids)
@@ -62,14 +63,14 @@ def examine(model_type: str, run: int) -> Result:
         other, other_grads = loss_and_grads(model, ids)
     paths = [router.path for router in routers._routers]
     routers.self_test()
-    asked = [_chosen(routes.ids[:, column].long(), routers.num_experts) for column in range(len(routers.layers))]
-    if model_type == "zaya":  # hands the class that skips the experts over as expert 0 with weight 0
-        asked = [_without_skip(chosen) for chosen in asked]
+    asked = [_asked(routes.ids[:, column], routers) for column in range(len(paths))]
     return Result(
         layers=routers.layers,
         varied=bool((own.ids != own.ids[:1]).any(0).any(-1).all()),
         logits=torch.equal(logits, plain),
-        changed=changed,
+        changed=_changed(plain_grads, grads),
+        recomputed=_recomputed(routers, own, ids, plain_grads) if model.supports_gradient_checkpointing else None,
+        decoded=_decoded(routers, ids),
         filled=filled,
         moved=not torch.equal(other, plain),
         reached=all(torch.equal(seen[path].chosen, chosen) for path, chosen in zip(paths, asked, strict=True)),
@@ -78,14 +79,52 @@ def examine(model_type: str, run: int) -> Result:
     )
 
 
+def _changed(plain: dict[str, Tensor], grads: dict[str, Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, grad in plain.items() if name not in grads or not torch.equal(grads[name], grad))
+
+
+def _recomputed(routers: Routers, own: RoutingTrace, ids: Tensor, plain: dict[str, Tensor]) -> tuple[str, ...]:
+    """Parameters whose gradient bits differ from those of the forward without checkpointing."""
+    model, calls = routers._model, []
+    model.gradient_checkpointing_enable()
+    model.train()  # or nothing is checkpointed
+    router = routers._routers[-1].module
+    if not TABLE[model.config.model_type].train:
+        for other in routers._routers:
+            other.module.eval()
+    hook = router.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with routers.replay(own):
+            _, grads = loss_and_grads(model, ids)
+    finally:
+        hook.remove()
+        model.gradient_checkpointing_disable()
+    assert len(calls) == 2, "the layer was not recomputed"
+    return _changed(plain, grads)
+
+
+def _decoded(routers: Routers, ids: Tensor) -> bool:
+    """From its second forward on a recorder reads the ids from the router's output where it can."""
+    with torch.no_grad(), routers.record() as tape, experts_seen(routers) as seen:
+        for step in range(3):
+            routers._model(input_ids=ids.roll(step, 1), use_cache=False)
+            for taken, router in zip(tape.take(), routers._routers, strict=True):
+                if not torch.equal(_asked(taken, routers), seen[router.path].chosen):
+                    return False
+    return True
+
+
+def _asked(ids: Tensor, routers: Routers) -> Tensor:  # [T, K] -> [T, E] bool
+    chosen = _chosen(ids.long(), routers.num_experts)
+    if routers._model.config.model_type != "zaya":
+        return chosen
+    experts, skip = chosen[:, :-1].clone(), chosen[:, -1]  # handed over as expert 0 with weight 0
+    experts[skip, 0] = True
+    return experts
+
+
 def _chosen(ids: Tensor, experts: int) -> Tensor:  # [T, K] -> [T, E] bool
     return torch.zeros(len(ids), experts, dtype=torch.bool).scatter_(1, ids, True)
-
-
-def _without_skip(chosen: Tensor) -> Tensor:  # [T, E + 1] -> [T, E]
-    experts = chosen[:, :-1].clone()
-    experts[chosen[:, -1], 0] = True
-    return experts
 
 
 def _has_gradient(path: str, grads: dict[str, Tensor]) -> bool:
@@ -161,23 +200,24 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
 
 _HEAD = """# Routing replay by model family
 
-Every MoE causal LM of transformers {version}, as a tiny random model (fp32, CPU): 3 x 7 tokens, 8 experts, routers and
-selection biases perturbed; once with the stock experts function, once with the eager loop. *Own routes*: the routes a
-forward recorded are replayed; are the logits and the gradients of all parameters the same bits? *Random routes*: random
-valid routes are replayed; are they what the module that computes the experts was given, with weights other than 0, and
-does every router get a gradient?
+Every MoE causal LM of transformers {version}, as a tiny random model on the CPU: 3 x 7 tokens, 8 experts, routers and
+selection biases perturbed. Two runs each: fp32 with the stock experts function; bf16 with the eager loop over experts
+and the setting behind the semicolon. **Own routes**: what a forward recorded is replayed; are the logits and the
+gradients of all parameters the same bits, also with activation checkpointing? **Random routes**: random valid routes
+are replayed; are they what the module that computes the experts was given, with weights other than 0, and does every
+router get a gradient?
 
 Written by `python tests/tiny/family_results.py`; `tests/tiny/test_replay_families.py` measures it again and compares.
 
-| model type | weights from | layers | own logits | own gradients | random: at the experts | weights, gradient | note |
-|---|---|---|---|---|---|---|---|
+| model type | weights from | MoE layers | own: logits | gradients | checkpointed | random: used | not 0 | note |
+|---|---|---|---|---|---|---|---|---|
 """
 _FOOT = """
 ## Refused by `bind_routers`
 {refused}
 
 ## Without a causal LM class
-Not bound by the tests; most reuse a router of the table above: {outside}.
+Not in the tests; most reuse a router of the table above: {outside}.
 """
 
 
@@ -194,15 +234,20 @@ def _row(family: Family) -> str:
     first = results[0]
     cells = [
         f"`{family.model_type}`",
-        family.scoring + (", `norm_topk_prob` on and off" if family.norms else ""),
+        family.scoring + "".join(f"; `{name}={value}`" for name, value in family.second.items()),
         f"{', '.join(map(str, first.layers))} of {family.config().num_hidden_layers}",
-        "bit-equal" if all(r.logits for r in results) else "differ",
-        "bit-equal" if not any(r.changed for r in results) else "differ",
+        _bits(r.logits for r in results),
+        _bits(not r.changed for r in results),
+        "not in transformers" if first.recomputed is None else _bits(not r.recomputed for r in results),
         "yes" if all(r.reached and r.moved for r in results) else "NO",
-        "not 0" if all(r.weighed and r.router_grad for r in results) else "0",
+        "yes" if all(r.weighed and r.router_grad for r in results) else "NO",
         family.note,
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _bits(equal: Iterable[bool]) -> str:
+    return "bit-equal" if all(equal) else "DIFFER"
 
 
 if __name__ == "__main__":

@@ -29,12 +29,14 @@ def test_every_moe_family_of_transformers_is_in_a_table() -> None:
 @pytest.mark.parametrize("run", [0, 1])
 @pytest.mark.parametrize("family", TABLE)
 def test_own_routes_are_a_no_op_and_others_reach_the_experts(family: str, run: int) -> None:
-    """run 1: the other setting of `norm_topk_prob` where there is one, and the eager loop over experts."""
+    """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second setting."""
     result = examine(family, run)
     assert result.layers == TABLE[family].layers
     assert result.varied
     assert result.logits
     assert result.changed == ()
+    assert result.recomputed == (None if family == "jetmoe" else ())
+    assert result.decoded
     assert result.filled
     assert result.moved
     assert result.reached

@@ -13,6 +13,8 @@ SUMMARY = {
     "reward_first": 0.45,
     "reward_last": 0.91,
     "score": "eval/greedy",
+    "eval_first": {"step": 0, "value": 0.5},
+    "eval_last": {"step": 120, "value": 0.92},
     "eval_best": {"step": 110, "value": 0.94},
     "crash_step": None,
     "replay": "r3",
@@ -20,6 +22,7 @@ SUMMARY = {
     "mismatch_at_probes": {"mismatch/k3": 2e-6, "mismatch/f2": 0.0, "routing/routers": 0.03},
     "mismatch_without_replay": {"mismatch/k3": 6e-6, "mismatch/f2": 2e-4, "routing/routers": 0.033},
     "probe_steps": [1, 11],
+    "k3_cuts": [1.5, 4.5],
     "time": {"rollout": 0.6, "score": 0.1, "update": 0.3, "probe": 0.0, "step": 1.2},
     "tokens_per_second": 5210.0,
     "parent": None,
@@ -40,7 +43,8 @@ def test_sentences():
         "The best evaluation (greedy) is 0.94, at step 110.",
         "It did not crash.",
         "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6.0e-6 \u2192 2.0e-6 (3\u00d7 less); "
-        "F(2) 2.0e-4 \u2192 0; routers that differ 3.3% \u2192 3% (1.1\u00d7 less).",
+        "F(2) 2.0e-4 \u2192 0; routers that differ 3.3% \u2192 3% (1.1\u00d7 less). "
+        "Of single probes it cut k3 1.5\u00d7 to 4.5\u00d7, median 3\u00d7.",
     ]
 
 
@@ -93,7 +97,8 @@ def test_time_shares():
 def test_terminal():
     text = shown(SUMMARY)
     for part in (
-        "120 steps", "0.45 \u2192 0.91", "0.94 at step 110", "none",
+        "120 steps", "0.45 \u2192 0.91", "held-out greedy", "0.5 \u2192 0.92, best 0.94 at step 110", "none",
+        "1.5\u00d7 to 4.5\u00d7, median 3\u00d7",
         "6.0e-6 without \u2192 2.0e-6 with replay  (3\u00d7)",
         "3.3% without \u2192 3% with replay", "rollout 50%", "5,210", "runs/first/report.html",
     ):  # fmt: skip

@@ -45,5 +45,6 @@ def test_summary_by_hand(tmp_path):
     assert summary["mismatch"]["mismatch/k3"] == pytest.approx(2.5e-3)
     assert summary["mismatch_at_probes"]["mismatch/k3"] == pytest.approx(1e-3)
     assert summary["mismatch_without_replay"]["mismatch/k3"] == pytest.approx(5e-3)
+    assert summary["k3_cuts"] == [pytest.approx(5.0)]
     assert summary["time"]["step"] == 2.0
     assert summary["time"]["probe"] == 0.5  # one probe in four steps

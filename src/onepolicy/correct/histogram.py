@@ -15,10 +15,12 @@ BINS = 2 * BINS_PER_SIGN + 1
 
 def histogram(log_ratio: Tensor) -> Tensor:
     """[BINS] int64 counts of the finite entries of [n]. Histograms of parts add up to that of the whole."""
-    values = log_ratio[log_ratio.isfinite()]
-    exponent = (values.abs().clamp(min=SMALLEST / GROWTH) / SMALLEST).log_().div_(math.log(GROWTH)).floor_()
-    rank = (exponent + 1).clamp_(0, BINS_PER_SIGN)  # 0: too small to matter
-    return torch.bincount((rank * values.sign()).long() + BINS_PER_SIGN, minlength=BINS)
+    values = log_ratio.float()  # a copy, or the next lines would change the argument
+    values = values[values.isfinite()]
+    sign = values.sign()
+    values.abs_().clamp_(min=SMALLEST / GROWTH).div_(SMALLEST).log_().div_(math.log(GROWTH)).floor_()
+    rank = values.add_(1).clamp_(0, BINS_PER_SIGN)  # 0: too small to matter
+    return torch.bincount(rank.mul_(sign).add_(BINS_PER_SIGN).int(), minlength=BINS)
 
 
 def quantiles(counts: Tensor, shares: tuple[float, ...]) -> Tensor:

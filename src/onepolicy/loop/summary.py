@@ -69,6 +69,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     summary["probe_steps"] = [int(row["step"]) for row in probes]
     summary["mismatch_at_probes"] = {key: _mean(probes, key) for key in measured}
     summary["mismatch_without_replay"] = {key: _mean(probes, f"counterfactual/{key}") for key in measured}
+    cuts = [row["counterfactual/mismatch/k3"] / row["mismatch/k3"] for row in probes if row.get("mismatch/k3")]
+    summary["k3_cuts"] = sorted(cuts)
     return summary
 
 

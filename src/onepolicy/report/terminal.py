@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.report.words import ARROW, Compared, Tree, compared, factor, number, time_shares
+from onepolicy.report.words import ARROW, Compared, Tree, compared, cut_range, factor, number, time_shares
 
 
 def summary_table(summary: Tree) -> Table:
@@ -25,16 +25,27 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
         rows.append(("reward", f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}"))
     if (best := summary.get("eval_best")) is not None:
-        rows.append(("best evaluation", f"{number(best['value'])} at step {best['step']}"))
+        rows.append((_score(summary), _course(summary) + f"best {number(best['value'])} at step {best['step']}"))
         crash = summary.get("crash_step")  # judged by evaluations
         rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
     rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
+    if spread := cut_range(summary):
+        rows.append(("k3 cut by, per probe", spread))
     if split := time_shares(summary):
         rows.append(("time per step", split))
     if summary.get("tokens_per_second") is not None:
         rows.append(("tokens / s", number(summary["tokens_per_second"])))
     rows += [(name, str(summary[name])) for name in ("run", "report") if summary.get(name)]
     return rows
+
+
+def _score(summary: Tree) -> str:
+    return f"held-out {(summary.get('score') or 'score').removeprefix('eval/')}"
+
+
+def _course(summary: Tree) -> str:
+    first, last = summary.get("eval_first"), summary.get("eval_last")
+    return f"{number(first['value'])} {ARROW} {number(last['value'])}, " if first and last else ""
 
 
 def _mismatch_cell(entry: Compared) -> str | list[tuple[str, str]]:

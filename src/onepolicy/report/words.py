@@ -1,14 +1,15 @@
 """summary.json in plain words: the sentences and table rows that the HTML report and the terminal share.
 
-Keys used, all optional but `steps`: steps, reward_first, reward_last, score (metric name), eval_best {step, value},
-crash_step, replay, mismatch {metric: mean over all steps}, probe_steps, mismatch_at_probes and mismatch_without_replay
-{metric: mean over the probe steps, with and without replay}, time {part: seconds}, tokens_per_second,
-parent {run, step}, run and report (paths).
+Keys used, all optional but `steps`: steps, reward_first, reward_last, score (metric name); eval_first, eval_last,
+eval_best {step, value}; crash_step, replay, mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and
+mismatch_without_replay {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each
+probe step, ascending]; time {part: seconds}, tokens_per_second, parent {run, step}, run and report (paths).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ def _replay_sentence(summary: Tree) -> str:
     probes = "1 probe batch" if count == 1 else f"{count} probe batches"
     short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": "routers that differ"}
     clauses = [f"{name} {_change(found[key])}" for key, name in short.items() if key in found]
-    return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}."
+    spread = f" Of single probes it cut k3 {cuts}." if (cuts := cut_range(summary)) else ""
+    return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}.{spread}"
 
 
 def _change(entry: Compared) -> str:
@@ -148,3 +150,11 @@ def time_shares(summary: Tree) -> str:
         return ""
     parts = sorted(((v, k) for k, v in times.items() if k != "step" and v > 0), reverse=True)
     return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
+
+
+def cut_range(summary: Tree) -> str:
+    """`1.1x to 5.5x, median 2.2x`, empty with fewer than 2 probes. k3 is heavy-tailed: one batch can be most of it."""
+    cuts = summary.get("k3_cuts") or []
+    if len(cuts) < 2:
+        return ""
+    return f"{factor(cuts[0])} to {factor(cuts[-1])}, median {factor(statistics.median(cuts))}"

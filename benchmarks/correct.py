@@ -1,0 +1,112 @@
+"""Weights, gates and receipt of every preset over one million slots, against one softmax over the same slots.
+
+    python benchmarks/correct.py
+
+512 sequences; the softmax has a vocabulary of 1000, in chunks of 8192 slots, float32. Prints seconds, the ratio to the
+softmax of the same run (median of 3 each), and the peak of memory held during a call, in [T] float32 fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--slots", type=int, default=1_000_000)
+parser.add_argument("--device", default="cpu")
+parser.add_argument("presets", nargs="*")
+args = parser.parse_args()
+os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive")
+
+import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from onepolicy.config.correction import presets  # noqa: E402
+from onepolicy.correct.live import live_weights  # noqa: E402
+from onepolicy.correct.presets import preset  # noqa: E402
+from onepolicy.correct.receipt import report  # noqa: E402
+from onepolicy.correct.weights import reweight  # noqa: E402
+
+SEQUENCES, VOCABULARY, CHUNK = 512, 1000, 8192
+T, DEVICE = args.slots, torch.device(args.device)
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of tensor storage made inside the block that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, arguments=(), kwargs=None):
+        result = func(*arguments, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._hold(tensor.untyped_storage())
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        import weakref
+
+        key = storage._cdata
+        if key not in self.alive:
+            self.alive[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self.alive.pop(key, 0)
+
+
+def median(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def softmax() -> None:
+    logits = torch.randn(CHUNK, VOCABULARY, device=DEVICE)
+    for _ in range(0, T, CHUNK):
+        logits.softmax(-1)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    rollout = -torch.rand(T, device=DEVICE) * 5
+    old = rollout + torch.randn(T, device=DEVICE) * 0.05
+    mask = torch.rand(T, device=DEVICE) < 0.9
+    segment = (torch.arange(T, device=DEVICE) * SEQUENCES // T).long()
+    more = {"segment": segment, "turn": torch.zeros_like(segment), "advantage": torch.randn(T, device=DEVICE)}
+    yardstick = median(softmax)
+    print(f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; softmax {yardstick:.3f} s\n")
+    print("| preset | seconds | / softmax | memory [T float32] |\n| --- | --- | --- | --- |")
+    for name in args.presets or presets():
+        config = preset(name)
+
+        def run(config=config) -> None:
+            if (live := config.live_part) is not None:
+                report(live, live_weights(old, rollout, mask, live, **more).sums)
+            if not config.live or config.fixed_part.rejects:
+                reweight(old, rollout, mask, config.fixed_part, **more)
+
+        seconds = median(run)
+        with Peak() as peak:
+            run()
+        print(f"| {name} | {seconds:.3f} | {seconds / yardstick:.2f} | {peak.peak / (4 * T):.0f} |", flush=True)
+    print(f"\npeak of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
