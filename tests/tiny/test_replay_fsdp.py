@@ -1,20 +1,24 @@
-"""Two gloo processes with FSDP2, each with its samples and their routes, equal one process with all of them."""
+"""Two gloo processes equal one: FSDP2 with every rank's samples and their routes; tensor and expert parallelism."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import make
+from replay_models import loss_and_grads, random_trace, tokens
 from test_learner import batch_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor, distribute_module
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
+from onepolicy.config import UsageError
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import bind_routers
 from onepolicy.train.forward import forward
@@ -22,6 +26,13 @@ from onepolicy.types import TokenBatch
 
 SHARDS = ([0, 3, 4], [1, 2, 5, 6, 7])  # samples of each rank: unequal numbers of slots
 FAMILIES = ("qwen3_moe", "deepseek_v3")  # softmax; sigmoid with groups, dense first
+TOKENS = tokens(4, 6)
+MASKED = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
+PARALLEL = {
+    "tensor": {"tp_size": 2},
+    "expert_dispatch": {"tp_size": 2, "ep_size": 2},
+    "expert_masked": {"tp_size": 2, "ep_size": 2, "ep_plan": MASKED},
+}
 
 
 def build(family: str, *, checkpointing: bool) -> PreTrainedModel:
@@ -58,7 +69,32 @@ def step(model: PreTrainedModel, batch: TokenBatch, shard: list[int], ranks: int
     return {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
 
 
+def parallel_step(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Logits and gradients with random routes, and the model's own routes, of a batch that all ranks have."""
+    routers = bind_routers(model)
+    with torch.no_grad(), routers.record() as tape:
+        model(input_ids=TOKENS, use_cache=False)
+    routes = random_trace(TOKENS.numel(), routers.layers, routers.num_experts, routers.top_k)
+    with routers.replay(routes):
+        logits, grads = loss_and_grads(model, TOKENS)
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return whole | {"logits": logits, "routes": tape.trace().ids}
+
+
+def run_parallel(rank: int, folder: str) -> None:
+    for name, sizes in PARALLEL.items():
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/model", dtype=torch.float32, distributed_config=DistributedConfig(**sizes)
+        )
+        found = parallel_step(model)
+        if rank == 0:
+            torch.save(found, f"{folder}/{name}.pt")
+    with pytest.raises(UsageError, match="ep_router"), bind_routers(model).record(weights=True):
+        pass
+
+
 def work(rank: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # transformers reads them
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     try:
@@ -74,6 +110,7 @@ def work(rank: int, folder: str) -> None:
                 dist.all_reduce(found["loss"])
                 if rank == 0:
                     torch.save(found, f"{folder}/{family}-{checkpointing}.pt")
+        run_parallel(rank, folder)
     finally:
         dist.destroy_process_group()
 
@@ -81,6 +118,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fsdp")
+    make("qwen3_moe").save_pretrained(folder / "model")
     torch.multiprocessing.spawn(work, (str(folder),), nprocs=2)
     return folder
 
@@ -99,3 +137,36 @@ def test_two_processes_equal_one(family: str, checkpointing: bool, sharded: Path
     assert any("gate.weight" in name for name in moved)
     for name in moved:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_tensor_and_expert_parallel_equal_one_process(name: str, sharded: Path) -> None:
+    expected = parallel_step(AutoModelForCausalLM.from_pretrained(sharded / "model", dtype=torch.float32))
+    found = torch.load(sharded / f"{name}.pt")
+    assert found.keys() == expected.keys()
+    assert torch.equal(found.pop("routes"), expected.pop("routes"))  # margins of this model are far above an ulp
+    for tensor in expected:
+        torch.testing.assert_close(found[tensor], expected[tensor], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes", "words"),
+    [({}, {"pp_size": 2}, "pipeline parallelism"), ({"model.norm": "sequence_parallel"}, {}, "sequence_parallel")],
+)
+def test_a_router_that_would_not_see_the_whole_batch_is_refused(plan: dict, sizes: dict, words: str) -> None:
+    model = make("qwen3_moe")
+    model.config.distributed_config = DistributedConfig(**sizes)
+    model.tp_plan = plan
+    with pytest.raises(UsageError, match=words):
+        bind_routers(model)
+
+
+def test_a_router_sharded_by_other_means_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = make("qwen3_moe")
+        distribute_module(model.model.layers[1].mlp.gate, init_device_mesh("cpu", (1,)))
+        with pytest.raises(UsageError, match=r"layer 1: weight of 'model.layers.1.mlp.gate' is a DTensor"):
+            bind_routers(model)
+    finally:
+        dist.destroy_process_group()

@@ -19,6 +19,7 @@ from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RoutingError, check_trace
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.layers import Router, find_routers
+from onepolicy.replay.parallel import masks_weights, refuse_unknown_sharding
 from onepolicy.replay.seam import override
 from onepolicy.types import RoutingTrace
 
@@ -48,6 +49,11 @@ class Routers:
         Open it once around a decode loop and `take()` after each forward: from a router's second forward on, recording
         costs two Python calls.
         """
+        if weights and masks_weights(self._model):
+            raise UsageError(
+                "record(weights=True): under transformers' ep_router a rank has the combine weights of its own experts "
+                "only; record on a model without expert parallelism"
+            )
         tape = Tape(self._routers, weights=weights)
         with override("forward", [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]):
             yield tape
@@ -134,7 +140,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def bind_routers(model: PreTrainedModel) -> Routers:
     """Find the routers of a transformers MoE causal LM.
 
-    UsageError if the model is dense, RoutingError if a block has experts but no router that can be replayed. Binding
-    again finds the same routers; the model itself is not touched.
+    UsageError if the model is dense or sharded in a way replay does not know, RoutingError if a block has experts but
+    no router that can be replayed. Binding again finds the same routers; the model itself is not touched.
     """
-    return Routers(model, find_routers(model))
+    routers = find_routers(model)
+    refuse_unknown_sharding(model, routers)
+    return Routers(model, routers)
