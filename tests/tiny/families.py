@@ -113,7 +113,10 @@ NO_CAUSAL_LM = {  # modules with routed experts but no causal LM class to bind
     "switch_transformers": "encoder-decoder",
     "vitpose_backbone": "image backbone",
 }
-_EXPERTS = re.compile(r"\b(num_experts|num_local_experts|n_routed_experts|moe_num_experts)\b")
+_EXPERTS = re.compile(
+    r"\b((moe_)?num_experts|num_local_experts|n_routed_experts)\b|^class \w*(Experts|MoE|Router|Moe\w*Block)\(",
+    re.MULTILINE,
+)
 _CAUSAL_LM = re.compile(r"^class \w+ForCausalLM\(", re.MULTILINE)
 
 

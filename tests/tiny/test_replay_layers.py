@@ -61,6 +61,11 @@ def test_moe_is_told_from_the_config(family: str) -> None:
     assert not is_moe(config)
 
 
+@pytest.mark.parametrize("family", TABLE)
+def test_every_family_passes_the_preflight(family: str) -> None:
+    preflight(TABLE[family].config())
+
+
 def test_prediction_heads_are_not_bound(model: PreTrainedModel) -> None:
     spare = build("qwen3_moe", seed=3)
     model.model.layers.append(spare.model.layers[0])  # index 3 of a model with 3 layers, where checkpoints keep heads
