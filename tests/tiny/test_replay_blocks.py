@@ -98,3 +98,10 @@ def test_a_block_replaced_whole_is_missed_by_name(model: PreTrainedModel) -> Non
     model.model.layers[1].mlp = Opaque()
     with pytest.raises(RoutingError, match=r"layers \[0, 1, 2\], but routers were found in \[0, 2\]; missing: \[1\]"):
         bind_routers(model)
+
+
+def test_a_model_whose_blocks_are_all_fused_is_not_taken_for_a_dense_one(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate = nn.Linear(32, 8)
+    with pytest.raises(RoutingError, match=r"layer 0: Qwen3MoeSparseMoeBlock .*has experts but no router"):
+        bind_routers(model)

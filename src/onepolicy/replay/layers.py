@@ -53,13 +53,13 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     _check_refused(model)
     paths = [path for path, module in model.named_modules() if _is_router(module) and not _in_mtp_head(path, model)]
     routers = sorted((_describe(path, model) for path in paths if not _holds(path, paths)), key=lambda r: r.layer)
+    _check_no_orphans(model, paths)
     if not routers:
         raise UsageError(
             f"{type(model).__name__} has no Mixture-of-Experts router, so there is nothing to record or replay; "
             "set replay.mode=off"
         )
     _check_one_shape(routers)
-    _check_no_orphans(model, paths)
     _check_not_shared(model, routers)
     _check_complete(model, routers)
     return tuple(routers)
