@@ -192,7 +192,7 @@ class TokenBatch:
     group: Tensor  # [S] int64
     routing: RoutingTrace | None = None
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
-    gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.seam.gate_mass), from score()
+    gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     entropy: Tensor | None = None  # [T] float32, of the trainer's distribution, from score()
     advantage: Tensor | None = None  # [T] float32

@@ -10,6 +10,8 @@ import shutil
 import pytest
 import torch
 from conftest import rows
+from engine_support import prompts, ragged, run
+from models import make
 from replay_models import build, experts_inputs, loss_and_grads, random_trace, tokens
 from test_learner import batch_of, learner_of, one_step
 from torch import Tensor, nn
@@ -17,11 +19,12 @@ from torch.nn import functional as F
 
 from onepolicy import bind_routers
 from onepolicy.cli import main
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import HFEngineConfig, UsageError, resolve
 from onepolicy.interfaces import EngineCaps
 from onepolicy.loop.setup import check_engine
 from onepolicy.replay import Routers, RoutingError
 from onepolicy.replay.modes import soften
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import RoutingTrace
 
 E, K = 4, 2
@@ -329,3 +332,21 @@ def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) ->
     (other / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
     assert main(["train", str(recipe), f"out={tmp_path / 'run'}", f"model.path={other}"]) == 2
     assert "output_router_logits=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_the_engine_returns_the_weights_of_its_routes(prefix_reuse: bool) -> None:
+    """Siblings share a prefilled prompt and rows are reused; float32, so one forward over the path agrees closely."""
+    config = HFEngineConfig(dtype="float32", slots=3, prefix_reuse=prefix_reuse)
+    engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, weights=True)
+    assert engine.caps.routing_weights
+    paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
+    requests = ragged(paths, spread=12)
+    stock = make("qwen3_moe")
+    for (prompt, _, _), done in zip(requests, run(engine, requests), strict=True):
+        path = torch.tensor([[*prompt, *done.token_ids.tolist()]])[:, :-1]
+        with torch.no_grad(), bind_routers(stock).record(weights=True) as tape:
+            stock(input_ids=path, use_cache=False)
+        expected = tape.trace()
+        assert torch.equal(done.routing.ids, expected.ids)
+        torch.testing.assert_close(done.routing.weights, expected.weights, atol=1e-5, rtol=0)

@@ -74,7 +74,7 @@ METRICS: dict[str, str] = {
     **_PER_LAYER,
     "replay/missing_samples": "samples without any route, routed by the trainer (replay.missing = native) [samples]",
     "replay/native_rows": "slots without a route, routed by the trainer [share]",
-    "replay/gate_mass": "scores of the replayed experts over those of the trainer's own (seam.gate_mass) [share]",
+    "replay/gate_mass": "scores of the replayed experts over those of the trainer's own (modes.gate_mass) [share]",
     "replay/gate_mass@k": "the same in decoder layer k [share]",
     **_REPEAT,
     "correction/slots": "trainable slots before any rejection [slots]",

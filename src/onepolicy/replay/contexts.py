@@ -111,7 +111,7 @@ class Replayed:
         check_alignment(self._trace, self.native(), bounds)
 
     def gate_mass(self) -> Tensor:
-        """[T, L] float32: how much of what its best experts score the replayed experts hold (`seam.gate_mass`)."""
+        """[T, L] float32: how much of what its best experts score the replayed experts hold (`modes.gate_mass`)."""
         kept = [replayer.gate_mass for replayer in self._replayers if replayer.gate_mass is not None]
         if len(kept) != len(self._replayers):
             raise RoutingError("gate mass was not kept: replay(trace, native=True) and run a forward")

@@ -1,4 +1,4 @@
-"""What soft replay and weight replay do to one router's routes. Pure functions of tensors."""
+"""What soft replay and weight replay do to one router's routes, and what replayed routes cost. Pure functions."""
 
 from __future__ import annotations
 
@@ -72,3 +72,15 @@ def weights_position(out: Any, top_k: int, where: str) -> int:
             "weights cannot be recorded or replayed; use replay.mode=r3"
         )
     return found[0]
+
+
+def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
+    """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
+
+    Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's
+    lowest finite one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax
+    scores `low` is nearly 0 and this is the share of router probability.
+    """
+    low = scores.masked_fill(scores.isneginf(), torch.inf).amin(-1, keepdim=True).float()
+    held = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
+    return held.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.modes import PROBABILITIES, soften, weights_position, with_weights
+from onepolicy.replay.modes import PROBABILITIES, gate_mass, soften, weights_position, with_weights
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
@@ -279,18 +279,6 @@ def _select(func: Any, scores: Tensor, ids: Tensor) -> Any:
     ids = ids.view(*scores.shape[:-1], ids.shape[1])
     kind = torch.return_types.max if func in _MAX else torch.return_types.topk
     return kind((scores.gather(-1, ids), ids))
-
-
-def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
-    """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
-
-    Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's
-    lowest finite one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax
-    scores `low` is nearly 0 and this is the share of router probability.
-    """
-    low = scores.masked_fill(scores.isneginf(), torch.inf).amin(-1, keepdim=True).float()
-    held = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
-    return held.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal
 
 
 def _groups_of(ids: Tensor, router: Router) -> Tensor:  # [T, K] -> [T, max(K, top_groups)]
