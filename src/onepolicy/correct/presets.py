@@ -142,3 +142,14 @@ def _toml(value: Any) -> str:
             return f'"{value}"'
         case _:
             return f"{value}"
+
+
+def markdown_table() -> str:
+    """The preset table of docs/corrections.md."""
+    lines = ["| preset | correction | surrogate | same in verl | source |", "| --- | --- | --- | --- | --- |"]
+    for name, row in presets().items():
+        config = preset(name)
+        what = "; ".join(equation(config)[1:-1]) or "no weights, no gates"
+        cells = [f"`{name}`", what, config.surrogate, _foreign(row["verl"]), row["source"]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
