@@ -1,11 +1,11 @@
 """What the alignment detector costs, and how far real routes agree: the numbers of docs/replay_checks.md.
 
-    python benchmarks/detector.py cost --model tiny          # replayed scoring forward with and without the detector
+    python benchmarks/detector.py cost --model tiny          # the parts of a replayed forward
     python benchmarks/detector.py cost --experts 64          # a random MoE of about 200M parameters
     python benchmarks/detector.py agreement --model tiny     # bf16 engine, fp32 trainer; clean and misaligned routes
 
-`cost` counts CPU seconds, interleaves the two and prints the median of the pairwise ratios with its 95% bootstrap
-interval.
+`cost` counts CPU seconds, runs all ways in every round and prints medians of the ratios within a round with their 95%
+bootstrap intervals.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1, help="agreement: clean batches")
     parser.add_argument("--engine", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--quantise", choices=["int8", "int4", "fp8"], help="agreement: round the engine's weights")
@@ -52,6 +52,9 @@ from onepolicy.replay.alignment import windows  # noqa: E402
 from onepolicy.rollout.collect import collect  # noqa: E402
 from onepolicy.sync.local import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
+
+# plain; replay: routes replayed; native: and the router's own choice and gate mass kept; detector: and compared
+WAYS = ("plain", "replay", "native", "detector")
 
 
 def random_moe(experts: int):
@@ -89,33 +92,35 @@ def cost() -> None:
         "use_cache": False,
     }
 
-    def forward(trace, detect: bool) -> float:
+    def forward(trace, how: str) -> float:
         begun = time.process_time()
-        with routers.replay(trace, native=detect) as replayed:
+        if how == "plain":
             model.model(**packed)  # the vocabulary projection is no part of the MoE forward
-        if detect:
-            replayed.check_alignment(bounds)
+        else:
+            with routers.replay(trace, native=how != "replay") as replayed:
+                model.model(**packed)
+            if how == "detector":
+                replayed.check_alignment(bounds)
         return time.process_time() - begun
 
     with torch.no_grad():
         with routers.record() as tape:
             model.model(**packed)
         trace = tape.trace()
-        for detect in (False, True):
-            forward(trace, detect)
-        pairs = []
-        for i in range(args.pairs):
-            order = (False, True) if i % 2 else (True, False)
-            seconds = {detect: forward(trace, detect) for detect in order}
-            pairs.append((seconds[False], seconds[True]))
-    ratios = [on / off for off, on in pairs]
-    draws = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
-    off = statistics.median(p[0] for p in pairs)
+        rounds = []
+        for _ in range(args.rounds + 1):
+            order = random.sample(WAYS, k=len(WAYS))
+            rounds.append({how: forward(trace, how) for how in order})
+        del rounds[0]  # warm-up
+    plain = statistics.median(r["plain"] for r in rounds)
     print(
         f"{model.num_parameters() / 1e6:.1f}M parameters, {len(routers.layers)} MoE layers, top {routers.top_k} of "
-        f"{routers.num_experts}, {args.tokens} tokens: forward {off * 1000:.0f} ms; with detector x "
-        f"{statistics.median(ratios):.4f} [{draws[50]:.4f}, {draws[1949]:.4f}] ({args.pairs} pairs)"
+        f"{routers.num_experts}, {args.tokens} tokens: plain forward {plain * 1000:.0f} ms of CPU, {args.rounds} rounds"
     )
+    for one, other in (("replay", "plain"), ("native", "replay"), ("detector", "native"), ("detector", "plain")):
+        ratios = [r[one] / r[other] for r in rounds]
+        draws = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
+        print(f"{one:8s} / {other:8s} {statistics.median(ratios):.4f} [{draws[50]:.4f}, {draws[1949]:.4f}]")
 
 
 def agreement() -> None:

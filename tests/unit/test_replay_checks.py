@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError, resolve
 from onepolicy.replay.checks import RouteRules, check_completion, check_trace, with_routes
+from onepolicy.replay.modes import gate_mass
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 LAYERS, E, K = (1, 2, 4, 5), 32, 4
@@ -129,6 +130,16 @@ def test_random_routes_pass_and_one_bad_row_is_found(layers: int, k: int, expert
             wrong = dataclasses.replace(given_trace, ids=wide.to(ids.dtype))
             with pytest.raises(UsageError, match=rf"layer {LAYERS[layer]}, row {row}: "):
                 check_trace(wrong, **rules)
+
+
+def test_gate_mass_by_hand() -> None:
+    inf = float("inf")
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05], [2.0, -1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [-inf, 3.0, 1.0, 2.0]])
+    replayed = torch.tensor([[0.5, 0.15], [2.0, -1.0], [1.0, 1.0], [3.0, 1.0]])
+    native = torch.tensor([[0.5, 0.3], [2.0, 1.0], [1.0, 1.0], [3.0, 2.0]])
+    expected = torch.tensor([0.55 / 0.70, 3 / 5, 1.0, 2 / 3])
+    torch.testing.assert_close(gate_mass(replayed, native, scores), expected)
+    assert gate_mass(torch.tensor([[3.0, -inf]]), native[3:], scores[3:]).item() == pytest.approx(1 / 1)
 
 
 # --- samples without routes -------------------------------------------------------------------------------------------

@@ -78,9 +78,12 @@ def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T
     """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
 
     Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's
-    lowest finite one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax
-    scores `low` is nearly 0 and this is the share of router probability.
+    lowest one, so that one definition serves all of them: sum(replayed - low) / sum(native - low). For softmax scores
+    `low` is nearly 0 and this is the share of router probability. Where scores are masked with -inf, `low` is the
+    lowest of those compared.
     """
-    low = scores.masked_fill(scores.isneginf(), torch.inf).amin(-1, keepdim=True).float()
+    low = scores.amin(-1, keepdim=True).float()
+    compared = torch.where(replayed.isneginf(), native, torch.minimum(replayed, native))
+    low = torch.where(low.isneginf(), compared.amin(-1, keepdim=True).float(), low)
     held = (replayed.float() - low).clamp(min=0).sum(-1) / (native.float() - low).sum(-1)
     return held.nan_to_num(nan=1.0, posinf=1.0)  # all scores are equal
