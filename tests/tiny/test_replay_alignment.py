@@ -321,6 +321,7 @@ def test_expert_bias_is_not_moved_by_a_training_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_false_alarm_in_200_clean_steps(parts) -> None:
     """Other problems every step, bf16 engine, fp32 trainer. Prints the lowest agreement for docs/replay_checks.md."""
     layer, window, count = 1.0, 1.0, 0

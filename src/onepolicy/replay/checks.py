@@ -192,7 +192,7 @@ def _comparable(ids: Tensor) -> Tensor:
 
 
 def _out_of_range(ids: Tensor, num_experts: int) -> Tensor:  # [T, L, K] -> [T, L] bool
-    wrong = ids >= num_experts
+    wrong = ids > num_experts - 1  # uint8 would take 256 for 0
     if ids.dtype == torch.int16:  # the upper half of uint16
         wrong |= ids < 0
     return wrong.any(-1)
