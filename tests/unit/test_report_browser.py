@@ -42,6 +42,7 @@ MARKS = {
     "tokens": ("point", 4),
     "sequences": ("point", 8),
     "layers": ("point", 16),
+    "gate-mass": ("point", 8),
     "time": ("js-fill", 5),
 }
 

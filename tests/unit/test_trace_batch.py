@@ -28,7 +28,7 @@ def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
     )
     extra = {name: real + k for k, name in enumerate(OPTIONAL)} if filled else {}
     if filled:
-        extra |= {"keep": slots % 3 == 0, "routing": routing, "routing_native": routing}
+        extra |= {"keep": slots % 3 == 0, "routing": routing, "routing_native": routing, "gate_mass": real[:, None]}
     return TokenBatch(
         input_ids=slots,
         target_ids=slots + 1,

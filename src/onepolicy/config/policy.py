@@ -25,20 +25,20 @@ class PolicyConfig(Frozen):
     head_dim: PositiveInt = 32
     max_len: PositiveInt = 512
     """Context length."""
-    mistakes: float = Field(0.08, ge=0, lt=1)
+    mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
     a random digit, carried on consistently; other tasks: letters and digits of the answer
     replaced by random ones."""
     mistakes_from: float = Field(0.0, ge=0, lt=1)
     """Share of the warm-up before any mistakes are planted. Copying from the prompt is learnt late or never from
     answers with mistakes; once learnt, it survives them."""
-    steps: PositiveInt = 600
-    tokens_per_step: PositiveInt = 2048
+    steps: PositiveInt = 800
+    tokens_per_step: PositiveInt = 1024
     lr: PositiveFloat = 2e-3
     warmup_steps: PositiveInt = 50
     load_balance: float = Field(0.01, ge=0)
     """Weight of the router load-balancing loss during the warm-up."""
-    threads: PositiveInt = 2
+    threads: PositiveInt = 1
     """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
     seed: Seed = 0
 

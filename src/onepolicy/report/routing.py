@@ -94,7 +94,7 @@ def gate_mass(run: Run) -> Figure | Absent:
     layout = {"xaxis": axis("MoE layer"), "yaxis": axis("gate mass not captured", tickformat=".2%")}
     mean = ", ".join(f"{label}: {values.mean():.3%}" for label, _, values in lost)
     note = f"Share of the trainer's best experts' scores that the replayed experts lack; mean of all layers, {mean}."
-    return Figure("gate-mass", "Gate mass: replayed experts are as good as the trainer's own", note, data, layout)
+    return Figure("gate-mass", "Gate mass that the replayed experts do not hold", note, data, layout)
 
 
 def _series(run: Run, tensor: str) -> list[tuple[str, Look, Array]]:
