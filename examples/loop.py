@@ -13,13 +13,14 @@ import sys
 import torch
 
 import onepolicy as op
-from onepolicy.config import GRPOConfig, HFEngineConfig, ModelConfig
+from onepolicy.config import HFEngineConfig, ModelConfig, ObjectiveConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import credit, outcomes, totals
+from onepolicy.objective.advantages import credit, outcomes
 from onepolicy.objective.loss import policy_loss
+from onepolicy.objective.reduce import slot_shares
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
@@ -70,7 +71,7 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
     routers = op.bind_routers(trainer)  # every MoE router of the trainer's model
     engine = HFEngine(sampler, HFEngineConfig(slots=PROMPTS * SIBLINGS), record=True, max_len=64)
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3, weight_decay=0.0)
-    objective, log = GRPOConfig(), []
+    objective, log = ObjectiveConfig(), []
     for step in range(steps):
         await engine.load_weights(trainer.state_dict().items(), version=step)
         batch = pack(outcomes(await rollout(engine, step), objective))
@@ -85,8 +86,9 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
             logp = forward(trainer, batch).logp
             r3 = op.mismatch(logp.detach(), batch.logp_rollout, batch.trainable)
             applied = op.reweight(logp.detach(), batch.logp_rollout, batch.trainable, op.preset("tis"))
-            batch = batch.replace(logp_old=logp.detach(), weight=applied.weight, keep=applied.keep)
-            loss, _ = policy_loss(logp, batch, config=objective, denominator=totals(batch).slots)
+            share = slot_shares(batch, objective, max_tokens=LENGTH)
+            batch = batch.replace(logp_old=logp.detach(), weight=applied.weight, keep=applied.keep, share=share)
+            loss, _ = policy_loss(logp, batch, config=objective)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         optimizer.step()

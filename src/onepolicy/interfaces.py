@@ -52,15 +52,19 @@ class Learner(Protocol):
     """Owns the trained weights and the optimiser."""
 
     version: int  # RL steps taken
+    seen: TokenBatch | None
+    """If score() leaves the policy out: the samples of the last step's first mini-step, scored in its forward."""
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update.
 
-        RoutingError if the replayed routes are not those of these tokens and weights."""
+        Not if the rollout is the anchor of the objective. `logp_ref` and `value` if there is a reference or a critic.
+        RoutingError if the replayed routes are not those of these tokens and weights.
+        """
         ...
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
-        """The same as score(), and nothing of it is kept for step()."""
+        """Scored by the policy, with replay if the run replays, and nothing of it kept for step()."""
         ...
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:

@@ -172,6 +172,7 @@ class Group:
 
     problem_id: int
     samples: tuple[Sample, ...]
+    answer: str = ""  # of the problem, for logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +195,14 @@ class TokenBatch:
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
+    logp_ref: Tensor | None = None  # [T] float32, reference model
+    value: Tensor | None = None  # [T] float32, critic before the update
+    value_target: Tensor | None = None  # [T] float32, return the critic is trained on
     entropy: Tensor | None = None  # [T] float32, of the trainer's distribution, from score()
     advantage: Tensor | None = None  # [T] float32
     weight: Tensor | None = None  # [T] float32, detached
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
+    share: Tensor | None = None  # [T] float32, of each slot in the loss of its optimiser step; 0 where not trainable
 
     @property
     def num_samples(self) -> int:
@@ -217,12 +222,15 @@ class TokenBatch:
             moved[field.name] = value if value is None else value.to(device)
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
+    def slots_of(self, samples: list[int]) -> Tensor:
+        """[n] int64: the slots of these samples, in this order."""
+        bounds = self.cu_seqlens.tolist()
+        return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in samples])
+
     def select(self, samples: list[int]) -> Self:
         """The batch of only these samples, in this order."""
-        bounds = self.cu_seqlens.tolist()
-        pieces = [torch.arange(bounds[s], bounds[s + 1]) for s in samples]
-        slots, chosen = torch.cat(pieces), torch.tensor(samples)
-        lengths = torch.tensor([len(p) for p in pieces], dtype=torch.int32)
+        slots, chosen = self.slots_of(samples), torch.tensor(samples)
+        lengths = self.cu_seqlens.diff()[chosen]
         out: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

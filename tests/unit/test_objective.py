@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onepolicy.config import GRPOConfig, UsageError
+from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.objective.advantages import credit, outcomes, totals
+from onepolicy.objective.advantages import credit, outcomes
 from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.surrogate import grpo_surrogate
+from onepolicy.objective.reduce import slot_shares, totals
 from onepolicy.types import Group, Sample, TokenBatch, Totals
 
-CONFIG = GRPOConfig(clip_low=0.2, clip_high=0.28)
+CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28)
 
 
 def group(rewards: list[float], problem_id: int = 0) -> Group:
@@ -66,7 +66,8 @@ def random_batch(seed: int, samples: int = 5) -> tuple[Tensor, TokenBatch]:
 
 def grad_of(logp_new: Tensor, made: TokenBatch, denominator: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     logp_new = logp_new.clone().requires_grad_()
-    loss, metrics = policy_loss(logp_new, made, config=CONFIG, denominator=denominator)
+    made = made.replace(share=torch.full(logp_new.shape, 1 / denominator, dtype=logp_new.dtype))
+    loss, metrics = policy_loss(logp_new, made, config=CONFIG)
     loss.backward()
     assert logp_new.grad is not None
     return loss.detach(), metrics, logp_new.grad
@@ -77,18 +78,18 @@ def grad_of(logp_new: Tensor, made: TokenBatch, denominator: int) -> tuple[Tenso
 
 def test_outcomes_by_hand() -> None:
     """Rewards 0, 0, 1, 3: mean 1, deviations -1 -1 0 2, sample variance 6 / 3."""
-    (made,) = outcomes([group([0, 0, 1, 3])], GRPOConfig(normalise="std"))
+    (made,) = outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="std"))
     assert [s.outcome for s in made.samples] == pytest.approx(
         [-1 / math.sqrt(2), -1 / math.sqrt(2), 0, math.sqrt(2)], abs=2e-6
     )
-    (centred,) = outcomes([group([0, 0, 1, 3])], GRPOConfig(normalise="none"))
+    (centred,) = outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="none"))
     assert [s.outcome for s in centred.samples] == [-1, -1, 0, 2]
 
 
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1.0] * 8, [0.0] * 3, [0.7]])
 @pytest.mark.parametrize("normalise", ["std", "none"])
 def test_equal_rewards_give_exactly_zero(rewards: list[float], normalise: str) -> None:
-    (made,) = outcomes([group(rewards)], GRPOConfig(normalise=normalise))  # type: ignore[arg-type]
+    (made,) = outcomes([group(rewards)], ObjectiveConfig(normalise=normalise))  # type: ignore[arg-type]
     assert [s.outcome for s in made.samples] == [0.0] * len(rewards)
 
 
@@ -117,45 +118,6 @@ def test_credit_and_totals() -> None:
     assert credited.advantage.tolist() == [0, 1.5, 1.5, 0, -0.5]
     assert made.advantage is None
     assert totals(made) == Totals(slots=3, samples=2, groups=1)
-
-
-# --- surrogate ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope", "low", "high"),
-    [  # slope = d loss / d logp_new = -r A where the unclipped branch is taken, else 0
-        (1.0, 2.0, -2.0, -2.0, False, False),
-        (1.1, 1.0, -1.1, -1.1, False, False),
-        (1.25, 1.0, -1.25, -1.25, False, False),  # beyond 1 + clip_low, within 1 + clip_high: clip-higher
-        (1.5, 1.0, -1.28, 0.0, False, True),
-        (1.5, -1.0, 1.5, 1.5, False, False),
-        (0.5, 1.0, -0.5, -0.5, False, False),
-        (0.5, -1.0, 0.8, 0.0, True, False),
-        (0.9, -2.0, 1.8, 1.8, False, False),
-        (3.0, 0.0, 0.0, 0.0, False, False),
-    ],
-)
-def test_surrogate_by_hand(ratio: float, advantage: float, loss: float, slope: float, low: bool, high: bool) -> None:
-    new = torch.tensor([math.log(ratio) - 1], dtype=torch.float64, requires_grad=True)
-    out = grpo_surrogate(new, -torch.ones(1).double(), torch.tensor([advantage]).double(), clip_low=0.2, clip_high=0.28)
-    out.loss.sum().backward()
-    assert new.grad is not None
-    assert out.loss.item() == pytest.approx(loss)
-    assert new.grad.item() == pytest.approx(slope)
-    assert out.ratio.item() == pytest.approx(ratio)
-    assert (out.clipped_low.item(), out.clipped_high.item()) == (low, high)
-
-
-@pytest.mark.parametrize("gap", [-1e4, 1e4])
-@pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_surrogate_never_overflows(gap: float, advantage: float) -> None:
-    new = torch.tensor([gap], requires_grad=True)
-    out = grpo_surrogate(new, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28)
-    out.loss.sum().backward()
-    assert new.grad is not None
-    assert out.loss.isfinite().all()
-    assert new.grad.item() == 0
 
 
 # --- loss -----------------------------------------------------------------------------------------------------------
@@ -260,6 +222,6 @@ def test_rejecting_a_slot_leaves_the_others_as_loud_as_before() -> None:
 
 
 def test_a_step_without_slots_is_refused() -> None:
-    logp_new, made = random_batch(0)
-    with pytest.raises(UsageError, match="denominator is 0"):
-        policy_loss(logp_new, made, config=CONFIG, denominator=0)
+    _, made = random_batch(0)
+    with pytest.raises(UsageError, match="no trainable slot"):
+        slot_shares(made.replace(trainable=torch.zeros_like(made.trainable)), CONFIG, max_tokens=9)

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import R2, R3, FromRollout, GRPOConfig, ReplayConfig
+from onepolicy.config.objective import R2, R3, FromRollout, ObjectiveConfig, ReplayConfig, check_pair
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
@@ -45,7 +45,7 @@ class RunConfig(Frozen):
     correction: CorrectionConfig
     """Unset: recompute where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper 5.2),
     TIS with cap 2 where they are not (replay.mode = off or r2)."""
-    objective: GRPOConfig = GRPOConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -75,9 +75,10 @@ class RunConfig(Frozen):
                 "trainer's softmax has full support, so every importance ratio would be wrong; train with top_p=1 "
                 "top_k=0 (eval.top_p and eval.top_k may narrow evaluation)"
             )
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.objective.baseline in ("group", "leave-one-out"):
             raise ValueError(
-                "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more"
+                "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more, or "
+                "objective.baseline = none or critic"
             )
         if self.rollout.prompts_per_step % self.objective.mini_steps:
             raise ValueError(
@@ -106,14 +107,32 @@ class RunConfig(Frozen):
             raise ValueError(
                 "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
             )
-        if self.correction.live:
-            raise ValueError(
-                f"correction: {self.correction.name} needs the ratio of the policy that is being trained, "
-                "inside the loss, which the grpo objective does not evaluate yet; choose one with old/rollout "
-                "(`onepolicy config preset` lists them)"
-            )
+        check_pair(self.objective, self.correction)
+        self._check_anchor()
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(
                 "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
             )
         return self
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether the trainer scores a batch before the update. Not if the rollout is the anchor: there is no old."""
+        return self.correction.ratio == "old/rollout"
+
+    def _check_anchor(self) -> None:
+        """What would need the policy before the update, which correction.ratio = new/rollout does not score."""
+        if self.scores_old:
+            return
+        name = self.correction.name
+        if self.train.reuse_scoring_forward:
+            raise ValueError(f"train.reuse_scoring_forward: {name} has no scoring forward to reuse; leave it out")
+        if isinstance(self.replay, R2):
+            raise ValueError(f"replay.mode: r2 replays the routes of the scoring forward, which {name} leaves out")
+        if self.objective.kl.where == "reward":
+            raise ValueError(
+                "objective.kl.where: reward is set before the update from the trainer's log-probabilities, which "
+                f"{name} does not compute; use loss"
+            )
+        if self.objective.kl.importance == "old":
+            raise ValueError(f"objective.kl.importance: with {name} there is no old policy; use rollout")

@@ -161,10 +161,10 @@ def _write_samples(
                 "problem": group.problem_id,
                 "prompt": decode(tokenizer, sample.tokens[:first].tolist()),
                 "response": decode(tokenizer, sample.tokens[first:].tolist()),
-                "answer": parts.environment.train_problem((step - 1) * rollout.prompts_per_step + g).answer,
+                "answer": group.answer,
                 "reward": sample.reward,
                 "finish": sample.finish,
-                "mean_logp_rollout": batch.logp_rollout[slots].mean().item(),
+                "mean_logp_rollout": batch.logp_rollout[slots].mean().item(),  # NaN: not in the part that was scored
                 "mean_logp_trainer": batch.logp_old[slots].mean().item(),
             }
         )

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, HFEngineConfig, ModelConfig, RunConfig, UsageError, WeightsReplay
 from onepolicy.config.policy import PolicyConfig
@@ -25,6 +25,7 @@ from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.rollout.reprefill import Reprefill
+from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
 
@@ -76,7 +77,13 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     model = load_model(model_config, DTYPES[config.model.dtype], device)
     prepare_for_training(model, device)
     routers = bind_routers(model) if moe else None
-    learner = LocalLearner(model, config, routers=routers)
+    learner = LocalLearner(
+        model,
+        config,
+        routers=routers,
+        reference=build_reference(config, hf_config.get_text_config().vocab_size, device),
+        critic=build_critic(model_config, config, device),
+    )
     combine = isinstance(config.replay, WeightsReplay)
     again = isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
     engine = build_engine(
@@ -107,6 +114,30 @@ def _check_extras(config: RunConfig) -> None:
                 f"log.{setting}: needs {package}, which is not installed; pip install 'onepolicy[report]' or set "
                 f"log.{setting}=false"
             )
+
+
+def build_reference(config: RunConfig, vocabulary: int, device: torch.device) -> PreTrainedModel | None:
+    """The frozen model of objective.kl, if there is one. It routes every token itself."""
+    if not config.objective.kl.coef:
+        return None
+    model_config = resolve_model(config.model)
+    if config.objective.kl.reference is not None:
+        model_config = model_config.model_copy(update={"path": config.objective.kl.reference})
+    own = read_config(model_config).get_text_config().vocab_size
+    if own != vocabulary:
+        raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
+    reference = load_model(model_config, DTYPES[config.model.dtype], device)
+    prepare_for_training(reference, device)
+    return reference.requires_grad_(False)
+
+
+def build_critic(model: ModelConfig, config: RunConfig, device: torch.device) -> Critic | None:
+    """A critic that starts from the policy's weights, if the objective has one."""
+    if config.objective.critic is None:
+        return None
+    own = load_model(model, DTYPES[config.model.dtype], device)
+    prepare_for_training(own, device)
+    return Critic(own, config.objective.critic, config.optim)
 
 
 def check_engine(config: RunConfig, caps: EngineCaps) -> None:

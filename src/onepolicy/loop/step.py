@@ -11,7 +11,7 @@ from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
-from onepolicy.objective.advantages import credit, outcomes
+from onepolicy.objective.advantages import credit, has_signal, outcomes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.collect import collect
 from onepolicy.rollout.reprefill import Reprefill
@@ -50,7 +50,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine."""
     cfg, learner, clock = parts.config, parts.learner, Clock()
     with clock("rollout"):
-        groups = await collect(
+        groups, refill = await collect(
             parts.engine,
             parts.environment,
             cfg.rollout,
@@ -59,34 +59,41 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
             seed=cfg.seed,
             routes=parts.routes,
             advance=advance,
+            accept=has_signal if cfg.objective.dynamic_sampling else None,
+            rounds=cfg.objective.dynamic_sampling,
         )
     if parts.reprefill is not None:
         with clock("reprefill"):
             groups = parts.reprefill.fill(groups)
-    groups = outcomes(groups, cfg.objective)  # reward against siblings
+    groups = outcomes(groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens)  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
     with clock("score"):
-        batch = learner.score(batch)  # logp_old, the rollout's experts replayed
+        batch = learner.score(batch)  # logp_old, the rollout's experts replayed; reference and critic
     batch = credit(batch, cfg.objective)  # outcome -> slots
-    assert batch.logp_old is not None
-    result = StepResult(groups, batch, None, measure(batch))  # read-only, every step
-    if probe:
-        with clock("probe"):
-            result.without_replay = learner.score_without_replay(batch)
-            result.metrics |= counterfactual(result.without_replay) | per_layer(batch)
-            result.metrics |= repeat(learner, batch, result.without_replay)
     applied = reweight(
-        batch.logp_old,
+        batch.logp_rollout if batch.logp_old is None else batch.logp_old,
         batch.logp_rollout,
         batch.trainable,
         cfg.correction.fixed_part,  # what needs the new policy is evaluated in the loss
         segment=batch.segment,
         turn=batch.turn,
         advantage=batch.advantage,
+        average="sequences" if cfg.objective.reduction == "sequence-mean-token-mean" else "slots",
     )
-    result.batch = batch = batch.replace(weight=applied.weight, keep=applied.keep)
+    batch = batch.replace(weight=applied.weight, keep=applied.keep)
+    result = StepResult(groups, batch, None, refill | applied.report)
+    if probe:
+        with clock("probe"):
+            scored = batch if cfg.scores_old else learner.score_again(batch)
+            result.without_replay = learner.score_without_replay(batch)
+            result.metrics |= counterfactual(result.without_replay) | per_layer(scored)
+            result.metrics |= repeat(learner, scored, result.without_replay)
     with clock("update"):
-        result.metrics |= learner.step(batch) | applied.report  # forward with replay, loss, backward, optimiser
+        result.metrics |= learner.step(batch)  # forward with replay, loss, backward, optimiser
+    # read-only, every step; what nobody scored, the first mini-step of the update saw with the weights of before
+    measured = batch if learner.seen is None else learner.seen
+    result.metrics |= measure(measured)
+    result.batch = scored if probe else measured
     with clock("sync"):
         await push_weights(learner, *parts.samplers)
     result.metrics |= rollout_metrics(groups) | clock.metrics()

@@ -58,9 +58,10 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "crash_step": crash_step(scores),
         "crash_rule": CRASH_RULE,
         "tokens_per_second": _mean(train, "train/tokens_per_second"),
+        "objective": config.objective.name,
         "time": {
             key: _mean(train, f"time/{key}", absent=0.0)
-            for key in ("rollout", "score", "probe", "update", "sync", "step")
+            for key in ("rollout", "score", "score_saved", "probe", "update", "sync", "step")
         },
     }
     measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")

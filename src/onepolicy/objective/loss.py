@@ -5,45 +5,69 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepolicy.config import GRPOConfig, UsageError
-from onepolicy.objective.surrogate import grpo_surrogate
+from onepolicy.config import ObjectiveConfig
+from onepolicy.config.correction import TERMS, Term
+from onepolicy.objective.kl import kl_loss
+from onepolicy.objective.surrogate import surrogate
 from onepolicy.types import TokenBatch
 
 
 def policy_loss(
     logp_new: Tensor,  # [T] float32, carries the graph; anything where not trainable
-    batch: TokenBatch,  # a micro-batch with logp_old, advantage, weight, keep
+    batch: TokenBatch,  # a micro-batch of whole samples with share, advantage, weight, keep, and logp_old or rollout
     *,
-    config: GRPOConfig,
-    denominator: int,
+    config: ObjectiveConfig,
+    anchor: Tensor | None = None,  # [T] float32, denominator of the ratio; unset: batch.logp_old
+    entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
+    protect: tuple[Term, ...] = TERMS,  # terms that still see rejected slots
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum(weight * surrogate over kept slots) / denominator, and SUMS over slots for logging.
+    """sum(share * (weight * surrogate + kl.coef * KL - entropy_coef * entropy)), and SUMS over slots for logging.
 
-    `denominator` belongs to the whole optimiser step (`totals(step).slots`), so losses, gradients and metrics of
+    The correction's weight and rejection touch the surrogate; KL and entropy see every trainable slot unless they are
+    not protected. `share` belongs to the whole optimiser step (`slot_shares`), so losses, gradients and metrics of
     micro-batches add up to those of the whole. If nothing is kept the loss is 0 and backward still runs.
     """
-    assert batch.logp_old is not None, "score() fills logp_old"
+    assert batch.share is not None, "slot_shares() gives share"
     assert batch.advantage is not None, "credit() fills advantage"
     assert batch.weight is not None, "reweight() gives weight"
     assert batch.keep is not None, "reweight() gives keep"
-    if denominator < 1:
-        raise UsageError(f"policy_loss: denominator is {denominator}; the step has no trainable slot to divide by")
-    keep = batch.keep
-
-    def kept(values: Tensor) -> Tensor:
-        """Select before exp: what stands in the other slots reaches neither the loss nor its gradient."""
-        return torch.where(keep, values, 0.0)
-
-    surrogate = grpo_surrogate(
-        kept(logp_new),
-        kept(batch.logp_old),
-        kept(batch.advantage),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
+    share, keep = batch.share, batch.keep
+    if anchor is None:
+        assert batch.logp_old is not None, "score() fills logp_old"
+        anchor = batch.logp_old
+    per_slot = surrogate(
+        config,
+        logp_new,
+        anchor,
+        torch.where(keep, batch.advantage, 0.0),
+        mask=batch.trainable,
+        segment=batch.segment,
+        samples=batch.num_samples,
     )
-    loss = (kept(batch.weight) * surrogate.loss).sum() / denominator
-    return loss, {
-        "clip_low": surrogate.clipped_low.sum(),
-        "clip_high": surrogate.clipped_high.sum(),
-        "ratio_dev": (surrogate.ratio - 1).abs().sum(),
+    loss = (share * torch.where(keep, batch.weight, 0.0) * per_slot.loss).sum()
+    sums = {
+        "clip_low": (keep & per_slot.clipped_low).sum(),
+        "clip_high": (keep & per_slot.clipped_high).sum(),
+        "ratio_dev": torch.where(keep, per_slot.ratio - 1, 0.0).abs().sum(),
     }
+    if config.kl.coef and config.kl.where == "loss":
+        kl = _kl(logp_new, batch, config, batch.trainable if "kl" in protect else keep)
+        loss = loss + config.kl.coef * (share * kl).sum()
+        sums["kl"] = kl.detach().sum()
+    if config.entropy_coef:
+        assert entropy is not None, "the entropy bonus needs the entropy of this forward"
+        seen = batch.trainable if "entropy" in protect else keep
+        loss = loss - config.entropy_coef * (share * torch.where(seen, entropy, 0.0)).sum()
+    return loss, sums
+
+
+def _kl(logp_new: Tensor, batch: TokenBatch, config: ObjectiveConfig, mask: Tensor) -> Tensor:
+    assert batch.logp_ref is not None, "score_reference() fills logp_ref"
+    sampled = {"none": None, "old": batch.logp_old, "rollout": batch.logp_rollout}[config.kl.importance]
+    if sampled is not None:
+        mask = mask & sampled.isfinite()
+        sampled = torch.where(mask, sampled, 0.0)
+    kl = kl_loss(
+        torch.where(mask, logp_new, 0.0), torch.where(mask, batch.logp_ref, 0.0), config.kl, logp_sampled=sampled
+    )
+    return torch.where(mask, kl, 0.0)

@@ -1,11 +1,14 @@
-"""The clipped policy-gradient surrogate, slot by slot."""
+"""Policy-gradient surrogates, slot by slot; sequence levels by segment sums. Pure torch, no loop over samples."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from onepolicy.config import ObjectiveConfig
 
 LOG_RATIO_LIMIT = 20.0
 """|log r| beyond this is taken as this (gradient 0): no exp overflow, so no NaN gradient from the branch not taken."""
@@ -13,25 +16,124 @@ LOG_RATIO_LIMIT = 20.0
 
 class Surrogate(NamedTuple):
     loss: Tensor  # [T], to be minimised; carries the graph of logp_new
-    ratio: Tensor  # [T], r = pi_new / pi_old, detached
-    clipped_low: Tensor  # [T] bool, r < 1 - clip_low with a negative advantage: no gradient
-    clipped_high: Tensor  # [T] bool, r > 1 + clip_high with a positive advantage: no gradient
+    ratio: Tensor  # [T], r = new / anchor at the config's ratio level, detached
+    clipped_low: Tensor  # [T] bool, r was held back from below
+    clipped_high: Tensor  # [T] bool, r was held back from above
 
 
-def grpo_surrogate(
-    logp_new: Tensor,  # [T] float32
-    logp_old: Tensor,  # [T] float32
+def surrogate(
+    config: ObjectiveConfig,
+    logp_new: Tensor,  # [T] float32, carries the graph
+    logp_anchor: Tensor,  # [T] float32, the policy that the ratio is taken to: trainer before the update, or rollout
     advantage: Tensor,  # [T] float32
+    *,
+    mask: Tensor,  # [T] bool, trainable slots: a sequence's ratio is over all of them, rejected ones too
+    segment: Tensor,  # [T] int64, sample of each slot; samples are whole
+    samples: int,
+) -> Surrogate:
+    """Loss per slot of `config.surrogate`. A slot outside the mask, or whose ratio is not finite, counts as r = 1."""
+    usable = mask & (logp_new - logp_anchor).detach().isfinite()
+    logp_new, logp_anchor = torch.where(usable, logp_new, 0.0), torch.where(usable, logp_anchor, 0.0)
+    log_ratio = (logp_new - logp_anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if config.surrogate == "gmpo":
+        return gmpo(log_ratio, advantage, mask=usable, segment=segment, samples=samples, **_clip(config))
+    if config.ratio_level != "token":
+        own, mean = log_ratio, config.ratio_level != "trajectory"
+        log_ratio = _per_sample(log_ratio, usable, segment, samples, mean=mean)
+        log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        if config.ratio_level == "sequence-token":
+            log_ratio = log_ratio.detach() + own - own.detach()
+    ratio = log_ratio.exp()
+    match config.surrogate:
+        case "ppo":
+            return ppo(ratio, advantage, dual_clip=config.dual_clip, **_clip(config))
+        case "cispo":
+            return cispo(ratio, logp_new, advantage, **_clip(config))
+        case "sapo":
+            return sapo(ratio, advantage, tau_positive=config.tau_positive, tau_negative=config.tau_negative)
+        case "topr":
+            return topr(ratio, logp_new, advantage)
+        case "pg":
+            never = torch.zeros_like(mask)
+            return Surrogate(-advantage * logp_new, ratio.detach(), never, never)
+
+
+def ppo(
+    ratio: Tensor,  # [T], carries the graph
+    advantage: Tensor,  # [T]
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
 ) -> Surrogate:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO-clip (PPO eq. 7) with clip-higher (DAPO section 3.1).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO-clip (1707.06347 eq. 7), clip-higher (DAPO section 3.1).
 
-    Pessimistic: only a ratio that has already moved the way its advantage asks for is clipped.
+    Pessimistic: only a ratio that has already moved the way its advantage asks for is clipped. With the geometric mean
+    of a sample's ratios it is GSPO (2507.18071 eq. 5). dual_clip c: where A < 0, -max(min(...), c A)
+    (1912.09729 eq. 5).
     """
     low, high = 1 - clip_low, 1 + clip_high
-    ratio = (logp_new - logp_old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     r = ratio.detach()
-    return Surrogate(loss, r, (r < low) & (advantage < 0), (r > high) & (advantage > 0))
+    clipped_high = (r > high) & (advantage > 0)
+    if dual_clip is not None:
+        loss = torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
+        clipped_high = clipped_high | ((r > dual_clip) & (advantage < 0))
+    return Surrogate(loss, r, (r < low) & (advantage < 0), clipped_high)
+
+
+def cispo(ratio: Tensor, logp_new: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
+    """-sg(clip(r)) A log pi (MiniMax-M1, 2506.13585 eq. 4): a clipped slot keeps a gradient, of the bound's size."""
+    r = ratio.detach()
+    low, high = 1 - clip_low, 1 + clip_high
+    return Surrogate(-r.clamp(low, high) * advantage * logp_new, r, r < low, r > high)
+
+
+def sapo(ratio: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float) -> Surrogate:
+    """-(4 / tau) sigmoid(tau (r - 1)) A (SAPO, 2511.20347): gradient weight 4 s (1 - s) r, which is 1 at r = 1."""
+    tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
+    never = torch.zeros_like(advantage, dtype=torch.bool)
+    return Surrogate(-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage, ratio.detach(), never, never)
+
+
+def topr(ratio: Tensor, logp_new: Tensor, advantage: Tensor) -> Surrogate:
+    """-sg(w) A log pi, w = 1 where A >= 0 and min(r, 1) where A < 0 (tapered off-policy REINFORCE, 2503.14286)."""
+    r = ratio.detach()
+    high = (r > 1) & (advantage < 0)
+    weight = torch.where(advantage < 0, r.clamp(max=1), 1.0)
+    return Surrogate(-weight * advantage * logp_new, r, torch.zeros_like(high), high)
+
+
+def gmpo(
+    log_ratio: Tensor,  # [T], carries the graph
+    advantage: Tensor,  # [T], one value per sample
+    *,
+    mask: Tensor,
+    segment: Tensor,
+    samples: int,
+    clip_low: float,
+    clip_high: float,
+) -> Surrogate:
+    """-exp(mean over the sample of the clipped log r) A in every slot (GMPO, 2507.20673 eq. 4).
+
+    A slot's log r is clipped pessimistically to [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from
+    below where A < 0.
+    """
+    low, high = math.log(max(1 - clip_low, 1e-9)), math.log(1 + clip_high)
+    positive = advantage > 0
+    bounded = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    mean = _per_sample(bounded, mask, segment, samples, mean=True)
+    own = log_ratio.detach()
+    return Surrogate(-mean.exp() * advantage, own.exp(), (own < low) & (advantage < 0), (own > high) & positive)
+
+
+def _per_sample(values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool) -> Tensor:
+    """[T]: sum or mean of each slot's sample, over the slots of the mask."""
+    total = values.new_zeros(samples).index_add(0, segment, torch.where(mask, values, 0.0))
+    if mean:
+        total = total / values.new_zeros(samples).index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
+    return total[segment]
+
+
+def _clip(config: ObjectiveConfig) -> dict[str, float]:
+    return {"clip_low": config.clip_low, "clip_high": config.clip_high}

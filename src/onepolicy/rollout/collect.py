@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
-from onepolicy.config import RolloutConfig
+from onepolicy.config import RolloutConfig, UsageError
 from onepolicy.interfaces import Environment, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteRules, check_completion, with_routes
 from onepolicy.types import Completion, Group, Sample, Sampling
@@ -52,14 +52,19 @@ async def collect(
     seed: int,
     routes: RouteRules | None = None,
     advance: Callable[[], None] = lambda: None,
-) -> list[Group]:
-    """The groups of step `step`, in problem order. `advance` is called as each episode ends (progress).
+    accept: Callable[[Group], bool] | None = None,
+    rounds: int = 0,
+) -> tuple[list[Group], dict[str, float]]:
+    """The groups of step `step`, in problem order, and what refilling took. `advance` is called per episode (progress).
 
-    UsageError if an engine's routes break `routes` (None: a dense model), naming problem, sample, layer and row.
+    Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further problems, up to `rounds`
+    more times. Step s owns the problems from s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A
+    step may come out smaller than prompts_per_step; UsageError if no group is left, and if an engine's routes break
+    `routes` (None: a dense model), naming problem, sample, layer and row.
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop)
-    first = step * config.prompts_per_step
-    problems = [environment.train_problem(first + i) for i in range(config.prompts_per_step)]
+    wanted, size = config.prompts_per_step, config.group_size
+    index = step * wanted * (1 + rounds)
 
     async def member(problem: Problem, m: int) -> Sample:
         seeds = functools.partial(seed_of, seed, problem.id, step, m)
@@ -68,7 +73,22 @@ async def collect(
         advance()
         return sample
 
-    episodes = [member(problem, m) for problem in problems for m in range(config.group_size)]
-    samples = await asyncio.gather(*episodes)
-    size = config.group_size
-    return [Group(p.id, tuple(samples[i * size : (i + 1) * size])) for i, p in enumerate(problems)]
+    async def play_groups(problems: list[Problem]) -> list[Group]:
+        samples = await asyncio.gather(*(member(problem, m) for problem in problems for m in range(size)))
+        return [Group(p.id, tuple(samples[i * size : (i + 1) * size]), p.answer) for i, p in enumerate(problems)]
+
+    kept: list[Group] = []
+    played = used = 0
+    while len(kept) < wanted and used <= rounds:
+        problems = [environment.train_problem(index + played + i) for i in range(wanted - len(kept))]
+        groups = await play_groups(problems)
+        kept += groups if accept is None else filter(accept, groups)
+        played, used = played + len(problems), used + 1
+    if not kept:
+        raise UsageError(
+            f"objective.dynamic_sampling: all {played} problems of step {step + 1} had equal rewards; "
+            "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
+        )
+    if accept is None:
+        return kept, {}
+    return kept, {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
@@ -23,6 +24,8 @@ from onepolicy.train.learner import LocalLearner
 FOLDER = "checkpoints"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
+CRITIC = "critic.safetensors"
+CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -43,6 +46,10 @@ def save(
     learner.model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     save_file(optimizer_tensors(learner), temporary / OPTIMIZER)
+    if learner.critic is not None:
+        critic = learner.critic
+        save_file(critic.values.state_dict(), temporary / CRITIC)
+        save_file(_moments(critic.values, critic.optimizer), temporary / CRITIC_OPTIMIZER)
     files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     (temporary / STATE).write_text(
         json.dumps({"step": step, "updates": learner.updates, **extra, "files": files}, indent=1)
@@ -102,27 +109,42 @@ def verify(checkpoint: Path) -> dict[str, Any]:
 
 
 def optimizer_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
-    tensors = {"rng": torch.get_rng_state()}
-    for name, parameter in learner.model.named_parameters():
-        for key, value in learner.optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value.contiguous()
-    return tensors
+    return {"rng": torch.get_rng_state()} | _moments(learner.model, learner.optimizer)
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}/{name}": value.contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
-    """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere."""
+    """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere.
+
+    The critic's weights come from here; a fork of a run without one starts its critic anew.
+    """
     tensors = load_file(checkpoint / OPTIMIZER)
     torch.set_rng_state(tensors.pop("rng"))
-    parameters = dict(learner.model.named_parameters())
+    _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
+    if learner.critic is not None and (checkpoint / CRITIC).is_file():
+        learner.critic.load(load_file(checkpoint / CRITIC), str(checkpoint / CRITIC))
+        moments = load_file(checkpoint / CRITIC_OPTIMIZER)
+        _restore(moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
+    learner.version = verify(checkpoint)["step"]
+    learner.updates = verify(checkpoint)["updates"]
+
+
+def _restore(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    parameters = dict(model.named_parameters())
     for full, value in tensors.items():
         key, _, name = full.partition("/")
         if name not in parameters:
-            raise UsageError(f"{checkpoint / OPTIMIZER}: optimiser state for {name}, which the model does not have")
+            raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
         parameter = parameters[name]
         like = torch.float32 if key == "step" else parameter.dtype  # a fork may change model.dtype
-        learner.optimizer.state[parameter][key] = value.to(learner.device, like)
-    learner.version = verify(checkpoint)["step"]
-    learner.updates = verify(checkpoint)["updates"]
+        optimizer.state[parameter][key] = value.to(parameter.device, like)
 
 
 def _sync(path: Path) -> None:

@@ -15,10 +15,12 @@ from onepolicy.types import TokenBatch
 
 class Scored(NamedTuple):
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
-    entropy: Tensor  # [T] float32, detached, 0 where not trainable
+    entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
 
 
-def forward(model: PreTrainedModel, batch: TokenBatch, *, autocast: torch.dtype | None = None) -> Scored:
+def forward(
+    model: PreTrainedModel, batch: TokenBatch, *, autocast: torch.dtype | None = None, entropy_graph: bool = False
+) -> Scored:
     """`batch` is on the model's device. Only trainable slots reach the vocabulary projection.
 
     Log-probabilities are fp32 `log_softmax(logits / temperature)` then gather: the same as the rollout engine's.
@@ -37,7 +39,7 @@ def forward(model: PreTrainedModel, batch: TokenBatch, *, autocast: torch.dtype 
     logits = logits.float() / batch.temperature[batch.segment[slots], None]
     logps = torch.log_softmax(logits, -1)  # [n, vocabulary]
     picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = -(logps.exp() * logps).sum(-1)
     zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
     return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy))

@@ -6,8 +6,9 @@ denominators arrive fixed, so FSDP2 can wrap the model without a change to this 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,23 +16,37 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import R2, FromRollout, OptimConfig, RunConfig, SoftReplay, UsageError, WeightsReplay
-from onepolicy.objective.advantages import totals
+from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, UsageError, WeightsReplay
+from onepolicy.correct.live import live_weights
+from onepolicy.correct.receipt import Sums, combine, report
 from onepolicy.objective.loss import policy_loss
+from onepolicy.objective.reduce import slot_shares, totals
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
+from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.forward import Scored, forward
+from onepolicy.train.optim import adamw, learning_rate
 from onepolicy.train.pack import micro_batches, mini_steps
+from onepolicy.train.scores import Scores
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
 class LocalLearner:
     """Learner of one process. `routers` is None for a dense model."""
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: RunConfig,
+        *,
+        routers: Routers | None,
+        reference: PreTrainedModel | None = None,
+        critic: Critic | None = None,
+    ) -> None:
         self.model, self.config, self.routers = model, config, routers
+        self.reference, self.critic = reference, critic
         self.device = next(model.parameters()).device
         self.version = 0  # RL steps taken
         self.updates = 0  # optimiser steps taken: mini_steps per RL step
@@ -42,20 +57,29 @@ class LocalLearner:
         elif isinstance(config.replay, WeightsReplay):
             self._how = {"weights": True}
         self._replaced: list[Tensor] = []  # [L] per replayed forward, of soft replay
-        self._live: list[tuple[list[int], Tensor]] = []  # micro-batches of score() whose graph step() will use
+        self._live: list[tuple[list[int], Scored]] = []  # micro-batches of score() whose graph step() will use
+        self._live_sums: list[Sums] = []  # of the correction that needs the new policy, per micro-batch of a step
+        self.seen: TokenBatch | None = None  # if score() left out the policy: the first mini-step, scored in its update
+        self._forward_seconds = 0.0
         if config.train.activation_checkpointing:
             refuse_randomness(model)
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.train()  # transformers checkpoints in train mode only
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        replay = isinstance(self.config.replay, FromRollout)
         if isinstance(self.config.replay, FromRollout) and batch.routing is not None:
             _check_source(batch.routing, self.config.replay)
-        return self._score(batch, replay=replay, live=self.config.train.reuse_scoring_forward)
+        if self.config.scores_old:
+            batch = self._score(batch, replay=True, live=self.config.train.reuse_scoring_forward)
+        if (reference := self.reference) is not None:
+            logp = self._per_slot(batch, lambda micro: self._forward(micro, reference).logp)
+            batch = batch.replace(logp_ref=logp)
+        if self.critic is not None:
+            batch = batch.replace(value=self._per_slot(batch, self.critic.values))
+        return batch
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
-        return self._score(batch, replay=isinstance(self.config.replay, FromRollout), live=False)
+        return self._score(batch, replay=True, live=False)
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
         return self._score(batch, replay=False, live=False)
@@ -64,34 +88,96 @@ class LocalLearner:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
         batch = batch.replace(gate_mass=None)  # only measured
         sums: Counter[str] = Counter()
+        self.seen, self._forward_seconds = None, 0.0
         norms = [
             self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)
         ]
         self.version += 1
         slots = totals(batch).slots
+        kept = sums.pop("kept")
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
         if self._replaced:
             metrics["train/soft_replaced"] = float(torch.stack(self._replaced).mean())
             self._replaced.clear()
+        metrics |= self._live_report(kept, slots)
+        if self.critic is not None:
+            metrics["train/value_explained"] = explained_variance(batch)
+        if not self.config.scores_old:
+            metrics["time/score_saved"] = self._forward_seconds
         return metrics | {"train/grad_norm": max(norms), "train/lr": self.optimizer.param_groups[0]["lr"]}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
     def _optimise(self, batch: TokenBatch, sums: Counter[str]) -> float:
-        denominator = totals(batch).slots
+        objective, slots = self.config.objective, totals(batch).slots
+        batch = batch.replace(share=slot_shares(batch, objective, max_tokens=self.config.rollout.sampling.max_tokens))
+        seen = None if self.config.scores_old or self.seen is not None else Scores(batch)
         live, self._live = self._live, []
         if self.config.train.reuse_scoring_forward:
             assert live, "score() comes before step() when its forward is reused"
-        for chosen, logp in live or ((c, None) for c in self._micro_batches(batch)):
+        for chosen, scored in live or ((c, None) for c in self._micro_batches(batch)):
             micro = batch.select(chosen).to(self.device)
-            with self._replaying(self._routes(micro)) if logp is None else nullcontext() as tape:
-                new = self._forward(micro).logp if logp is None else logp
-                self._count_replaced(tape, counts=logp is None)
-                loss, parts = policy_loss(new, micro, config=self.config.objective, denominator=denominator)
+            with self._replaying(micro, native=seen is not None) if scored is None else nullcontext() as tape:
+                new = self._timed_forward(micro) if scored is None else scored
+                self._count_replaced(tape, counts=scored is None)
+                if seen is not None:
+                    seen.put(chosen, new, tape)
+                loss, parts = self._loss(new, micro)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
-            sums.update({"loss": loss.item() * denominator} | {name: value.item() for name, value in parts.items()})
+            sums.update({"loss": loss.item() * slots} | {name: value.item() for name, value in parts.items()})
+            if self.critic is not None:
+                self.critic.train_on(micro, "value" in self.config.correction.protect, slots, sums)
+        if seen is not None:
+            self.seen = self._checked(seen.filled(self.routers))
         return self._update()
+
+    def _loss(self, new: Scored, micro: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        correction = self.config.correction
+        if (live_part := correction.live_part) is not None:
+            live = live_weights(
+                new.logp,
+                micro.logp_rollout,
+                micro.trainable,
+                live_part,
+                segment=micro.segment,
+                turn=micro.turn,
+                advantage=micro.advantage,
+            )
+            assert micro.weight is not None
+            assert micro.keep is not None
+            self._live_sums.append(live.sums)
+            micro = micro.replace(weight=micro.weight * live.weight, keep=micro.keep & live.keep)
+        loss, sums = policy_loss(
+            new.logp,
+            micro,
+            config=self.config.objective,
+            anchor=None if self.config.scores_old else micro.logp_rollout,
+            entropy=new.entropy,
+            protect=correction.protect,
+        )
+        assert micro.keep is not None
+        return loss, sums | {"kept": micro.keep.sum()}
+
+    def _live_report(self, kept: float, slots: int) -> dict[str, float]:
+        """Of the correction that needs the new policy: all of it, or the gates it adds to what was fixed before."""
+        part, sums = self.config.correction.live_part, self._live_sums
+        if part is None:
+            return {}
+        numbers = report(part, combine(sums))
+        sums.clear()
+        if self.config.correction.ratio == "new/rollout":
+            return numbers
+        gates = {f"{name}.new": value for name, value in numbers.items() if name.startswith("correction/rejected/")}
+        return gates | {"correction/kept": kept, "correction/rejected": 1 - kept / slots}
+
+    def _timed_forward(self, micro: TokenBatch) -> Scored:
+        start = time.perf_counter()
+        scored = self._forward(micro, self.model, entropy_graph=self.config.objective.entropy_coef > 0)
+        if not self.config.scores_old and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._forward_seconds += time.perf_counter() - start
+        return scored
 
     def _update(self) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
@@ -104,45 +190,43 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if self.critic is not None:
+            self.critic.update(rate / self.config.optim.lr)
         self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _score(self, batch: TokenBatch, *, replay: bool, live: bool) -> TokenBatch:
-        logp, entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        native: Tensor | None = None
-        mass: Tensor | None = None
+        scores = Scores(batch)
+        replay = replay and isinstance(self.config.replay, FromRollout)
         if live:
             self._live = []
-        bounds = batch.cu_seqlens.tolist()
+        entropy_graph = live and self.config.objective.entropy_coef > 0
         for chosen in self._micro_batches(batch):
-            slots = torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in chosen])
             micro = batch.select(chosen).to(self.device)
-            routes = self._routes(micro) if replay else None
-            with torch.set_grad_enabled(live), self._replaying(routes, native=True) as tape:
-                scored = self._forward(micro)
+            with torch.set_grad_enabled(live), self._replaying(micro, native=True, replay=replay) as tape:
+                scored = self._forward(micro, self.model, entropy_graph=entropy_graph)
                 self._count_replaced(tape, counts=live)
-            logp[slots], entropy[slots] = scored.logp.detach().cpu(), scored.entropy.cpu()
+            scores.put(chosen, scored, tape)
             if live:
-                self._live.append((chosen, scored.logp))
-            if tape is not None:
-                ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
-                native = torch.empty(batch.num_slots, *ids.shape[1:], dtype=ids.dtype) if native is None else native
-                native[slots] = ids
-            if isinstance(tape, Replayed):
-                mass = torch.empty(batch.num_slots, len(tape.layers)) if mass is None else mass
-                mass[slots] = tape.gate_mass().cpu()
-        own = self._trace(native)
-        settings = self.config.replay
-        if replay and own is not None and isinstance(settings, FromRollout) and settings.min_agreement > 0:
-            assert batch.routing is not None
-            check_alignment(batch.routing, own, batch.cu_seqlens, least=settings.min_agreement)
-        return batch.replace(logp_old=logp, entropy=entropy, routing_native=own, gate_mass=mass)
+                self._live.append((chosen, scored))
+        return self._checked(scores.filled(self.routers)) if replay else scores.filled(self.routers)
 
-    def _trace(self, ids: Tensor | None) -> RoutingTrace | None:
-        if ids is None or self.routers is None:
-            return None
-        return RoutingTrace(ids, torch.ones(len(ids), dtype=torch.bool), self.routers.layers, self.routers.num_experts)
+    def _checked(self, scored: TokenBatch) -> TokenBatch:
+        """RoutingError if the routes replayed in this batch are not those of its tokens and weights."""
+        settings, native = self.config.replay, scored.routing_native
+        if isinstance(settings, FromRollout) and settings.min_agreement > 0 and native is not None:
+            assert scored.routing is not None
+            check_alignment(scored.routing, native, scored.cu_seqlens, least=settings.min_agreement)
+        return scored
+
+    @torch.no_grad()
+    def _per_slot(self, batch: TokenBatch, model: Callable[[TokenBatch], Tensor]) -> Tensor:
+        """[T] float32 on the CPU, one micro-batch at a time."""
+        values = torch.zeros(batch.num_slots)
+        for chosen in self._micro_batches(batch):
+            values[batch.slots_of(chosen)] = model(batch.select(chosen).to(self.device)).cpu()
+        return values
 
     def _routes(self, micro: TokenBatch) -> RoutingTrace | None:
         """What the mode replays; None: the trainer routes every token itself."""
@@ -157,11 +241,12 @@ class LocalLearner:
         return None
 
     def _replaying(
-        self, routes: RoutingTrace | None, *, native: bool = False
+        self, micro: TokenBatch, *, native: bool, replay: bool = True
     ) -> AbstractContextManager[Tape | Replayed | None]:
-        """Replay these routes; without any, record the trainer's own if they are wanted."""
+        """Replay the mode's routes; without any, or `replay`, record the trainer's own if they are wanted."""
         if self.routers is None:
             return nullcontext()
+        routes = self._routes(micro) if replay else None
         if routes is not None:
             return self.routers.replay(routes, native=native, **self._how)
         return self.routers.record() if native else nullcontext()
@@ -171,9 +256,9 @@ class LocalLearner:
         if counts and isinstance(tape, Replayed) and isinstance(self.config.replay, SoftReplay):
             self._replaced.append(tape.replaced())
 
-    def _forward(self, micro: TokenBatch) -> Scored:
+    def _forward(self, micro: TokenBatch, model: PreTrainedModel, *, entropy_graph: bool = False) -> Scored:
         autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None
-        return forward(self.model, micro, autocast=autocast)
+        return forward(model, micro, autocast=autocast, entropy_graph=entropy_graph)
 
     def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
@@ -207,21 +292,3 @@ def refuse_randomness(model: PreTrainedModel) -> None:
             raise UsageError(
                 f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"
             )
-
-
-def learning_rate(config: OptimConfig, update: int, updates: int) -> float:
-    """Of optimiser step `update` (from 0) of `updates`."""
-    warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
-    left = 1 - update / updates if config.decay == "linear" else 1.0
-    return config.lr * warm * left
-
-
-def adamw(model: PreTrainedModel, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=device.type in ("cpu", "cuda"),
-    )

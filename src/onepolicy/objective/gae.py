@@ -1,0 +1,70 @@
+"""Returns, generalised advantage estimation and the value loss of PPO with a critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def returns_to_go(
+    reward: Tensor,  # [T] float32
+    *,
+    mask: Tensor,  # [T] bool, trainable slots
+    segment: Tensor,  # [T] int64, sample of each slot
+    samples: int,
+    gamma: float,
+) -> Tensor:
+    """[T] float32: sum over the rest of the sample's trainable slots of gamma^k reward; 0 elsewhere.
+
+    Slots that are not trainable (prompt, tool output) take no time.
+    """
+    zeros = torch.zeros_like(reward)
+    return gae(reward, zeros, mask=mask, segment=segment, samples=samples, gamma=gamma, lam=1.0)
+
+
+def gae(
+    reward: Tensor,  # [T] float32
+    value: Tensor,  # [T] float32, V of the state before the slot's token is chosen
+    *,
+    mask: Tensor,  # [T] bool, trainable slots
+    segment: Tensor,  # [T] int64
+    samples: int,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """[T] float32, 0 outside the mask: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
+
+    GAE (1506.02438, eq. 16); the value after a sample's last trainable slot is 0: an episode ends, also when it was cut
+    by length. All samples at once: one pass over time on a padded [samples, longest] table, in float64.
+    """
+    where = mask.nonzero()[:, 0]
+    row = segment[where]
+    length = torch.zeros(samples, dtype=torch.int64, device=mask.device).index_add(0, row, torch.ones_like(row))
+    column = torch.arange(len(where), device=mask.device) - (length.cumsum(0) - length)[row]
+    longest = int(length.max()) if samples else 0
+    table = torch.zeros(3, samples, longest + 1, dtype=torch.float64, device=mask.device)
+    rewards, values, advantages = table[0], table[1], table[2]
+    rewards[row, column], values[row, column] = reward[where].double(), value[where].double()
+    delta = rewards[:, :-1] + gamma * values[:, 1:] - values[:, :-1]
+    for t in range(longest - 1, -1, -1):
+        advantages[:, t] = delta[:, t] + gamma * lam * advantages[:, t + 1]
+    return torch.zeros_like(reward).index_copy(0, where, advantages[row, column].to(reward.dtype))
+
+
+def value_loss(
+    value_new: Tensor,  # [T] float32, carries the graph
+    value_old: Tensor,  # [T] float32, critic before the update
+    target: Tensor,  # [T] float32, returns
+    *,
+    clip: float | None,
+) -> tuple[Tensor, Tensor]:
+    """[T] loss and [T] bool clipped: max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2.
+
+    The clipping of the PPO authors' code (baselines, ppo2): pessimistic like the policy's, a value that has already
+    moved by more than `clip` towards its return has no gradient. clip None: (v - R)^2 / 2.
+    """
+    plain = (value_new - target).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(target, dtype=torch.bool)
+    bounded = (value_old + (value_new - value_old).clamp(-clip, clip) - target).square()
+    return torch.maximum(plain, bounded) / 2, (bounded > plain).detach()

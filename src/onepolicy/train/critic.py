@@ -1,0 +1,90 @@
+"""The critic of PPO: a copy of the policy's backbone with a scalar head, its own AdamW, checkpointed with the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from onepolicy.config import UsageError
+from onepolicy.config.model import OptimConfig
+from onepolicy.config.objective import CriticConfig
+from onepolicy.models.packed_attention import Packing
+from onepolicy.objective.gae import value_loss
+from onepolicy.train.optim import adamw
+from onepolicy.types import TokenBatch
+
+
+class ValueModel(nn.Module):
+    """Backbone and head. The head starts at zero: until it has learned, GAE compares with nothing."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        parameter = next(backbone.parameters())
+        size = backbone.config.get_text_config().hidden_size
+        self.head = nn.Linear(size, 1, device=parameter.device, dtype=parameter.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: TokenBatch) -> Tensor:
+        """[T] float32: value of the state before each slot's token is chosen; 0 where not trainable."""
+        hidden = self.backbone(
+            input_ids=micro.input_ids[None],
+            position_ids=micro.positions[None],
+            use_cache=False,
+            packing=Packing.of(micro.cu_seqlens, micro.input_ids.device),
+        ).last_hidden_state[0]
+        return torch.where(micro.trainable, self.head(hidden)[:, 0].float(), 0.0)
+
+
+class Critic:
+    """`model`: a second copy of the policy, prepared for training; its language head is not used."""
+
+    def __init__(self, model: PreTrainedModel, config: CriticConfig, optim: OptimConfig) -> None:
+        backbone = model.base_model
+        assert isinstance(backbone, PreTrainedModel)
+        self.values = ValueModel(backbone)
+        self.config, self.clip_norm = config, optim.clip_norm
+        device = next(model.parameters()).device
+        self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
+
+    def train_on(self, micro: TokenBatch, protect: bool, slots: int, sums: Counter[str]) -> None:
+        """Backward of one micro-batch; `slots`: trainable slots of the whole optimiser step."""
+        assert micro.value is not None, "score() fills value"
+        assert micro.value_target is not None, "credit() fills value_target"
+        assert micro.keep is not None
+        mask = micro.trainable if protect else micro.keep
+        loss, clipped = value_loss(self.values(micro), micro.value, micro.value_target, clip=self.config.clip)
+        total = torch.where(mask, loss, 0.0).sum()
+        (total / slots).backward()
+        sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
+
+    def update(self, rate: float) -> None:
+        """One optimiser step at `rate` times critic.lr."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.values.parameters(), self.clip_norm))
+        if not norm < float("inf"):
+            raise RuntimeError(f"critic: gradient norm is {norm}; this update was not made. Lower objective.critic.lr")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def load(self, weights: dict[str, Tensor], path: str) -> None:
+        """Take over these tensors (names of `values.state_dict()`)."""
+        own = self.values.state_dict()
+        if own.keys() != weights.keys():
+            raise UsageError(f"{path}: not the critic of this model; delete the checkpoint for an older one")
+        self.values.load_state_dict(weights)
+
+
+@torch.no_grad()
+def explained_variance(batch: TokenBatch) -> float:
+    """1 - Var(R - V) / Var(R) over the trainable slots: 1 if the critic knows the returns, 0 if it knows their mean."""
+    assert batch.value is not None
+    assert batch.value_target is not None
+    target = batch.value_target[batch.trainable].double()
+    left = (target - batch.value[batch.trainable].double()).var(correction=0)
+    return float(1 - left / target.var(correction=0))
