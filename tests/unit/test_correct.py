@@ -12,6 +12,8 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, Gate, UsageError, Weight
 from onepolicy.config.correction import presets
 from onepolicy.correct.presets import preset
+from onepolicy.correct.slots import slots
+from onepolicy.correct.statistics import statistic
 from onepolicy.correct.weights import Applied, reweight
 
 # B0: two sequences; the last two slots of the second are masked and hold garbage
@@ -168,6 +170,14 @@ def test_statistics_by_hand(statistic: str, value: float) -> None:
     for step, kept in ((outside, False), (within, True)):
         gate = Gate.model_validate({"statistic": statistic, side: value + step * 1e-4})
         assert reweight(old, rollout, ALL[:1], CorrectionConfig(gates=(gate,))).keep.tolist() == [kept]
+
+
+def test_k3_estimates_the_kl_from_rollout_to_trainer_b7() -> None:
+    """p (trainer) = (.6, .4), q (rollout) = (.9, .1): E_q[k3] = KL(q || p) = .226289, not the other direction."""
+    p, q = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([0.9, 0.1], dtype=torch.float64)
+    both = slots(p.log(), q.log(), ALL[:2])
+    assert float(q @ statistic("k3", both)) == pytest.approx(0.226289, abs=1e-6)
+    assert float(q @ statistic("k1", both)) == pytest.approx(0.226289, abs=1e-6)
 
 
 def test_turns_are_units_of_their_own() -> None:
