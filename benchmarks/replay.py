@@ -1,0 +1,195 @@
+"""What replay and recording cost, in one run: forward + backward with replay against without, in interleaved pairs.
+
+    python benchmarks/replay.py                          # 8, 32, 128 experts and 210M parameters, eager, one thread
+    python benchmarks/replay.py --models 32 --compiled   # torch.compile (batched_mm experts: see docs/replay.md)
+    python benchmarks/replay.py --models --recording     # share of rollout time in the embedded engine
+
+Replayed are the model's own routes, so both sides do the same arithmetic and the ratio is the cost of replay: opening
+the context, checking the trace, answering the top-k (which saves sorting the scores). A ratio is the median over pairs
+with a 95% bootstrap interval. One thread is timed in CPU seconds too, which other processes disturb less. `kept, added`
+is what autograd keeps for the backward, replay less plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from engine import build_model, engine_runner
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.config import HFEngineConfig
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.replay import Routers, bind_routers
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.train.forward import forward
+from onepolicy.train.pack import pack
+from onepolicy.train.policy import make_model
+from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch
+
+CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
+Times = dict[str, list[float]]
+
+
+def build(name: str) -> PreTrainedModel:
+    """The tiny policy with `name` experts of which 4 run, or "large": 8 layers of 64 experts, 210M parameters."""
+    if name != "large":
+        return make_model(PolicyConfig(experts=int(name)), 32).eval()
+    torch.manual_seed(0)
+    size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=1024, head_dim=64, **size, **experts)).eval()
+
+
+def samples(count: int, length: int) -> TokenBatch:
+    slots = torch.ones(length, dtype=torch.bool)
+    blank = torch.zeros(length, dtype=torch.int32)
+    made = [
+        Sample(
+            torch.randint(3, 32, (length + 1,)).int(), slots, slots.float(), blank, blank, 1.0, 0.0, "stop", outcome=0.0
+        )
+        for _ in range(count)
+    ]
+    return pack([Group(0, tuple(made))])
+
+
+def loss_of(model: PreTrainedModel, batch: TokenBatch, *, compiled: bool) -> Callable[[], Tensor]:
+    """A training forward: packed with our functions; compiled: the stock model on [S, T] tokens, one graph."""
+    if not compiled:
+        prepare_for_training(model, torch.device("cpu"))
+        return lambda: -forward(model, batch).logp.sum()
+    model.set_experts_implementation("batched_mm")
+    whole = torch.compile(model)
+    ids = batch.input_ids.view(batch.num_samples, -1)
+    return lambda: whole(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 5].sum()
+
+
+def pairs_of(first: Callable[[], None], second: Callable[[], None], count: int) -> tuple[Times, Times]:
+    """Seconds of both by every clock; who goes first alternates. Two pairs of warm-up do not count."""
+    times: tuple[Times, Times] = ({name: [] for name in CLOCKS}, {name: [] for name in CLOCKS})
+    for pair in range(-2, count):
+        for which, run in sorted(enumerate((first, second)), reverse=bool(pair % 2)):
+            begun = {name: clock() for name, clock in CLOCKS.items()}
+            run()
+            if pair >= 0:
+                for name, clock in CLOCKS.items():
+                    times[which][name].append(clock() - begun[name])
+    return times
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    """Median of the pairs' ratios, and its 95% bootstrap interval."""
+    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return f"{statistics.median(ratios):.3f} [{medians[49]:.3f}, {medians[1949]:.3f}]"
+
+
+def kept(run: Callable[[], Tensor]) -> int:
+    """Bytes of the distinct storages that autograd keeps between forward and backward."""
+    storages: dict[int, int] = {}
+
+    def see(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        loss = run()
+    del loss
+    return sum(storages.values())
+
+
+def measure_replay(name: str, args: argparse.Namespace) -> list[str]:
+    model, batch = build(name), samples(args.samples, args.length)
+    routers, loss = bind_routers(model), loss_of(model, batch, compiled=args.compiled)
+    trace = own_routes(model, routers, loss)
+
+    def step(routes: RoutingTrace | None) -> None:
+        model.zero_grad(set_to_none=True)
+        with nullcontext() if routes is None else routers.replay(routes):
+            value = loss()
+        value.backward()
+
+    def replayed() -> Tensor:
+        with routers.replay(trace):
+            return loss()
+
+    on, off = pairs_of(lambda: step(trace), lambda: step(None), args.pairs)
+    extra = "-" if args.compiled else f"{kept(replayed) - kept(loss)} B"
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    return [
+        f"{routers.num_experts} experts, {millions:.1f}M",
+        f"{statistics.median(off['wall']) * 1e3:.0f} ms",
+        ratio(on["wall"], off["wall"]),
+        ratio(on["CPU"], off["CPU"]) if args.threads == 1 else "-",
+        f"{trace.ids.numel() * trace.ids.element_size() / len(trace):.0f} = {len(routers.layers)} x {routers.top_k}",
+        extra,
+    ]
+
+
+def own_routes(model: PreTrainedModel, routers: Routers, loss: Callable[[], Tensor]) -> RoutingTrace:
+    with torch.no_grad(), routers.record() as tape:
+        loss()
+    return tape.trace()
+
+
+def measure_recording(batch: int, args: argparse.Namespace) -> list[str]:
+    prompts = torch.randint(3, 32, (batch, 26))
+    config = HFEngineConfig(dtype="float32", slots=batch)
+    runs = [
+        engine_runner(HFEngine(build_model(), config, record=record, max_len=101), prompts, 75)
+        for record in (True, False)
+    ]
+    on, off = pairs_of(runs[0], runs[1], args.pairs)
+    cpu = ratio(on["CPU"], off["CPU"]) if args.threads == 1 else "-"
+    return [str(batch), f"{statistics.median(off['wall']):.2f} s", ratio(on["wall"], off["wall"]), cpu]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=["8", "32", "128", "large"], help="experts, or 'large'")
+    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--recording", action="store_true", help="measure the embedded engine too")
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="sequences decoded together")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    how = "compiled" if args.compiled else "eager"
+    table = Table(title=f"forward + backward, {args.samples} x {args.length} tokens, {args.threads} thread(s), {how}")
+    for column in (
+        "model",
+        "plain",
+        "replay / plain, wall",
+        "the same, CPU",
+        "ids, bytes per token",
+        "kept, replay - plain",
+    ):
+        table.add_column(column, justify="right")
+    for name in args.models:
+        table.add_row(*measure_replay(name, args))
+    if args.models:
+        Console(width=150).print(table)
+    if args.recording:
+        table = Table(title=f"embedded engine, 26 + 75 tokens, float32, {args.threads} thread(s)")
+        for column in ("batch", "not recording", "recording / not, wall", "the same, CPU"):
+            table.add_column(column, justify="right")
+        for batch in args.batches:
+            table.add_row(*measure_recording(batch, args))
+        Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
