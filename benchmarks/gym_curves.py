@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,7 +71,7 @@ def make_policy(recipe: Path, folder: Path | None, threads: int) -> Path:
     return path
 
 
-def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int) -> None:
+def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int, overrides: Sequence[str] = ()) -> None:
     if (run / "summary.json").exists():
         return
     run.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int) -> Non
         onepolicy(["train", "--resume", str(run)], log)
         return
     shutil.rmtree(run, ignore_errors=True)  # stopped before its first checkpoint
-    settings = (f"model.path={policy}", f"out={run}", f"seed={seed}", f"train.threads={threads}")
+    settings = (f"model.path={policy}", f"out={run}", f"seed={seed}", f"train.threads={threads}", *overrides)
     onepolicy(["train", str(recipe), *settings], log)
 
 

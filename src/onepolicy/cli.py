@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from onepolicy.config import UsageError, load, read_recipe, resolve
+from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
         return 2
+    except TrainingError as error:
+        print(f"onepolicy: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nstopped; `onepolicy train --resume RUN` continues from the last checkpoint", file=sys.stderr)
         return 130

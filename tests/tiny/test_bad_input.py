@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from models import make
 
 from onepolicy.cli import main
@@ -237,3 +238,9 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
         arguments=["make-policy", "head_dym=3"]
     )
     assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])
+
+
+def test_a_run_that_cannot_go_on_says_why_and_exits_with_1(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a, **k: torch.tensor(torch.nan))
+    assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1"]) == 1
+    assert "onepolicy: gradient norm is nan in step 1; this update was not made" in capsys.readouterr().err

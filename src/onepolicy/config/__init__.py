@@ -1,6 +1,6 @@
 """Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py holds that)."""
 
-from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.base import Frozen, TrainingError, UsageError
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
@@ -43,6 +43,7 @@ __all__ = [
     "SoftReplay",
     "TaskConfig",
     "TrainConfig",
+    "TrainingError",
     "UsageError",
     "Weight",
     "WeightsReplay",

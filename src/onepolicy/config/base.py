@@ -1,4 +1,4 @@
-"""The frozen base every config section is built on, and the one error type that means "the user can mend this"."""
+"""The frozen base every config section is built on, and the two error types the command line prints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 class UsageError(ValueError):
     """Bad input. The message names the path or field, the value and the mend; the command line exits with 2."""
+
+
+class TrainingError(RuntimeError):
+    """A run that began well cannot go on. The message says why and what to do; the command line exits with 1."""
 
 
 class Frozen(BaseModel):

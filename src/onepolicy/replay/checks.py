@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from onepolicy.config import UsageError
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-class RoutingError(RuntimeError):
+class RoutingError(TrainingError):
     """A router did not do what record or replay needs. The message names the decoder layer."""
 
 

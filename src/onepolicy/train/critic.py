@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from onepolicy.config import UsageError
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
@@ -66,7 +66,7 @@ class Critic:
         """One optimiser step at `rate` times critic.lr."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.values.parameters(), self.clip_norm))
         if not norm < float("inf"):
-            raise RuntimeError(f"critic: gradient norm is {norm}; this update was not made. Lower objective.critic.lr")
+            raise TrainingError(f"critic: gradient norm is {norm}; this update was not made. Lower objective.critic.lr")
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * rate
         self.optimizer.step()

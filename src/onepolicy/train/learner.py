@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, UsageError, WeightsReplay
+from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.receipt import Sums, combine, report
 from onepolicy.objective.loss import policy_loss
@@ -182,7 +182,7 @@ class LocalLearner:
     def _update(self) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
         if not norm < float("inf"):
-            raise RuntimeError(
+            raise TrainingError(
                 f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
                 "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
             )
