@@ -155,6 +155,11 @@ def measure_recording(batch: int, args: argparse.Namespace) -> list[str]:
     return [str(batch), f"{statistics.median(off['wall']):.2f} s", ratio(on["wall"], off["wall"]), cpu]
 
 
+def add(table: Table, row: list[str]) -> None:
+    print(*row, sep=", ", flush=True)
+    table.add_row(*row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=["8", "32", "128", "large"], help="experts, or 'large'")
@@ -179,7 +184,7 @@ def main() -> None:
     ):
         table.add_column(column, justify="right")
     for name in args.models:
-        table.add_row(*measure_replay(name, args))
+        add(table, measure_replay(name, args))
     if args.models:
         Console(width=150).print(table)
     if args.recording:
@@ -187,7 +192,7 @@ def main() -> None:
         for column in ("batch", "not recording", "recording / not, wall", "the same, CPU"):
             table.add_column(column, justify="right")
         for batch in args.batches:
-            table.add_row(*measure_recording(batch, args))
+            add(table, measure_recording(batch, args))
         Console(width=150).print(table)
 
 

@@ -42,7 +42,8 @@ class Routers:
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[Tape]:
-        """Keep what every forward in here routes to. Recomputes of a backward are not forwards.
+        """Keep what every forward in here routes to: the top-k mask I of the R3 paper's eq. (5), as ids in the order of
+        the router's own top-k. Recomputes of a backward are not forwards.
 
         weights: also keep what each expert's output was multiplied by, for weight replay.
 
