@@ -9,6 +9,7 @@ from pathlib import Path
 
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
+from onepolicy.config.objective import show_objective
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
 
@@ -73,10 +74,8 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
     )
 
-    config = _command(
-        commands, "config", "print the effective settings of a recipe, or of a correction preset", run_config
-    )
-    config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`: a correction by name, or all names")
+    config = _command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
+    config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
     config.add_argument("overrides", nargs="*", metavar="a.b=value")
     return top
 
@@ -178,6 +177,11 @@ def run_config(arguments: argparse.Namespace) -> None:
         if len(arguments.overrides) > 1:
             raise UsageError(f"config preset: one name, not {' '.join(arguments.overrides)}")
         print(show(arguments.overrides[0]) if arguments.overrides else show_all())
+        return
+    if arguments.recipe == "objective":
+        if len(arguments.overrides) > 1:
+            raise UsageError(f"config objective: one name, not {' '.join(arguments.overrides)}")
+        print(show_objective(*arguments.overrides))
         return
     print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
 

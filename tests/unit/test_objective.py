@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective_support import batch, group, random_batch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
@@ -16,52 +17,9 @@ from onepolicy.correct.weights import reweight
 from onepolicy.objective.advantages import credit, outcomes
 from onepolicy.objective.loss import policy_loss
 from onepolicy.objective.reduce import slot_shares, totals
-from onepolicy.types import Group, Sample, TokenBatch, Totals
+from onepolicy.types import TokenBatch, Totals
 
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28)
-
-
-def group(rewards: list[float], problem_id: int = 0) -> Group:
-    def sample(reward: float) -> Sample:
-        slot = torch.zeros(1, dtype=torch.int32)
-        return Sample(slot.expand(2), torch.tensor([True]), torch.zeros(1), slot, slot, 1.0, reward, "stop")
-
-    return Group(problem_id, tuple(sample(reward) for reward in rewards))
-
-
-def batch(lengths: list[int], trainable: Tensor, outcome: list[float], **fields: Tensor) -> TokenBatch:
-    slots, zeros = sum(lengths), torch.zeros(sum(lengths), dtype=torch.int64)
-    return TokenBatch(
-        input_ids=zeros,
-        target_ids=zeros,
-        positions=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        segment=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        trainable=trainable,
-        version=zeros.int(),
-        turn=zeros.int(),
-        logp_rollout=torch.zeros(slots),
-        temperature=torch.ones(len(lengths)),
-        outcome=torch.tensor(outcome),
-        group=torch.arange(len(lengths)) // 2,
-    ).replace(**fields)
-
-
-def random_batch(seed: int, samples: int = 5) -> tuple[Tensor, TokenBatch]:
-    """A finished batch in float64 with two rejected slots, and a logp_new near logp_old."""
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 7, (samples,), generator=g).tolist()
-    n = sum(lengths)
-    trainable = torch.rand(n, generator=g) < 0.7
-    trainable[:2] = True
-    rejected = torch.zeros(n, dtype=torch.bool)
-    rejected[1] = True
-    old = -torch.rand(n, generator=g).double() * 3
-    made = batch(lengths, trainable, torch.randn(samples, generator=g).tolist())
-    made = credit(made, CONFIG).replace(
-        logp_old=old, weight=torch.rand(n, generator=g).double() * 2, keep=trainable & ~rejected
-    )
-    return old + torch.randn(n, generator=g).double() * 0.3, made
 
 
 def grad_of(logp_new: Tensor, made: TokenBatch, denominator: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
