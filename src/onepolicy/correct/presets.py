@@ -149,7 +149,10 @@ def markdown_table() -> str:
     lines = ["| preset | correction | surrogate | same in verl | source |", "| --- | --- | --- | --- | --- |"]
     for name, row in presets().items():
         config = preset(name)
-        what = "; ".join(equation(config)[1:-1]) or "no weights, no gates"
+        parts = equation(config)[1:-1]
+        parts += ["r = new / rollout in the surrogate"] if config.surrogate == "ppo" else []
+        parts += ["minus the rollout's mean score"] if config.centering != "none" else []
+        what = "; ".join(parts) or "no weights, no gates"
         cells = [f"`{name}`", what, config.surrogate, _foreign(row["verl"]), row["source"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
