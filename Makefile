@@ -40,7 +40,7 @@ test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
 	.venv-oracle/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
 	touch $@
 
-oracle: $(VENV)/.dev .venv-oracle/.ready ## our corrections beside verl's, TRL's and OpenRLHF's own code
+oracle: $(VENV)/.dev .venv-oracle/.ready ## our corrections and objectives beside verl's, TRL's and OpenRLHF's own code
 	$(BIN)/pytest -m oracle
 
 clean: ## remove the venv and caches (runs/ stays)
