@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train test test-slow oracle lint clean
+.PHONY: help train test test-slow clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -20,28 +20,29 @@ $(VENV)/.dev: $(VENV)/.train
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# verl, TRL and OpenRLHF, run as oracles, pin what clashes with ours. They get a venv of their own, without their pins, that
+# borrows from ours what it does not have itself (torch above all).
+ORACLE := .venv-oracle
+$(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
+	test -d $(ORACLE) || $(PYTHON) -m venv $(ORACLE)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(ORACLE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/oracle/requirements.txt
+	$(ORACLE)/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
+	touch $@
+
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
 	$(BIN)/onepolicy make-policy
 	$(BIN)/onepolicy train $(RECIPE)
 
-test: $(VENV)/.dev ## lint, types, fast tests
+test: $(VENV)/.dev $(ORACLE)/.ready ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu and not oracle"
+	$(BIN)/pytest -m "not slow and not gpu"
 
 test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
 	$(BIN)/pytest -m slow --timeout 7200
 
-# verl, TRL and OpenRLHF pin what clashes with ours, so they live in a venv of their own (1.6 GB), without their pins.
-.venv-oracle/.ready: tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
-	test -d .venv-oracle || $(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/pip install -q -r tests/oracle/requirements.txt
-	.venv-oracle/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
-	touch $@
-
-oracle: $(VENV)/.dev .venv-oracle/.ready ## our corrections and objectives beside verl's, TRL's and OpenRLHF's own code
-	$(BIN)/pytest -m oracle
-
-clean: ## remove the venv and caches (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove the venvs and caches (runs/ stays)
+	rm -rf $(VENV) $(ORACLE) .pytest_cache .ruff_cache .mypy_cache .hypothesis

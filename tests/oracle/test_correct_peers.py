@@ -1,4 +1,4 @@
-"""Our corrections beside the peers' own code, which runs in a venv of its own (`make oracle` builds it and runs this).
+"""Our corrections beside the peers' own code, which runs in a venv of its own (`make test` builds it).
 
 Where we differ on purpose the difference is asserted, with the reason, so that a change on their side is noticed.
 """
@@ -38,7 +38,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    assert PYTHON.exists(), "the oracle venv is missing; `make oracle` builds it"
+    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
     folder = tmp_path_factory.mktemp("oracle")
     np.savez(folder / "in.npz", b3=B3.numpy(), **{name: value.numpy() for name, value in batch().items()})
     command = [PYTHON, Path(__file__).with_name("peers.py"), folder / "in.npz", folder / "out.npz"]

@@ -1,4 +1,4 @@
-"""Our objectives beside TRL's and verl's own code (`make oracle`): the same loss and the same gradient in every slot.
+"""Our objectives beside TRL's and verl's own code (`make test` builds it): the same loss and the same gradient in every slot.
 
 Where we differ on purpose the difference is asserted, with the reason, so that a change on their side is noticed.
 """
@@ -53,7 +53,7 @@ def given() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
-    assert PYTHON.exists(), "the oracle venv is missing; `make oracle` builds it"
+    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
     folder = tmp_path_factory.mktemp("oracle")
     np.savez(folder / "in.npz", **{name: value.numpy() for name, value in given().items()})
     command = [PYTHON, Path(__file__).with_name("objective_peers.py"), folder / "in.npz", folder / "out.npz"]
