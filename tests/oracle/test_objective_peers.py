@@ -1,4 +1,4 @@
-"""Our objectives beside TRL's and verl's own code, in the venv `make test` builds: the same loss and gradient in every slot.
+"""Our objectives beside TRL's and verl's own code: the same loss and the same gradient in every slot.
 
 Where we differ on purpose the difference is asserted, with the reason, so that a change on their side is noticed.
 """
