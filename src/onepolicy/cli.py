@@ -9,7 +9,6 @@ from pathlib import Path
 
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
-from onepolicy.config.objective import show_objective
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
 
@@ -179,9 +178,11 @@ def run_config(arguments: argparse.Namespace) -> None:
         print(show(arguments.overrides[0]) if arguments.overrides else show_all())
         return
     if arguments.recipe == "objective":
+        from onepolicy.objective import presets
+
         if len(arguments.overrides) > 1:
             raise UsageError(f"config objective: one name, not {' '.join(arguments.overrides)}")
-        print(show_objective(*arguments.overrides))
+        print(presets.show(*arguments.overrides))
         return
     print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_support import batch, group
 
-from onepolicy.config import ObjectiveConfig, RolloutConfig, UsageError
+from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import Problem
 from onepolicy.objective.advantages import compare, credit, has_signal, outcomes, overlong, whiten
 from onepolicy.objective.gae import gae, returns_to_go, value_loss
@@ -216,7 +216,7 @@ def test_refilling_has_a_bound_and_no_problem_twice(monkeypatch: pytest.MonkeyPa
     groups, metrics, played = collect(monkeypatch, {7}, step=1)  # step 1 owns problems 6 to 11
     assert ([g.problem_id for g in groups], played) == ([7], [6, 7, 8, 9])
     assert metrics["rollout/refills"] == 2
-    with pytest.raises(UsageError, match="all 6 problems of step 1 had equal rewards"):
+    with pytest.raises(TrainingError, match="all 6 problems of step 1 had equal rewards"):
         collect(monkeypatch, set())
 
 

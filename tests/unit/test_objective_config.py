@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from onepolicy.cli import main
 from onepolicy.config import ObjectiveConfig, RunConfig, UsageError, resolve
 from onepolicy.config.objective import objective_presets
+from onepolicy.objective.presets import markdown_table
 
 KL_REWARD = ["objective.kl.coef=1.0", "objective.kl.where=reward"]
 MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -113,3 +115,9 @@ def test_config_prints_objective_presets(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(printed[printed.index("{") :])["ratio_level"] == "sequence"
     assert main(["config", "objective", "gspoo"]) == 2
     assert "gspoo" in capsys.readouterr().err
+
+
+def test_the_page_is_current() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    table = markdown_table()
+    assert table in page, f"docs/objectives.md is not current; it should contain\n{table}"

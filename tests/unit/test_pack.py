@@ -67,3 +67,8 @@ def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
     chosen = mini_steps(pack(groups), parts)
     assert [s for part in chosen for s in part] == list(range(len(groups) * size))
     assert all(len(part) == groups_per_part * size for part in chosen)
+
+
+def test_fewer_groups_than_mini_steps_take_fewer():
+    groups = [Group(g, (sample(3, routed=False),)) for g in range(2)]
+    assert mini_steps(pack(groups), 3) == [[0], [1]]

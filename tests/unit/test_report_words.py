@@ -94,6 +94,13 @@ def test_time_shares():
     assert time_shares({}) == ""
 
 
+def test_time_that_bypass_saved_is_no_part_of_the_step():
+    summary = SUMMARY | {"time": SUMMARY["time"] | {"score": 0.0, "score_saved": 0.25}}
+    assert time_shares(summary) == "rollout 50%, update 25% of 1.2 s"
+    assert "about 0.25 s per step saved" in shown(summary)
+    assert "saved" not in shown(SUMMARY)
+
+
 def test_terminal():
     text = shown(SUMMARY)
     for part in (

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.base import Frozen
 from onepolicy.config.correction import TERMS, CorrectionConfig
 
 
@@ -287,14 +287,3 @@ def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None
 def objective_presets() -> dict[str, dict[str, Any]]:
     """The rows of objectives.toml: settings, loss, source."""
     return tomllib.loads(OBJECTIVES.read_text(encoding="utf-8"))
-
-
-def show_objective(name: str | None = None) -> str:
-    """The preset's loss, source and effective settings; without a name all presets, one a line."""
-    rows = objective_presets()
-    if name is None:
-        return "\n".join(f"{row:22}{rows[row]['loss']}" for row in rows)
-    if name not in rows:
-        raise UsageError(f"objective: none is called {name!r}; there are {', '.join(rows)}")
-    settings = ObjectiveConfig(preset=name).model_dump_json(indent=2)
-    return f"{name}\n{rows[name]['loss']}\n{rows[name]['source']}\n{settings}"

@@ -8,6 +8,7 @@ import numpy as np
 
 from onepolicy.report.figure import NEUTRAL, ROLLOUT, TRAINER, Absent, Figure, Look, Spec, axis, line, markers
 from onepolicy.report.run import Run
+from onepolicy.report.words import NOT_PARTS
 
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
 TIME_PARTS = {  # part -> colour, fill pattern
@@ -87,7 +88,7 @@ def time_split(run: Run) -> Figure | Absent:
         return Absent("time", "Time per step: metrics.jsonl has no time/step.")
     steps = [row["step"] for row in rows]
     total = np.array([row["time/step"] for row in rows], dtype=np.float64)
-    found = [name.removeprefix("time/") for name in run.names("time/") if name != "time/step"]
+    found = [name.removeprefix("time/") for name in run.names("time/") if name.removeprefix("time/") not in NOT_PARTS]
     parts = [part for part in TIME_PARTS if part in found] + [part for part in found if part not in TIME_PARTS]
     data, rest = [], total
     for part in parts:

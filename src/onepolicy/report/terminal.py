@@ -33,6 +33,8 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append(("k3 cut by, per probe", spread))
     if split := time_shares(summary):
         rows.append(("time per step", split))
+    if saved := summary.get("time", {}).get("score_saved"):
+        rows.append(("scoring left out", f"about {number(saved)} s per step saved: the rollout is the anchor"))
     if summary.get("tokens_per_second") is not None:
         rows.append(("tokens / s", number(summary["tokens_per_second"])))
     rows += [(name, str(summary[name])) for name in ("run", "report") if summary.get(name)]

@@ -142,13 +142,16 @@ def comparison(summary: Tree) -> list[tuple[str, ...]]:
     return rows
 
 
+NOT_PARTS = ("step", "score_saved")  # times that are the whole, or were not spent
+
+
 def time_shares(summary: Tree) -> str:
     """`rollout 61%, update 30%, ... of 1.2 s`; empty if the summary has no times."""
     times = summary.get("time") or {}
     step = times.get("step")
     if not step:
         return ""
-    parts = sorted(((v, k) for k, v in times.items() if k != "step" and v > 0), reverse=True)
+    parts = sorted(((v, k) for k, v in times.items() if k not in NOT_PARTS and v > 0), reverse=True)
     return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
 
 

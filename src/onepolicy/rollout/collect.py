@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 
-from onepolicy.config import RolloutConfig, UsageError
+from onepolicy.config import RolloutConfig, TrainingError
 from onepolicy.interfaces import Environment, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteRules, check_completion, with_routes
 from onepolicy.types import Completion, Group, Sample, Sampling
@@ -59,8 +59,8 @@ async def collect(
 
     Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further problems, up to `rounds`
     more times. Step s owns the problems from s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A
-    step may come out smaller than prompts_per_step; UsageError if no group is left, and if an engine's routes break
-    `routes` (None: a dense model), naming problem, sample, layer and row.
+    step may come out smaller than prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes
+    break `routes` (None: a dense model), naming problem, sample, layer and row.
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop)
     wanted, size = config.prompts_per_step, config.group_size
@@ -85,7 +85,7 @@ async def collect(
         kept += groups if accept is None else filter(accept, groups)
         played, used = played + len(problems), used + 1
     if not kept:
-        raise UsageError(
+        raise TrainingError(
             f"objective.dynamic_sampling: all {played} problems of step {step + 1} had equal rewards; "
             "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
         )

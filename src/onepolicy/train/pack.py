@@ -64,11 +64,7 @@ def micro_batches(batch: TokenBatch, budget: int) -> list[list[int]]:
 def mini_steps(batch: TokenBatch, parts: int) -> list[list[int]]:
     """Sample indices of each optimiser step: whole groups, dealt in order into `parts` equal runs."""
     groups = batch.group.unique_consecutive().tolist()
-    if len(groups) < parts:
-        raise UsageError(
-            f"objective.mini_steps: {parts}, but dynamic sampling found only {len(groups)} groups with a signal; take "
-            "fewer mini-steps or more rollout.prompts_per_step"
-        )
+    parts = min(parts, len(groups))  # dynamic sampling may find fewer groups than asked for
     per_part = len(groups) // parts
     of_group: dict[int, list[int]] = {}
     for sample, group in enumerate(batch.group.tolist()):
