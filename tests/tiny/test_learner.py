@@ -11,6 +11,7 @@ from onepolicy.config import UsageError, resolve
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit
 from onepolicy.replay.routers import bind_routers
+from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, RoutingTrace, Sample
@@ -167,3 +168,74 @@ def test_dense_model_trains_without_routers():
     scored, metrics, _ = one_step(learner, dataclasses.replace(batch, routing=None))
     assert scored.routing_native is None
     assert metrics["train/grad_norm"] > 0
+
+
+def test_bypass_measures_what_scoring_would_have():
+    """One mini-step: logp_old, entropy and the trainer's own routes are those of score(), and nothing was scored."""
+    batch, usual = batch_of(), learner_of()
+    scored = usual.score(batch)
+    learner = learner_of("correction.preset=ppo-is")
+    left_out, metrics, _ = one_step(learner, batch)
+    assert left_out.logp_old is None
+    assert metrics["time/score_saved"] > 0
+    for name in ("logp_old", "entropy", "gate_mass"):
+        assert torch.equal(getattr(learner.seen, name), getattr(scored, name)), name
+    assert torch.equal(learner.seen.routing_native.ids, scored.routing_native.ids)
+
+
+@pytest.mark.parametrize(
+    "objective", [["correction.preset=ppo-is"], ["objective.preset=gspo"], ["objective.entropy_coef=0.1"]], ids=str
+)
+def test_options_change_no_bit_of_other_objectives_either(objective):
+    """Checkpointed activations, and (with a scoring forward) its reuse: metrics and weights are the same."""
+    _, metrics, plain = one_step(learner_of(*objective), batch_of())
+    options = ["train.activation_checkpointing=true"]
+    options += [] if "correction.preset=ppo-is" in objective else ["train.reuse_scoring_forward=true"]
+    for option in options:
+        _, with_option, other = one_step(learner_of(option, *objective), batch_of())
+        assert {**metrics, "time/score_saved": 0} == {**with_option, "time/score_saved": 0}
+        assert all(torch.equal(plain[n], other[n]) for n in plain)
+
+
+def test_entropy_bonus_raises_the_entropy():
+    learner = learner_of("objective.entropy_coef=10.0", "optim.lr=1e-3")
+    entropies = [float(one_step(learner, batch_of())[0].entropy.mean()) for _ in range(3)]
+    assert entropies == sorted(entropies)
+
+
+def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
+    """GAE with lambda = 1 is return - value; the policy's update does not touch the critic's weights and vice versa."""
+    settings = ["objective.preset=ppo", "objective.lam=1.0", "objective.critic.lr=1e-2", "objective.normalise=none"]
+    learner = learner_of(*settings)
+    config = learner.config
+    copy = make("qwen3_moe")
+    prepare_for_training(copy, torch.device("cpu"))
+    learner.critic = Critic(copy, config.objective.critic, config.optim)
+    batch, losses = batch_of(), []
+    for step in range(6):
+        scored, metrics, _ = one_step(learner, batch)
+        losses.append(metrics["train/value_loss"])
+        if step == 0:
+            assert (scored.value == 0).all()
+            assert torch.equal(scored.advantage[batch.trainable], batch.outcome[batch.segment][batch.trainable])
+    assert losses[-1] < 0.5 * losses[0]
+    named = dict(learner.model.named_parameters())
+    assert not any(parameter is other for parameter in learner.critic.values.parameters() for other in named.values())
+
+
+def test_reference_is_frozen_and_its_kl_pulls_back():
+    """A strong KL term keeps the policy nearer to where it began than none does."""
+    moved = {}
+    for coef in (0.0, 5.0):
+        overrides = [f"objective.kl.coef={coef}", "optim.lr=1e-3", "replay.mode=off"]
+        learner = learner_of(*overrides)
+        reference = make("qwen3_moe").requires_grad_(False)
+        prepare_for_training(reference, torch.device("cpu"))
+        learner.reference = reference
+        before = {n: p.clone() for n, p in reference.named_parameters()}
+        for _ in range(4):
+            scored, metrics, _ = one_step(learner, batch_of().replace(routing=None))
+        moved[coef] = float((scored.logp_old - scored.logp_ref)[scored.trainable].abs().mean())
+        assert all(torch.equal(before[n], p) for n, p in reference.named_parameters())
+        assert ("train/kl" in metrics) == (coef > 0)
+    assert 0 < moved[5.0] < 0.9 * moved[0.0]

@@ -61,8 +61,13 @@ def test_bypass_scores_nothing_and_measures_in_the_update(train):
     assert row["train/ratio_dev"] > 0  # the ratio is new / rollout
     assert usual["train/ratio_dev"] == 0
     assert json.loads((out / "summary.json").read_text())["time"]["score_saved"] == row["time/score_saved"]
-    two = rows(train("two", "steps=1", "correction.preset=ppo-is", "objective.mini_steps=2", *QUICK))[0]
+    bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0")
+    probed = train("two", "steps=1", *bypass, "log.counterfactual_every=1")
+    two = rows(probed)[0]
     assert two["mismatch/k3"] != usual["mismatch/k3"]  # of the first half
+    assert two["repeat/max_dlogp"] < 1e-3
+    tensors = load_file(probed / "probes" / "step_00001.safetensors")
+    assert len(tensors["logp_trainer"]) == len(tensors["logp_trainer_native"]) == two["correction/slots"]
 
 
 def test_live_corrections_run_and_report(train):

@@ -177,14 +177,14 @@ def test_on_policy_every_surrogate_is_the_policy_gradient(name: str) -> None:
     assert grad == pytest.approx([-2, -2, 1, 1, 1])
 
 
-@pytest.mark.parametrize("gap", [-1e4, 1e4, math.inf, math.nan])
+@pytest.mark.parametrize("anchor", [-1e4, 1e4, math.inf, math.nan])
 @pytest.mark.parametrize("name", PRESETS)
-def test_nothing_overflows(name: str, gap: float) -> None:
-    new = torch.tensor([gap, -1.0], requires_grad=True)
+def test_nothing_overflows(name: str, anchor: float) -> None:
+    new = torch.tensor([-1.0, -1.0], requires_grad=True)
     out = surrogate(
         ObjectiveConfig(preset=name),
         new,
-        torch.zeros(2),
+        torch.tensor([anchor, -1.0]),
         torch.tensor([1.0, -1.0]),
         mask=torch.tensor([True, True]),
         segment=torch.tensor([0, 0]),
@@ -222,6 +222,21 @@ def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(name: st
     turned = run(new[order], old[order], order, torch.arange(3).repeat_interleave(lengths.flip(0)))
     for a, b in zip(clean, turned, strict=True):
         torch.testing.assert_close(a[order], b)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_policy_that_has_no_finite_probability_is_not_hidden(name: str) -> None:
+    new = torch.tensor([math.nan], requires_grad=True)
+    out = surrogate(
+        ObjectiveConfig(preset=name),
+        new,
+        torch.tensor([-1.0]),
+        torch.tensor([1.0]),
+        mask=torch.tensor([True]),
+        segment=torch.tensor([0]),
+        samples=1,
+    )
+    assert out.loss.isnan().all()
 
 
 # --- KL -------------------------------------------------------------------------------------------------------------

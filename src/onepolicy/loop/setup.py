@@ -123,7 +123,10 @@ def build_reference(config: RunConfig, vocabulary: int, device: torch.device) ->
     model_config = resolve_model(config.model)
     if config.objective.kl.reference is not None:
         model_config = model_config.model_copy(update={"path": config.objective.kl.reference})
-    own = read_config(model_config).get_text_config().vocab_size
+    try:
+        own = read_config(model_config).get_text_config().vocab_size
+    except UsageError as error:
+        raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
     if own != vocabulary:
         raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
     reference = load_model(model_config, DTYPES[config.model.dtype], device)

@@ -35,12 +35,14 @@ def policy_loss(
     if anchor is None:
         assert batch.logp_old is not None, "score() fills logp_old"
         anchor = batch.logp_old
+    # a ratio over the sample is over all its trainable slots, or a gate would change what it gates
+    alone = config.ratio_level == "token" and config.surrogate != "gmpo"
     per_slot = surrogate(
         config,
         logp_new,
         anchor,
         torch.where(keep, batch.advantage, 0.0),
-        mask=batch.trainable,
+        mask=keep if alone else batch.trainable,
         segment=batch.segment,
         samples=batch.num_samples,
     )

@@ -27,12 +27,15 @@ def surrogate(
     logp_anchor: Tensor,  # [T] float32, the policy that the ratio is taken to: trainer before the update, or rollout
     advantage: Tensor,  # [T] float32
     *,
-    mask: Tensor,  # [T] bool, trainable slots: a sequence's ratio is over all of them, rejected ones too
+    mask: Tensor,  # [T] bool, slots that are looked at; a sequence's ratio is over all of them
     segment: Tensor,  # [T] int64, sample of each slot; samples are whole
     samples: int,
 ) -> Surrogate:
-    """Loss per slot of `config.surrogate`. A slot outside the mask, or whose ratio is not finite, counts as r = 1."""
-    usable = mask & (logp_new - logp_anchor).detach().isfinite()
+    """Loss per slot of `config.surrogate`. A slot outside the mask, or without a finite anchor, counts as r = 1.
+
+    A logp_new that is not finite is not hidden: the gradient is then not finite either.
+    """
+    usable = mask & logp_anchor.isfinite()
     logp_new, logp_anchor = torch.where(usable, logp_new, 0.0), torch.where(usable, logp_anchor, 0.0)
     log_ratio = (logp_new - logp_anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.surrogate == "gmpo":
