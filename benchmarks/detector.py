@@ -149,7 +149,8 @@ def agreement() -> None:
 
     clean = []
     for step in range(args.steps):
-        batch = pack(outcomes(asyncio.run(play(step)), parts.config.objective))
+        groups, _ = asyncio.run(play(step))
+        batch = pack(outcomes(groups, parts.config.objective))
         clean.append(agreements(parts.learner, batch, batch.routing.ids))
     lowest = torch.stack([layers for layers, _ in clean]).amin(0)
     cells = torch.cat([cells for _, cells in clean])

@@ -64,7 +64,8 @@ def rollout(parts: Parts, step: int = 0) -> TokenBatch:
             routes=parts.routes,
         )
 
-    return pack(outcomes(asyncio.run(play()), parts.config.objective))
+    groups, _ = asyncio.run(play())
+    return pack(outcomes(groups, parts.config.objective))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 SAMPLE_FIELDS = ("temperature", "outcome", "group")
-OPTIONAL = ("logp_old", "entropy", "advantage", "weight", "keep")
+TRACES = ("routing", "routing_native")
+OPTIONAL = [f.name for f in dataclasses.fields(TokenBatch) if f.default is None and f.name not in TRACES]
 
 
 def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
