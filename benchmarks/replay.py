@@ -6,8 +6,8 @@
 
 Replayed are the model's own routes, so both sides do the same arithmetic and the ratio is the cost of replay: opening
 the context, checking the trace, answering the top-k (which saves sorting the scores). A ratio is the median over pairs
-with a 95% bootstrap interval. One thread is timed in CPU seconds too, which other processes disturb less. `kept, added`
-is what autograd keeps for the backward, replay less plain.
+with a 95% bootstrap interval. One thread is timed in CPU seconds too, which other processes disturb less. `kept` is
+what autograd keeps for the backward.
 """
 
 from __future__ import annotations
