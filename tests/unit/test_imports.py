@@ -69,6 +69,11 @@ def test_math_needs_torch_only(path):
     assert not heavy
 
 
+def test_vllm_is_imported_in_its_folder_only():
+    users = {path.parent.name for path in FILES for module in imports(path) if module.split(".")[0] == "vllm"}
+    assert users == {"vllm"}
+
+
 def test_direction_test_sees_a_wrong_import(tmp_path):
     (tmp_path / "bad.py").write_text("def f():\n    from onepolicy.loop import step\n")
     assert imports(tmp_path / "bad.py") == ["onepolicy.loop.step"]

@@ -14,7 +14,14 @@ from onepolicy.config.objective import (
     SoftReplay,
     WeightsReplay,
 )
-from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig, SamplingConfig
+from onepolicy.config.rollout import (
+    EngineConfig,
+    EvalConfig,
+    HFEngineConfig,
+    RolloutConfig,
+    SamplingConfig,
+    VLLMEngineConfig,
+)
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import ChainTask, GymTask, JsonlTask, TaskConfig
 
@@ -24,6 +31,7 @@ __all__ = [
     "ChainTask",
     "CheckpointConfig",
     "CorrectionConfig",
+    "EngineConfig",
     "EvalConfig",
     "FromRollout",
     "Frozen",
@@ -45,6 +53,7 @@ __all__ = [
     "TrainConfig",
     "TrainingError",
     "UsageError",
+    "VLLMEngineConfig",
     "Weight",
     "WeightsReplay",
     "apply_override",

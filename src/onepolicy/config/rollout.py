@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -23,6 +23,27 @@ class HFEngineConfig(Frozen):
     """Copy keys, values and routes of a shared prefix instead of computing them again."""
 
 
+class VLLMEngineConfig(Frozen):
+    """vLLM in this process: the package for CUDA, or `make vllm` for the CPU."""
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the engine's own copy of the weights, whatever the trainer's."""
+    slots: PositiveInt = 64
+    """Sequences decoded at once; a finished one makes room for the next."""
+    max_len: PositiveInt | None = None
+    """Prompt + completion tokens of one sequence; unset: the model's context length."""
+    prefix_reuse: bool = True
+    """vLLM's prefix caching: whole blocks of a shared prefix keep their keys, values and routes."""
+    block_size: PositiveInt | None = None
+    """Tokens of a cached block; unset: vLLM's own choice (128 on the CPU)."""
+    cache_gib: PositiveFloat = 1.0
+    """Memory for keys and values."""
+
+
+EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+
+
 class SamplingConfig(Frozen):
     temperature: PositiveFloat = 1.0
     max_tokens: PositiveInt = 1024
@@ -31,11 +52,19 @@ class SamplingConfig(Frozen):
 
 
 class RolloutConfig(Frozen):
-    engine: HFEngineConfig = HFEngineConfig()
+    engine: EngineConfig = HFEngineConfig()
+    """Without a kind: hf."""
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kind(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("engine"), dict):
+            data = {**data, "engine": {"kind": "hf"} | data["engine"]}
+        return data
 
 
 class EvalConfig(Frozen):

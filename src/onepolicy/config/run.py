@@ -9,8 +9,8 @@ from pydantic import Field, PositiveInt, model_validator
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import R2, R3, FromRollout, ObjectiveConfig, ReplayConfig, check_pair
-from onepolicy.config.rollout import EvalConfig, RolloutConfig
+from onepolicy.config.objective import R2, R3, FromRollout, ObjectiveConfig, ReplayConfig, WeightsReplay, check_pair
+from onepolicy.config.rollout import EvalConfig, RolloutConfig, VLLMEngineConfig
 from onepolicy.config.task import TaskConfig
 
 
@@ -89,6 +89,14 @@ class RunConfig(Frozen):
         if isinstance(replay, FromRollout) and replay.source == "reprefill" and replay.missing != "error":
             raise ValueError(
                 "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
+            )
+        engine = self.rollout.engine
+        if isinstance(engine, VLLMEngineConfig) and isinstance(replay, WeightsReplay) and replay.source == "engine":
+            raise ValueError("replay.mode: weights needs the combine weights, which vLLM does not return; use r3")
+        if isinstance(engine, VLLMEngineConfig) and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
+            raise ValueError(
+                "rollout.engine.dtype: a float32 vLLM reads the checkpoint unrounded, but model.dtype = bfloat16 "
+                "trains it rounded; set it to bfloat16"
             )
         if isinstance(self.replay, R2) and self.objective.mini_steps == 1:
             raise ValueError(

@@ -71,7 +71,7 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     model = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(model)
     engine = build_engine(
-        model, HFEngineConfig(dtype="float32", slots=128), torch.device("cpu"), record=False, max_len=config.max_len
+        model, HFEngineConfig(dtype="float32", slots=128), torch.device("cpu"), routes=None, max_len=config.max_len
     )
     environment, stop = build(config.task, tokenizer), (tokenizer.eos_token_id,)
     return asyncio.run(evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2))

@@ -21,6 +21,7 @@ from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
 from onepolicy.loop.step import Parts, StepResult, rl_step
 from onepolicy.loop.summary import summarise
+from onepolicy.sync.check import checked_push
 from onepolicy.sync.local import push_weights
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
@@ -84,7 +85,10 @@ async def _train(
             checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
     truncate_after(out, origin.step)
     folder.drop_probes_after(out, origin.step)
-    await push_weights(learner, *parts.samplers)
+    checked = progress.phase("engine warm-up and sync check", 1)
+    await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
+    await push_weights(learner, *parts.samplers[1:])
+    checked()
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         if config.eval.every and not read_metrics(out):
             log.write(origin.step, await _evaluate(parts, progress))

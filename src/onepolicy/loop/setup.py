@@ -8,10 +8,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onepolicy.config import FromRollout, HFEngineConfig, ModelConfig, RunConfig, UsageError, WeightsReplay
+from onepolicy.config import (
+    EngineConfig,
+    FromRollout,
+    ModelConfig,
+    RunConfig,
+    UsageError,
+    VLLMEngineConfig,
+    WeightsReplay,
+)
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import build
-from onepolicy.interfaces import EngineCaps, Environment
+from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
 from onepolicy.loop.step import Parts
 from onepolicy.models.load import (
     context_length,
@@ -25,6 +33,7 @@ from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.rollout.reprefill import Reprefill
+from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
@@ -86,8 +95,9 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     )
     combine = isinstance(config.replay, WeightsReplay)
     again = isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
+    rules = route_rules(config, routers) if routers else None
     engine = build_engine(
-        model_config, config.rollout.engine, device, record=moe and not again, max_len=max_len, weights=combine
+        model_config, config.rollout.engine, device, routes=None if again else rules, max_len=max_len, weights=combine
     )
     reprefill = None
     if again:
@@ -95,7 +105,6 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
         prepare_for_training(second, device)
         reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
     check_engine(config, engine.caps)
-    rules = route_rules(config, routers) if routers else None
     stop = (tokenizer.eos_token_id,)
     return Parts(config, engine, learner, environment, stop, routes=rules, reprefill=reprefill), tokenizer
 
@@ -159,13 +168,19 @@ def check_engine(config: RunConfig, caps: EngineCaps) -> None:
 
 def build_engine(
     model: ModelConfig,
-    config: HFEngineConfig,
+    config: EngineConfig,
     device: torch.device,
     *,
-    record: bool,
+    routes: RouteRules | None,
     max_len: int,
     weights: bool = False,
-) -> HFEngine:
-    """The engine with a copy of the model's weights of its own, in its own dtype. weights: record combine weights."""
-    own = load_model(model, DTYPES[config.dtype], device)
-    return HFEngine(own, config, record=record, max_len=max_len, weights=weights)
+) -> RolloutEngine:
+    """The engine with a copy of the model's weights of its own, in its own dtype.
+
+    routes: record them (MoE models); weights: and the combine weights.
+    """
+    if isinstance(config, VLLMEngineConfig):
+        return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=device.type == "cpu")
+    dtypes = {model.dtype, config.dtype}  # through the trainer's dtype, so that it starts with the trainer's weights
+    own = load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
+    return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)

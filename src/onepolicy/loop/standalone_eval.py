@@ -28,7 +28,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     model = setup.resolve_model(model)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
-    engine = setup.build_engine(model, config.rollout.engine, device, record=False, max_len=max_len)
+    engine = setup.build_engine(model, config.rollout.engine, device, routes=None, max_len=max_len)
     with Progress(transient=True) as bars:
         task = bars.add_task("evaluation", total=attempts(config.eval))
         metrics = asyncio.run(

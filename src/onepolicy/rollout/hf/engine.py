@@ -1,16 +1,9 @@
-"""`HFEngine`: a transformers model sampled in this process. Implements the RolloutEngine protocol.
-
-Every `generate` call is a request; while there are any, one driver task runs the batch step by step on the event loop,
-so calls made at any time join the running batch.
-"""
+"""`HFEngine`: a transformers model sampled in this process. Implements the RolloutEngine protocol."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -18,9 +11,9 @@ from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models import decode_experts
 from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
 from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
-from onepolicy.rollout.hf.request import Batch, Request
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.slab import Slab
 from onepolicy.rollout.hf.slab_batch import SlabBatch
@@ -57,31 +50,18 @@ class HFEngine:
             self._batch = SlabBatch(
                 SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
             )
-        self._waiting: deque[Request] = deque()
-        self._pending: set[Request] = set()
-        self._driver: asyncio.Task[None] | None = None
+        self._driver = Driver(self._batch)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        self._check(prompt, sampling)
-        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        self._pending.add(request)
-        if self._driver is None:
-            self._driver = asyncio.create_task(self._drive())
-            self._driver.add_done_callback(self._stopped)
-        try:
-            return await request.future
-        finally:
-            self._pending.discard(request)
+        check_sampling(sampling)
+        prompt = check_request(prompt_ids, sampling, version=self.version, vocab=self._vocab, max_len=self.caps.max_len)
+        return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
-        if self._pending:
-            raise RuntimeError(f"load_weights while {len(self._pending)} requests are running; await them first")
+        self._driver.clear("load_weights")
         own = self.model.state_dict()
-        self._batch.clear()
         self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
         loaded = set()
         with torch.no_grad():
@@ -100,47 +80,7 @@ class HFEngine:
 
     async def reset_cache(self) -> None:
         """Forget every cached prefix: what comes next does not depend on what was sampled before."""
-        if self._pending:
-            raise RuntimeError(f"reset_cache while {len(self._pending)} requests are running; await them first")
-        self._batch.clear()
-
-    async def _drive(self) -> None:
-        """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
-        with self._batch.running():
-            while self._waiting or self._batch.busy:
-                self._batch.admit(self._waiting)
-                for request, completion in self._batch.step(self.version):
-                    if not request.future.done():
-                        request.future.set_result(completion)
-                await asyncio.sleep(0)
-
-    def _stopped(self, driver: asyncio.Task[None]) -> None:
-        """However the driver ended, nobody is left waiting for it."""
-        self._driver = None
-        error = None if driver.cancelled() else driver.exception()
-        if error is None and not driver.cancelled():
-            return
-        self._batch.clear()
-        self._waiting.clear()
-        for request in self._pending:
-            if request.future.done():
-                continue
-            if error is None:
-                request.future.cancel()
-            else:
-                request.future.set_exception(error)
-
-    def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
-        check_sampling(sampling)
-        if self.version < 0:
-            raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
-        if prompt.ndim != 1 or not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocab:
-            raise UsageError(f"prompt_ids: expected at least one token id in 0..{self._vocab - 1}")
-        if len(prompt) + sampling.max_tokens > self.caps.max_len:
-            raise UsageError(
-                f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {self.caps.max_len}; "
-                "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
-            )
+        self._driver.clear("reset_cache")
 
 
 def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

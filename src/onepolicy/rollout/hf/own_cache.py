@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.replay.contexts import Tape
 from onepolicy.replay.routers import Routers
-from onepolicy.rollout.hf.request import Request
+from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, id_dtype
 

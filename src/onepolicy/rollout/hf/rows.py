@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.rollout.hf.request import Request
+from onepolicy.rollout.driver import Request
 
 MIN_SHARED = 8  # tokens; a shorter common prefix is computed again rather than copied
 

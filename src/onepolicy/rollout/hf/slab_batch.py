@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.models.decode_attention import SlabStep
+from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.forward import SlabForward, Span
-from onepolicy.rollout.hf.request import Request
 from onepolicy.rollout.hf.rows import MIN_SHARED, Rows
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.types import Completion, RouteSpan, RoutingTrace

@@ -1,0 +1,131 @@
+"""Requests on their way through an engine in this process, and the task that runs their batch step by step.
+
+While there are requests, one task makes steps on the event loop, so calls made at any time join the running batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from onepolicy.config import UsageError
+from onepolicy.types import Completion, Finish, Sampling
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    prompt: np.ndarray  # [P] int64
+    sampling: Sampling
+    seed: int
+    future: asyncio.Future[Completion]
+
+    @property
+    def limit(self) -> int:
+        """Longest path this request may become, in tokens."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    def finish(self, last_token: int) -> Finish:
+        return "stop" if last_token in self.sampling.stop else "length"
+
+
+class Batch(Protocol):
+    """Runs requests together, a step at a time."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Held while steps are made."""
+        ...
+
+    def admit(self, waiting: deque[Request]) -> None:
+        """Take from the left what can start now."""
+        ...
+
+    def step(self, version: int) -> list[tuple[Request, Completion]]:
+        """Sample one token of every running request. Returns those that ended."""
+        ...
+
+    def clear(self) -> None:
+        """Drop running requests and everything cached."""
+        ...
+
+
+class Driver:
+    """Runs a batch while there are requests for it."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._waiting: deque[Request] = deque()
+        self._pending: set[Request] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._version = 0
+
+    async def run(self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int) -> Completion:
+        """prompt [P] int64. version: of the weights, which do not change while requests run."""
+        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        self._pending.add(request)
+        self._version = version
+        if self._task is None:
+            self._task = asyncio.create_task(self._drive())
+            self._task.add_done_callback(self._stopped)
+        try:
+            return await request.future
+        finally:
+            self._pending.discard(request)
+
+    def clear(self, what: str) -> None:
+        """Forget everything cached. RuntimeError, naming `what` was to be done, while requests are running."""
+        if self._pending:
+            raise RuntimeError(f"{what} while {len(self._pending)} requests are running; await them first")
+        self.batch.clear()
+
+    async def _drive(self) -> None:
+        """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
+        with self.batch.running():
+            while self._waiting or self.batch.busy:
+                self.batch.admit(self._waiting)
+                for request, completion in self.batch.step(self._version):
+                    if not request.future.done():
+                        request.future.set_result(completion)
+                await asyncio.sleep(0)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """However the task ended, nobody is left waiting for it."""
+        self._task = None
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self.batch.clear()
+        self._waiting.clear()
+        for request in self._pending:
+            if request.future.done():
+                continue
+            if error is None:
+                request.future.cancel()
+            else:
+                request.future.set_exception(error)
+
+
+def check_request(
+    prompt_ids: Sequence[int], sampling: Sampling, *, version: int, vocab: int, max_len: int
+) -> np.ndarray:
+    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request."""
+    if version < 0:
+        raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+    prompt = np.asarray(prompt_ids, dtype=np.int64)
+    if prompt.ndim != 1 or not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab:
+        raise UsageError(f"prompt_ids: expected at least one token id in 0..{vocab - 1}")
+    if len(prompt) + sampling.max_tokens > max_len:
+        raise UsageError(
+            f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {max_len}; "
+            "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
+        )
+    return prompt

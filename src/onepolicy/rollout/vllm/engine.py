@@ -1,0 +1,161 @@
+"""`VLLMEngine`: vLLM in this process. Implements the RolloutEngine protocol."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.driver import Driver, Request, check_request
+from onepolicy.rollout.hf.sampler import check_sampling
+from onepolicy.rollout.vllm.contract import trace_of
+from onepolicy.rollout.vllm.start import start
+from onepolicy.rollout.vllm.weights import CheckpointNames, reload
+from onepolicy.types import Completion, Sampling
+
+COLDEST = 0.01  # vLLM raises lower temperatures to this
+
+
+class VLLMEngine:
+    """Loads the model from `model.path` itself."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        hf_config: PreTrainedConfig,
+        config: VLLMEngineConfig,
+        *,
+        routes: RouteRules | None,
+        max_len: int,
+        cpu: bool,
+    ) -> None:
+        """routes: record the experts of every token, of these layers. max_len: prompt + completion tokens."""
+        text = hf_config.get_text_config()
+        self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
+        self.version = 0
+        self._vocab = int(text.vocab_size)
+        self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
+        self.llm = start(
+            config,
+            model.path,
+            max_len=max_len,
+            routes=routes is not None,
+            cpu=cpu,
+            trust_remote_code=model.trust_remote_code,
+        )
+        self._driver = Driver(_VLLMBatch(self.llm, routes, int(text.num_hidden_layers)))
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+        """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
+        last bits, on what else is in the batch."""
+        check_sampling(sampling)
+        if 0 < sampling.temperature < COLDEST:
+            raise UsageError(
+                f"temperature: vLLM raises {sampling.temperature} to {COLDEST}; use 0 (greedy) or at least {COLDEST}"
+            )
+        prompt = check_request(prompt_ids, sampling, version=self.version, vocab=self._vocab, max_len=self.caps.max_len)
+        return await self._driver.run(prompt, sampling, seed, self.version)
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
+        self._driver.clear("load_weights")
+        tensors = self._names.of(weights)
+        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        reload(self.llm, tensors)
+        self._driver.clear("load_weights")
+        self.version = version
+
+    async def reset_cache(self) -> None:
+        """Forget every cached prefix: what comes next does not depend on what was sampled before."""
+        self._driver.clear("reset_cache")
+
+
+class _VLLMBatch:
+    """vLLM's scheduler behind the protocol of rollout/driver.py."""
+
+    def __init__(self, llm: Any, routes: RouteRules | None, depth: int) -> None:
+        self._llm, self._routes, self._depth = llm, routes, depth
+        self._running: dict[str, Request] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def admit(self, waiting: deque[Request]) -> None:
+        """vLLM queues what does not fit yet."""
+        while waiting:
+            request = waiting.popleft()
+            name = str(next(self._numbers))
+            prompt = {"type": "token", "prompt_token_ids": request.prompt.tolist()}
+            self._llm.add_request(name, prompt, _parameters(request.sampling, request.seed))
+            self._running[name] = request
+
+    def step(self, version: int) -> list[tuple[Request, Completion]]:
+        self._abort([name for name, request in self._running.items() if request.future.cancelled()])
+        ended = []
+        for output in self._llm.step() if self._running else ():
+            request = self._running.pop(output.request_id, None)
+            if request is not None:  # not one that was aborted
+                ended.append((request, self._completion(request, output, version)))
+        return ended
+
+    def clear(self) -> None:
+        """Drop running requests and everything cached."""
+        self._abort(list(self._running))
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of a request")
+
+    def _abort(self, names: list[str]) -> None:
+        if names:
+            self._llm.abort_request(names)
+        for name in names:
+            del self._running[name]
+
+    def _completion(self, request: Request, output: Any, version: int) -> Completion:
+        done = output.outputs[0]
+        tokens = torch.tensor(done.token_ids, dtype=torch.int32)
+        logp = torch.tensor(done.logprobs.logprobs, dtype=torch.float32)  # flat: one per token, the sampled one's
+        assert len(logp) == len(tokens)
+        assert done.finish_reason in ("stop", "length")
+        routing = None
+        if self._routes is not None:
+            routing = trace_of(
+                done.routed_experts,
+                prompt=len(request.prompt),
+                cached=output.num_cached_tokens or 0,
+                rules=self._routes,
+                depth=self._depth,
+                version=version,
+            )
+        return Completion(tokens, logp, torch.full_like(tokens, version), done.finish_reason, routing)
+
+
+def _parameters(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop),
+        ignore_eos=True,  # only our stop tokens stop
+        seed=seed,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,47 @@
+"""Does a weight sync leave the engine with the weights it was given? Asked of every engine, once, at a run's start.
+
+An engine that has just loaded the learner's checkpoint holds the learner's weights already, so the first sync must not
+move a single log-probability. vLLM 0.30.0 on the CPU fails this without our mend (rollout/vllm/weights.py): its experts
+are silently wrong after any reload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from torch import Tensor
+
+from onepolicy.interfaces import Learner, RolloutEngine
+from onepolicy.sync.local import push_weights
+from onepolicy.types import Sampling
+
+PROMPTS, LENGTH = 16, 24
+MARGIN = (
+    4  # times the largest difference of two probes without a sync; 0 where kernels are deterministic, as on the CPU
+)
+
+
+async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:
+    """The first sync: engine still holds the weights that learner started from. RuntimeError if it moves anything."""
+    before, again = await _probe(engine, vocab), await _probe(engine, vocab)
+    await push_weights(learner, engine)
+    after = await _probe(engine, vocab)
+    noise, moved = float((again - before).abs().max()), float((after - before).abs().max())
+    if not moved <= MARGIN * noise:  # also if either is NaN
+        raise RuntimeError(
+            f"weight sync: giving {type(engine).__name__} the weights it already holds moved the log-probabilities of "
+            f"a fixed batch by up to {moved:.2g} (without a sync: {noise:.2g}); its weights are wrong after a sync "
+            "and every rollout would be another policy's"
+        )
+    await engine.reset_cache()
+
+
+async def _probe(engine: RolloutEngine, vocab: int) -> Tensor:
+    """Log-probabilities of the most likely next token of random prompts, nothing cached: [PROMPTS] float32."""
+    length = min(LENGTH, engine.caps.max_len - 1)
+    prompts = torch.randint(vocab, (PROMPTS, length), generator=torch.Generator().manual_seed(0)).tolist()
+    await engine.reset_cache()
+    greedy = Sampling(temperature=0.0, max_tokens=1)
+    completions = await asyncio.gather(*(engine.generate(p, greedy, seed=i) for i, p in enumerate(prompts)))
+    return torch.cat([completion.logp for completion in completions])

@@ -1,0 +1,257 @@
+"""vLLM itself behind the RolloutEngine protocol. One engine per session; skipped where vllm is not installed."""
+
+import asyncio
+import importlib.util
+
+import pytest
+import torch
+
+from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.models.load import load_model, read_config
+from onepolicy.replay.checks import RouteRules, check_completion
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.vllm import weights as vllm_weights
+from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.sync.check import checked_push
+from onepolicy.types import Sampling
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed; make vllm"),
+]
+CPU, VOCAB, BLOCK = torch.device("cpu"), 32, 32
+CONFIG = VLLMEngineConfig(dtype="float32", slots=8, cache_gib=0.125, block_size=BLOCK)
+
+
+def open_engine(path):
+    config = ModelConfig(path=str(path))
+    hf = read_config(config)
+    rules = RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
+    return VLLMEngine(config, hf, CONFIG, routes=rules, max_len=96, cpu=True)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Two checkpoints of one random MoE: `first`, and `second` with other weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    made = []
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=VOCAB,
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=32,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                max_position_embeddings=96,
+                initializer_range=0.3,
+            )
+        )
+        made.append(tmp_path_factory.mktemp("models") / name)
+        model.save_pretrained(made[-1])
+    return made
+
+
+@pytest.fixture(scope="session")
+def models(folders):
+    return [load_model(ModelConfig(path=str(folder)), torch.float32, CPU) for folder in folders]
+
+
+@pytest.fixture(scope="session")
+def shared(folders):
+    torch.set_num_threads(1)
+    return open_engine(folders[0])
+
+
+@pytest.fixture
+def engine(shared, models):
+    """The session's engine, holding the first checkpoint and nothing cached."""
+    asyncio.run(shared.load_weights(models[0].state_dict().items(), 0))
+    return shared
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def play(engine, requests):
+    """requests: (prompt, sampling, seed), all at once."""
+
+    async def together():
+        return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
+
+    return asyncio.run(together())
+
+
+def ragged(paths, temperature=1.0):
+    return [(p, Sampling(temperature, 5 + 3 * i), i) for i, p in enumerate(paths)]
+
+
+@torch.no_grad()
+def stock(model, prompt, tokens):
+    """Logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K] of the path."""
+    path = torch.tensor([[*prompt, *tokens.tolist()]])
+    with bind_routers(model).record() as tape:
+        logits = model(input_ids=path, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1], tape.trace().ids[:-1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
+    """float32 on both sides: log-probabilities of the tempered distribution, routes row for row, layer for layer."""
+    requests = ragged(prompts(8), temperature)
+    agreeing = []
+    for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
+        logits, routes = stock(models[0], prompt, done.token_ids)
+        logp = torch.log_softmax(logits / temperature, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, logp, atol=2e-3, rtol=0)
+        assert len(done.token_ids) == sampling.max_tokens
+        assert done.finish == "length"
+        check_completion(done, prompt, engine._driver.batch._routes, "sample")
+        assert done.routing.ids.shape == (len(prompt) + len(done.token_ids) - 1, 3, 4)
+        assert [(s.source, s.start, s.length) for s in done.routing.spans] == [
+            ("prefill", 0, len(prompt)),
+            ("decode", len(prompt), len(done.token_ids) - 1),
+        ]
+        agreeing.append((done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean())
+    assert min(agreeing) > 0.97
+
+
+def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
+    prompt = prompts(1)[0]
+    (done,) = play(engine, [(prompt, Sampling(1.0, 20, top_k=2), 3)])
+    logits, _ = stock(models[0], prompt, done.token_ids)
+    best = logits.topk(2)
+    assert (best.indices == done.token_ids.long()[:, None]).any(-1).all()
+    logp = torch.log_softmax(logits.masked_fill(logits < best.values[:, -1:], float("-inf")), -1)
+    torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-3, rtol=0)
+    (nucleus,) = play(engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)])  # only the likeliest token is left
+    (greedy,) = play(engine, [(prompt, Sampling(0.0, 20), 9)])
+    assert torch.equal(nucleus.token_ids, greedy.token_ids)
+    assert (nucleus.logp == 0).all()
+
+
+def test_greedy_takes_the_likeliest_token_and_its_untempered_logp(engine, models):
+    prompt = prompts(1)[0]
+    (done,) = play(engine, [(prompt, Sampling(0.0, 20), 0)])
+    logits, _ = stock(models[0], prompt, done.token_ids)
+    assert torch.equal(logits.argmax(-1), done.token_ids.long())
+    torch.testing.assert_close(done.logp, torch.log_softmax(logits, -1).amax(-1), atol=2e-3, rtol=0)
+
+
+def test_tokens_follow_from_the_seed_alone(engine):
+    requests = ragged(prompts(6))
+    together = play(engine, requests)
+    for request, done in zip(requests, together, strict=True):
+        (alone,) = play(engine, [request])
+        assert torch.equal(alone.token_ids, done.token_ids)
+    prompt, sampling = requests[5][:2]
+    siblings = play(engine, [(prompt, sampling, seed) for seed in range(4)])  # n samples of one prompt
+    assert len({tuple(s.token_ids.tolist()) for s in siblings}) == 4
+
+
+def test_stop_token_ends_and_is_kept(engine):
+    prompt = prompts(1)[0]
+    (whole,) = play(engine, [(prompt, Sampling(1.0, 30), 5)])
+    stop = int(whole.token_ids[7])
+    first = whole.token_ids.tolist().index(stop)
+    (cut,) = play(engine, [(prompt, Sampling(1.0, 30, stop=(stop,)), 5)])
+    assert (cut.token_ids.tolist(), cut.finish) == (whole.token_ids[: first + 1].tolist(), "stop")
+    assert len(cut.routing) == len(prompt) + first
+
+
+def test_prefix_cache_keeps_routes_until_the_weights_change(engine, models):
+    """A prompt longer than a block, twice: the second reads keys and routes of the first, and says so."""
+    prompt = prompts(1)[0] * 40
+    request = (prompt[: 2 * BLOCK + 5], Sampling(1.0, 10), 0)
+    ((first,), (again,)) = play(engine, [request]), play(engine, [request])
+    assert first.routing.spans[0].source == "prefill"
+    assert (again.routing.spans[0].source, again.routing.spans[0].length) == ("cache", 2 * BLOCK)
+    assert torch.equal(first.routing.ids, again.routing.ids)
+    asyncio.run(engine.load_weights(models[1].state_dict().items(), 7))
+    (other,) = play(engine, [request])
+    assert other.routing.spans[0].source == "prefill"
+    assert not torch.equal(other.routing.ids[: 2 * BLOCK], first.routing.ids[: 2 * BLOCK])
+
+
+def test_synced_engine_equals_a_fresh_one_of_the_saved_checkpoint(engine, models, folders):
+    requests = ragged(prompts(6))
+    old = play(engine, requests)
+    for version in (1, 2):  # the second reload starts from packed experts of the first
+        asyncio.run(engine.load_weights(models[1].state_dict().items(), version))
+    synced = play(engine, requests)
+    fresh = play(open_engine(folders[1]), requests)
+    for ours, theirs, before in zip(synced, fresh, old, strict=True):
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.logp, theirs.logp)
+        assert torch.equal(ours.routing.ids, theirs.routing.ids)
+        assert not torch.equal(ours.logp, before.logp)
+        assert (ours.version == 2).all()
+        assert {span.version for span in ours.routing.spans} == {2}
+
+
+class FakeLearner:
+    version = 0
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_weights(self):
+        yield from self.model.state_dict().items()
+
+
+def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(engine, models, monkeypatch):
+    asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
+    monkeypatch.setattr(vllm_weights, "pack_experts", lambda model: None)
+    with pytest.raises(RuntimeError, match=r"VLLMEngine .* moved the log-probabilities .*without a sync: 0\)"):
+        asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
+
+
+def test_incomplete_weights_are_refused_before_anything_is_loaded(engine, models):
+    weights = dict(models[0].state_dict())
+    name = next(name for name in weights if "experts" in name)
+    del weights[name]
+    with pytest.raises(UsageError, match=rf"1 tensors are missing, first '{name}'"):
+        asyncio.run(engine.load_weights(weights.items(), 3))
+    with pytest.raises(UsageError, match="'nonsense' is not a tensor"):
+        asyncio.run(engine.load_weights([*weights.items(), ("nonsense", torch.zeros(1))], 3))
+    assert engine.version == 0
+
+
+def test_cancelled_request_is_aborted(engine):
+    async def cancel():
+        task = asyncio.create_task(engine.generate([3, 4, 5], Sampling(1.0, 80), seed=0))
+        other = asyncio.create_task(engine.generate([3, 4, 5], Sampling(1.0, 4), seed=1))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        done = await other
+        assert len(done.token_ids) == 4
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.reset_cache()
+
+    asyncio.run(cancel())
+    assert engine.llm.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], Sampling(1.0, 4), "at least one token"),
+        ([VOCAB], Sampling(1.0, 4), r"0\.\.31"),
+        ([3] * 90, Sampling(1.0, 10), "exceed max_len 96"),
+        ([3], Sampling(0.001, 4), r"raises 0.001 to 0.01"),
+    ],
+)
+def test_requests_vllm_would_change_are_refused(engine, prompt, sampling, message):
+    with pytest.raises(UsageError, match=message):
+        play(engine, [(prompt, sampling, 0)])
