@@ -8,8 +8,10 @@ import torch
 from models import VOCAB, make
 
 from onepolicy.config import UsageError, resolve
+from onepolicy.correct.weights import reweight
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit
+from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
@@ -55,7 +57,7 @@ def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe") ->
     replayed = ["replay.min_agreement=0"]  # random routes agree with nothing
     if {"replay.mode=off", "replay.mode=r2"} & set(overrides):
         replayed = []
-    config = resolve(BASE, [*overrides, *replayed, "rollout.prompts_per_step=4"])
+    config = resolve(BASE, [*replayed, *overrides, "rollout.prompts_per_step=4"])
     model = make(name)
     prepare_for_training(model, torch.device("cpu"))
     return LocalLearner(model, config, routers=bind_routers(model) if routed else None)
@@ -239,3 +241,44 @@ def test_reference_is_frozen_and_its_kl_pulls_back():
         assert all(torch.equal(before[n], p) for n, p in reference.named_parameters())
         assert ("train/kl" in metrics) == (coef > 0)
     assert 0 < moved[5.0] < 0.9 * moved[0.0]
+
+
+@pytest.mark.parametrize(
+    ("live", "fixed"),
+    [
+        (["correction.preset=pg-tis", "objective.preset=reinforce"], ["correction.preset=tis"]),
+        (
+            ["correction.preset=opsm", "objective.preset=reinforce"],
+            ['correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",when="negative",high=0.1}]'],
+        ),
+    ],
+    ids=["weight", "gate"],
+)
+def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fixed):
+    """With one mini-step new is old, so weights and gates of new / rollout are those of old / rollout."""
+    after = []
+    for overrides in (live, [*fixed, "objective.preset=reinforce"], ["objective.preset=reinforce"]):
+        learner = learner_of(*overrides)
+        batch = credit(learner.score(batch_of()), learner.config.objective)
+        old = batch.logp_rollout if batch.logp_old is None else batch.logp_old
+        applied = reweight(
+            old,
+            batch.logp_rollout,
+            batch.trainable,
+            learner.config.correction.fixed_part,
+            segment=batch.segment,
+            advantage=batch.advantage,
+        )
+        metrics = learner.step(batch.replace(weight=applied.weight, keep=applied.keep))
+        after.append((metrics["train/grad_norm"], next(learner.model.parameters()).detach().clone()))
+    assert after[0][0] == pytest.approx(after[1][0], rel=1e-5)
+    torch.testing.assert_close(after[0][1], after[1][1])
+    assert after[0][0] != pytest.approx(after[2][0], rel=1e-2)  # and not what no correction gives
+
+
+def test_bypass_refuses_routes_of_other_tokens_before_the_weights_change():
+    learner = learner_of("correction.preset=ppo-is", "replay.min_agreement=0.9")
+    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    with pytest.raises(RoutingError, match="agree in"):
+        one_step(learner, batch_of())
+    assert all(torch.equal(before[n], p) for n, p in learner.model.named_parameters())

@@ -113,9 +113,29 @@ def test_everything_rejected_leaves_the_protected_terms(name: str) -> None:
     assert loss == 0
     assert (leaf.grad == 0).all()
     assert all(value == 0 for value in sums.values())
-    kept, _, grad = run(config, logp_new, made)  # KL and entropy still see the slots
-    assert kept != 0
-    assert (grad[made.trainable] != 0).any()
+    losses = [  # each term still sees the slots if it is protected
+        policy_loss(logp_new, made, config=config, entropy=logp_new * logp_new, protect=terms)[0].item()
+        for terms in ((), ("kl",), ("entropy",), ("kl", "entropy"))
+    ]
+    assert losses[1] > 0 > losses[2]
+    assert losses[3] == pytest.approx(losses[1] + losses[2])
+
+
+def test_a_rejected_slot_stays_in_the_ratio_of_its_sample() -> None:
+    """r = (1.21, 1): s = 1.1 also if the first slot is rejected, and its log p still has half the gradient of s."""
+    made = batch([2], torch.tensor([True, True]), [0.0]).replace(
+        logp_old=torch.tensor([-1 - math.log(1.21), -1.0]),
+        advantage=torch.ones(2),
+        weight=torch.ones(2),
+        keep=torch.tensor([False, True]),
+        share=torch.full((2,), 0.5),
+    )
+    leaf = torch.full((2,), -1.0, requires_grad=True)
+    loss, _ = policy_loss(leaf, made, config=ObjectiveConfig(ratio_level="sequence"))
+    loss.backward()
+    assert leaf.grad is not None
+    assert loss.item() == pytest.approx(-1.1 / 2)
+    assert leaf.grad.tolist() == pytest.approx([-1.1 / 4] * 2)
 
 
 def test_kl_and_entropy_by_hand() -> None:
