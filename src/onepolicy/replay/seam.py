@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.modes import PROBABILITIES, gate_mass, soften, weights_position, with_weights
+from onepolicy.replay.recompute import of_checkpoint
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
@@ -64,6 +65,12 @@ class Seam(TorchFunctionMode):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:  # copy.deepcopy too
+        raise RoutingError(
+            f"{self._where} is being recorded or replayed, and a copy would be for ever; copy or pickle the "
+            "model outside the context"
+        )
+
     def _check_sampling(self) -> None:
         if self.router.by_max and self.router.module.training:
             raise RoutingError(
@@ -96,7 +103,7 @@ class Recorder(Seam):
         if not in_backward():
             self.seen.append(ids)
             if self.keep_weights:
-                self.weights.append(out[weights_position(out, self.router.top_k, self._where)])
+                self.weights.append(out[weights_position(out, self.router.top_k, self._where)].detach())
         return out
 
     def observe(self, args: tuple, kwargs: dict) -> tuple[Any, Tensor]:
@@ -162,9 +169,14 @@ class Replayer(Seam):
         self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = not (self.recompute or in_backward())  # a recompute takes what the forward took
-        if first:
+        if in_backward() and not self.recompute and of_checkpoint():
+            return self.forward(*args, **kwargs)  # a checkpoint of another forward, which was not replayed
+        if not self.fired:
             self._first_call(args, kwargs)
+        elif not (self.recompute or in_backward()):  # a recompute takes what the forward took
+            raise RoutingError(
+                f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
+            )
         self._check_sampling()
         self._target, self._answered = self._route.to(torch.int64), 0  # the only int64 copy, one layer at a time
         try:
@@ -179,10 +191,6 @@ class Replayer(Seam):
         return out
 
     def _first_call(self, args: tuple, kwargs: dict) -> None:
-        if self.fired:
-            raise RoutingError(
-                f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
-            )
         self.fired = True
         if self._wants_own and self._hides_own:  # once answered, it selects from scores masked by the answer
             with torch.no_grad():

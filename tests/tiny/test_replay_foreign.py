@@ -1,0 +1,146 @@
+"""What else runs while a replay is open: other forwards' checkpoints, other models' replays, copies, buffers reused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from replay_models import build, random_trace, tokens
+from torch import Tensor
+from torch.utils import checkpoint as checkpoint_module
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from onepolicy import bind_routers
+from onepolicy.replay import Routers, RoutingError
+from onepolicy.types import RoutingTrace
+
+MODES = pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+IDS = tokens()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build("qwen3_moe")
+
+
+@pytest.fixture
+def routers(model: PreTrainedModel) -> Routers:
+    return bind_routers(model)
+
+
+def _trace(routers: Routers, *, valid: Tensor | None = None) -> RoutingTrace:
+    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+    return trace if valid is None else dataclasses.replace(trace, valid=valid)
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, IDS.roll(1, -1)[..., None]).mean()
+
+
+def _grads(model: PreTrainedModel) -> dict[str, Tensor]:
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@MODES
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
+    model: PreTrainedModel, routers: Routers, reentrant: bool, order: str
+) -> None:
+    """An auxiliary loss without replay, its backward where the replay's forward is still to come or has been."""
+    _loss(model(input_ids=IDS).logits).backward()
+    expected = _grads(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    native = _loss(model(input_ids=IDS).logits)
+    with routers.replay(_trace(routers)):
+        if order == "before":
+            native.backward()
+        model(input_ids=IDS)
+        if order == "after":
+            native.backward()
+    assert _same(_grads(model), expected)
+
+
+@MODES
+def test_a_replay_inside_the_checkpointed_function(model: PreTrainedModel, routers: Routers, reentrant: bool) -> None:
+    """The recompute opens a replay of its own, in which rows without a route are the router's again."""
+    trace = _trace(routers, valid=torch.arange(21) % 3 != 0)
+
+    def run(embedded: Tensor) -> Tensor:
+        with routers.replay(trace):
+            logits = model(inputs_embeds=embedded, use_cache=False).logits
+        return _loss(logits)
+
+    embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    run(embedded).backward()
+    expected = _grads(model)
+    checkpoint(run, embedded, use_reentrant=reentrant).backward()
+    assert _same(_grads(model), expected)
+
+
+@MODES
+def test_replays_of_two_models_end_in_any_order(model: PreTrainedModel, routers: Routers, reentrant: bool) -> None:
+    """As those of two threads do: torch gets its checkpoints back, and each model keeps its routes until then."""
+    before = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    other = bind_routers(build("qwen3_moe", seed=9))
+    trace = _trace(routers)
+    with routers.replay(trace):
+        _loss(model(input_ids=IDS).logits).backward()
+    expected = _grads(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    first, second = other.replay(trace), routers.replay(trace)
+    first.__enter__()
+    second.__enter__()
+    other._model(input_ids=IDS)
+    first.__exit__(None, None, None)
+    loss = _loss(model(input_ids=IDS).logits)
+    second.__exit__(None, None, None)
+    after = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    assert after == before
+    loss.backward()
+    assert _same(_grads(model), expected)
+
+
+@MODES
+@pytest.mark.parametrize("field", ["ids", "valid"])
+def test_a_trace_overwritten_before_the_recompute_is_refused(
+    model: PreTrainedModel, routers: Routers, reentrant: bool, field: str
+) -> None:
+    """One buffer for the routes of all micro-batches: autograd would refuse it, and so must a recompute."""
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trace = _trace(routers)
+    with routers.replay(trace):
+        loss = _loss(model(input_ids=IDS).logits)
+    getattr(trace, field)[0] = 0
+    with pytest.raises(RoutingError, match="changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", ["record", "replay"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_model_is_not_copied_with_its_recorders(
+    model: PreTrainedModel, routers: Routers, how: str, duplicate: Callable
+) -> None:
+    with routers.record() if how == "record" else routers.replay(_trace(routers)):
+        model(input_ids=IDS)
+        with pytest.raises(RoutingError, match="outside the context"):
+            duplicate(model)
+    assert not any("forward" in module.__dict__ for module in copy.deepcopy(model).modules())
+
+
+def test_recorded_weights_do_not_hold_the_graph(model: PreTrainedModel, routers: Routers) -> None:
+    with routers.record(weights=True) as tape:
+        model(input_ids=IDS)
+    weights = tape.trace().weights
+    assert weights is not None
+    assert not weights.requires_grad
