@@ -63,6 +63,7 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         (["objective.baseline=none"], "std is of a group's rewards"),
         (["objective.critic.lr=1.0"], "set baseline = critic"),
         (["objective.preset=ppo", "objective.surrogate=gmpo"], "one advantage per sample"),
+        (["objective.preset=reinforce", "objective.surrogate=gmpo", "objective.gamma=0.9"], "one per token"),
         (["objective.preset=ppo", "objective.dynamic_sampling=3"], "equal rewards carry a signal"),
         (["objective.overlong_penalty=2.0"], "no effect with overlong_buffer = 0"),
         (["objective.kl.reference=x"], "objective.kl.reference: no effect with objective.kl.coef = 0"),

@@ -239,8 +239,11 @@ class ObjectiveConfig(Frozen):
             )
         if level == "sequence-token" and name in ("cispo", "topr"):
             raise ValueError(f"objective.ratio_level: {name} takes the ratio without gradient; sequence is the same")
-        if name == "gmpo" and (self.baseline == "critic" or self.kl.where == "reward"):
-            raise ValueError("objective.surrogate: gmpo has one advantage per sample; use a group baseline or none")
+        if name == "gmpo" and (self.baseline == "critic" or self.kl.where == "reward" or self.gamma != 1):
+            raise ValueError(
+                "objective.surrogate: gmpo has one advantage per sample, but baseline = critic, kl.where = reward and "
+                "gamma make it one per token; use a group baseline, kl.where = loss, gamma = 1"
+            )
 
     @property
     def name(self) -> str:
