@@ -1,0 +1,76 @@
+"""Where the gap sits: by place in the response, by probability, by class of token; and the worst tokens."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepolicy.measure.attribution import k3_terms
+
+PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
+PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
+CLASSES = ("digits", "punctuation", "end", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    tokens: int
+    k3: float  # mean of these tokens [nats]
+    mean_dlogp: float
+    share: float  # of the whole k3
+
+
+@dataclass(frozen=True, slots=True)
+class WorstToken:
+    sequence: int
+    place: int  # in its response, from 0
+    before: str
+    token: str
+    p_rollout: float
+    p_trainer: float
+
+
+def by_label(logp: Tensor, rollout: Tensor, label: Tensor, names: Sequence[str]) -> list[Row]:
+    """One row for each label that occurs. logp, rollout, label [n]: label is int64, the index of a name."""
+    terms, gap = k3_terms(logp, rollout), (logp.double() - rollout.double()).abs()
+    whole, rows = float(terms.sum()), []
+    for i, name in enumerate(names):
+        here = label == i
+        if count := int(here.sum()):
+            part = float(terms[here].sum())
+            share = part / whole if whole else 0.0
+            rows.append(Row(name, count, part / count, float(gap[here].mean()), share))
+    return rows
+
+
+def by_edges(logp: Tensor, rollout: Tensor, value: Tensor, edges: Sequence[float]) -> list[Row]:
+    """Bins [edge, next edge) of value [n]; the last one is open."""
+    inner = torch.tensor(edges[1:], dtype=torch.float64)
+    label = torch.bucketize(value.double(), inner, right=True)
+    names = [f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges)] + [f"from {edges[-1]:g}"]
+    return by_label(logp, rollout, label, names)
+
+
+def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [n] int64
+    """Place of every masked-in slot among those of its sequence, from 0. Slots of a sequence stand together."""
+    own = segment[mask]
+    starts = torch.searchsorted(own, own)  # first slot of the same sequence
+    return torch.arange(len(own), device=own.device) - starts
+
+
+def token_class(text: str, *, end: bool) -> int:
+    """Index into CLASSES. Surrounding white space does not count."""
+    core = text.strip()
+    if end:
+        return CLASSES.index("end")
+    if core and all(c.isdigit() for c in core):
+        return CLASSES.index("digits")
+    if core and all(c in string.punctuation for c in core):
+        return CLASSES.index("punctuation")
+    return CLASSES.index("other")

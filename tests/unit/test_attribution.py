@@ -1,0 +1,142 @@
+"""The waterfall's arithmetic by hand, the bootstrap against theory, breakdowns, and the verdict's rules."""
+
+import math
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from onepolicy.config import UsageError
+from onepolicy.correct.diagnose import Diagnosis, Finding
+from onepolicy.correct.verdict import verdict
+from onepolicy.measure.attribution import Scoring, bootstrap, distance, excess, k3_terms, waterfall
+from onepolicy.measure.breakdown import CLASSES, by_edges, by_label, places, token_class
+from onepolicy.measure.logprob import mismatch
+
+CLEAN = Diagnosis(0.01, ())
+
+
+def test_waterfall_by_hand():
+    """log rho is ln 2 in one token of four; the first step halves nothing, the second removes it."""
+    rollout = torch.tensor([-1.0, -1.0, -2.0, -2.0, 99.0])
+    start = rollout + torch.tensor([math.log(2), 0.0, 0.0, 0.0, 0.0])
+    mask = torch.tensor([True, True, True, True, False])
+    segment = torch.tensor([0, 0, 1, 1, 1])
+    found = waterfall(
+        rollout, start, [Scoring("a", "", start.clone()), Scoring("b", "", rollout.clone())], mask, segment
+    )
+    k3 = (1 - math.log(2)) / 4
+    assert found.total.value == pytest.approx(k3, rel=1e-6)
+    assert [bar.removed.value for bar in found.bars] == pytest.approx([0.0, k3], rel=1e-6)
+    assert (found.bars[0].removed.low, found.bars[0].removed.high) == (0.0, 0.0)  # paired: the same in every draw
+    assert found.remainder.value == 0
+    # two sequences, one with the whole gap: a draw has none, half or twice of it
+    assert (found.total.low, found.total.high) == pytest.approx((0.0, 2 * k3), rel=1e-6)
+
+
+def test_bars_and_remainder_add_up_and_are_k3_of_mismatch():
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(300, generator=generator)
+    first, second = (rollout + s * torch.randn(300, generator=generator) for s in (0.2, 0.1))
+    mask = torch.rand(300, generator=generator) > 0.3
+    segment = torch.arange(300) // 20
+    found = waterfall(rollout, first, [Scoring("x", "", second)], mask, segment)
+    assert found.total.value == pytest.approx(mismatch(first, rollout, mask).k3)
+    assert found.total.value == pytest.approx(found.bars[0].removed.value + found.remainder.value)
+    assert found.total.low < found.total.value < found.total.high
+    alone = excess(first, second, rollout, mask, segment)
+    assert astuple(alone) == pytest.approx(astuple(found.bars[0].removed))
+    assert astuple(distance(first, rollout, mask, segment)) == pytest.approx(astuple(found.total))
+
+
+def test_bootstrap_draws_sequences_and_not_tokens():
+    """Sequence means of variance 1 and tokens that only repeat them: the error is that of 400 draws, not of 4000."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(400, generator=generator, dtype=torch.float64).repeat_interleave(10)[None]
+    draws = bootstrap(values, torch.arange(400).repeat_interleave(10))[1:, 0]
+    assert float(draws.std()) == pytest.approx(1 / 400**0.5, rel=0.1)
+    assert float(draws.mean()) == pytest.approx(float(values.mean()), abs=0.01)
+
+
+def test_bootstrap_weighs_tokens():
+    values, segment = torch.tensor([[1.0, 1.0, 1.0, 5.0]], dtype=torch.float64), torch.tensor([3, 3, 3, 7])
+    draws = bootstrap(values, segment, draws=50)
+    assert float(draws[0, 0]) == 2.0
+    assert set(draws[1:, 0].tolist()) == {1.0, 2.0, 5.0}
+
+
+def test_bootstrap_without_tokens():
+    with pytest.raises(UsageError, match="no tokens"):
+        bootstrap(torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64))
+
+
+def test_breakdowns_split_k3():
+    rollout = torch.tensor([-0.1, -1.0, -3.0, -0.001])
+    trainer = rollout + torch.tensor([0.5, -0.5, 0.2, 0.0])
+    rows = by_edges(trainer, rollout, rollout.exp(), (0.0, 0.1, 0.5, 0.99))
+    assert [(row.name, row.tokens) for row in rows] == [
+        ("0 to 0.1", 1),
+        ("0.1 to 0.5", 1),
+        ("0.5 to 0.99", 1),
+        ("from 0.99", 1),
+    ]
+    terms = k3_terms(trainer, rollout)
+    assert [row.share for row in rows] == pytest.approx((terms[[2, 1, 0, 3]] / terms.sum()).tolist())
+    assert [row.mean_dlogp for row in rows] == pytest.approx([0.2, 0.5, 0.5, 0.0], abs=1e-6)
+    only = by_label(trainer, rollout, torch.tensor([2, 2, 2, 2]), CLASSES)
+    assert [(row.name, row.share) for row in only] == [("end", 1.0)]
+
+
+def test_an_edge_belongs_to_the_bin_above():
+    same = torch.zeros(3)
+    rows = by_edges(same, same, torch.tensor([0.0, 8.0, 9.0]), (0, 8))
+    assert [(row.name, row.tokens, row.share) for row in rows] == [("0 to 8", 1, 0.0), ("from 8", 2, 0.0)]
+
+
+def test_places_count_within_a_response():
+    mask = torch.tensor([False, True, True, False, True, True, True])
+    assert places(mask, torch.tensor([0, 0, 0, 1, 1, 1, 1])).tolist() == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "name"),
+    [
+        (" 12", False, "digits"),
+        ("+=", False, "punctuation"),
+        ("", True, "end"),
+        ("a1", False, "other"),
+        (" ", 0, "other"),
+    ],
+)
+def test_token_class(text, end, name):
+    assert CLASSES[token_class(text, end=bool(end))] == name
+
+
+@pytest.mark.parametrize(
+    ("k3", "replayed", "action", "causes", "setting"),
+    [
+        (5e-5, 1e-6, "nothing", (), ""),
+        (8e-4, None, "nothing", ("numerics",), ""),  # a dense model
+        (8e-4, 7e-4, "nothing", ("numerics",), ""),  # replay helps too little
+        (2e-3, 5e-4, "replay", ("routing",), "replay.mode=r3"),
+        (2e-3, None, "correct", ("numerics",), "correction.preset=tis"),
+        (2e-2, 5e-3, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
+    ],
+)
+def test_verdict_without_a_bug(k3, replayed, action, causes, setting):
+    found = verdict(CLEAN, k3=k3, tokens=1000, length=50, k3_replay=replayed)
+    assert (found.action, found.causes, found.setting) == (action, causes, setting)
+    assert f"{k3:.3g} nats a token" in found.text()
+    assert ("predicted to keep 100%" in found.text()) == (action == "correct")
+
+
+def test_verdict_names_every_bug_and_recommends_no_setting():
+    bugs = Diagnosis(0.5, (Finding("stale", "old weights"),))
+    found = verdict(bugs, k3=0.1, tokens=1000, length=50, routes="agreement 0.2")
+    assert (found.action, found.causes, found.setting) == ("bug", ("stale", "routes"), "")
+    assert "old weights" in found.text()
+    assert "agreement 0.2" in found.text()
+
+
+def test_verdict_on_too_few_tokens():
+    assert verdict(CLEAN, k3=0.1, tokens=31, length=5).action == "unclear"
