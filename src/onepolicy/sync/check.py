@@ -12,24 +12,24 @@ import asyncio
 import torch
 from torch import Tensor
 
+from onepolicy.config import TrainingError
 from onepolicy.interfaces import Learner, RolloutEngine
 from onepolicy.sync.local import push_weights
 from onepolicy.types import Sampling
 
 PROMPTS, LENGTH = 16, 24
-MARGIN = (
-    4  # times the largest difference of two probes without a sync; 0 where kernels are deterministic, as on the CPU
-)
+MARGIN = 4
+"""Times the largest difference of two probes without a sync, which is 0 where kernels are deterministic (the CPU)."""
 
 
 async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:
-    """The first sync: engine still holds the weights that learner started from. RuntimeError if it moves anything."""
+    """The first sync: engine still holds the weights that learner started from. TrainingError if it moves anything."""
     before, again = await _probe(engine, vocab), await _probe(engine, vocab)
     await push_weights(learner, engine)
     after = await _probe(engine, vocab)
     noise, moved = float((again - before).abs().max()), float((after - before).abs().max())
     if not moved <= MARGIN * noise:  # also if either is NaN
-        raise RuntimeError(
+        raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the log-probabilities of "
             f"a fixed batch by up to {moved:.2g} (without a sync: {noise:.2g}); its weights are wrong after a sync "
             "and every rollout would be another policy's"
