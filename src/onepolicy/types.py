@@ -46,11 +46,16 @@ class RoutingTrace:
     weights: Tensor | None = None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
 
     def __post_init__(self) -> None:
+        if self.ids.dim() != 3:
+            raise ValueError(f"RoutingTrace.ids has shape {tuple(self.ids.shape)}, expected [T, L, K]")
         rows, layers, _ = self.ids.shape
         if len(self.layers) != layers:
             raise ValueError(f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}")
-        if self.valid.shape != (rows,):
-            raise ValueError(f"RoutingTrace.valid has shape {tuple(self.valid.shape)}, expected ({rows},)")
+        if self.valid.shape != (rows,) or self.valid.dtype != torch.bool:
+            raise ValueError(
+                f"RoutingTrace.valid has shape {tuple(self.valid.shape)} and dtype {self.valid.dtype}, expected bool "
+                f"[{rows}]"
+            )
         if self.ids.dtype != id_dtype(self.num_experts):
             raise ValueError(
                 f"RoutingTrace.ids is {self.ids.dtype}; {self.num_experts} experts are stored as "
@@ -59,6 +64,8 @@ class RoutingTrace:
 
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise ValueError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
+        if self.weights is not None and not self.weights.is_floating_point():
+            raise ValueError(f"RoutingTrace.weights is {self.weights.dtype}, expected a floating dtype")
 
     @property
     def top_k(self) -> int:
@@ -93,9 +100,11 @@ class RoutingTrace:
     @classmethod
     def concat(cls, traces: list[RoutingTrace]) -> RoutingTrace:
         """Rows of all traces, one after the other. All must be of one model (same layers and experts)."""
+        if not traces:
+            raise ValueError("cannot concatenate no routing traces: which model's?")
         first = traces[0]
         for trace in traces[1:]:
-            if (trace.layers, trace.num_experts) != (first.layers, first.num_experts):
+            if (trace.layers, trace.num_experts, trace.top_k) != (first.layers, first.num_experts, first.top_k):
                 raise ValueError("cannot concatenate routing traces of different models")
             if (trace.weights is None) != (first.weights is None):
                 raise ValueError("cannot concatenate routing traces with and without combine weights")

@@ -35,6 +35,9 @@ def test_shape_and_dtype_are_checked() -> None:
         ({"valid": torch.ones(5, dtype=torch.bool)}, "valid"),
         ({"num_experts": 300}, "uint16"),
         ({"ids": good.ids.long()}, "int64"),
+        ({"ids": good.ids[:, 0]}, r"expected \[T, L, K\]"),
+        ({"valid": good.valid.byte()}, "uint8, expected bool"),  # `where` takes bytes, indexing means something else
+        ({"weights": torch.ones_like(good.ids)}, "floating"),
     ):
         with pytest.raises(ValueError, match=words):
             dataclasses.replace(good, **change)
@@ -68,7 +71,7 @@ def test_concat_keeps_wide_ids() -> None:
     assert joined.ids[3, 0, 0].item() == 280
 
 
-@pytest.mark.parametrize("change", [{"layers": (0, 1, 2)}, {"num_experts": 65}])
+@pytest.mark.parametrize("change", [{"layers": (0, 1, 2)}, {"num_experts": 65}, {"ids": torch.zeros(2, 3, 3).byte()}])
 def test_concat_of_different_models_is_refused(change: dict) -> None:
     with pytest.raises(ValueError, match="different models"):
         RoutingTrace.concat([_trace(2), dataclasses.replace(_trace(2), **change)])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from onepolicy.config import UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.measure.routing import routing_agreement
 from onepolicy.replay.checks import RoutingError
@@ -36,10 +37,10 @@ def check_alignment(
     hides in a mean over the batch). Agreement is the mean share of a router's K replayed experts that are among the K
     it would have chosen. `native` comes from the same forward: `replay(trace, native=True)`.
     """
+    bounds = torch.tensor([0, len(replayed)]) if bounds is None else _checked(bounds, len(replayed))
     rows = replayed.valid.nonzero()[:, 0]
     if len(rows) < FEWEST:
         return
-    bounds = torch.tensor([0, len(replayed)]) if bounds is None else bounds.cpu().long()
     agreeing = routing_agreement(replayed, native)  # [n, L]
     layers = agreeing.mean(0)
     bad = (layers < least).nonzero()[:, 0]
@@ -64,6 +65,16 @@ def check_alignment(
             f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
         )
         raise RoutingError(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)))
+
+
+def _checked(bounds: Tensor, rows: int) -> Tensor:  # [S + 1] int64, CPU
+    good = isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) > 1 and not bounds.is_floating_point()
+    if not good or int(bounds[0]) != 0 or int(bounds[-1]) != rows or bool((bounds.diff() < 0).any()):
+        raise UsageError(
+            f"check_alignment: bounds is {bounds}, expected the first row of every sample and the end, from 0 "
+            f"to {rows}, as an integer tensor; of a padded [B, S] batch torch.arange(B + 1) * S"
+        )
+    return bounds.cpu().long()
 
 
 def windows(bounds: Tensor) -> Tensor:

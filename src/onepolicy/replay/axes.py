@@ -31,9 +31,15 @@ def trace_from(
     axis None tells the two from the number of columns, which is never ambiguous: where both numbers are the same, so
     are the layers. UsageError if the columns fit neither, not the axis named, or if a dense layer has routes.
     """
-    if ids.dim() != 3 or ids.is_floating_point():
+    if not isinstance(ids, Tensor):
+        raise UsageError(f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]")
+    if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise UsageError(
             f"routes have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers [T, layers, K]"
+        )
+    if valid is not None and (valid.shape != ids.shape[:1] or valid.dtype != torch.bool):
+        raise UsageError(
+            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool [{len(ids)}], one per row"
         )
     counts = {"all": depth, "moe": len(layers)}
     found = next((name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count), None)

@@ -48,9 +48,9 @@ def refuse_router_loss(hf_config: Any) -> None:
 
     `router_aux_loss_coef` alone is harmless: without `output_router_logits` no such loss exists.
     """
-    if getattr(hf_config.get_text_config(), "output_router_logits", False):
+    if hf_config is not None and getattr(hf_config.get_text_config(), "output_router_logits", False):
         raise UsageError(
-            "model.path: output_router_logits=True in the config adds a router auxiliary loss, which counts experts "
+            "output_router_logits=True in the model's config adds a router auxiliary loss, which counts experts "
             "that were not used and pulls the routers away from those that were; set it to false"
         )
 

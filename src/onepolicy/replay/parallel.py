@@ -17,8 +17,11 @@ from onepolicy.config import UsageError
 from onepolicy.replay.layers import Router
 
 
-def refuse_unknown_sharding(model: nn.Module, routers: Sequence[Router]) -> None:
-    """UsageError if a router would not see all tokens of its process's batch, or not as plain tensors."""
+def refuse_unknown_sharding(model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module) -> None:
+    """UsageError if a router would not see all tokens of its process's batch, or not as plain tensors.
+
+    wrapper: what holds the model, or the model itself; FSDP2 may manage either.
+    """
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     if distributed is not None and distributed.pp_size > 1:
         raise UsageError(
@@ -30,10 +33,10 @@ def refuse_unknown_sharding(model: nn.Module, routers: Sequence[Router]) -> None
             "record and replay do not work with sequence_parallel in the model's tp_plan: routers may see a part of "
             "the sequence; take it out of the plan"
         )
-    managed = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    managed = {part for module in wrapper.modules() if isinstance(module, FSDPModule) for part in module.modules()}
     for router in routers:
         sharded = [name for name, p in router.module.named_parameters() if isinstance(p, DTensor)]
-        if sharded and not any(not path or router.path.startswith(f"{path}.") for path in managed):
+        if sharded and router.module not in managed:
             raise UsageError(
                 f"layer {router.layer}: {sharded[0]} of {router.path!r} is a DTensor that FSDP2 does not gather, so "
                 "its scores are no plain tensor and cannot be replayed; leave the router out of the parallel plan"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import RoutingError, check_trace
+from onepolicy.replay.checks import RoutingError, check_trace, refuse_router_loss
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.layers import Router, find_routers
 from onepolicy.replay.parallel import masks_weights, refuse_unknown_sharding
@@ -80,6 +80,12 @@ class Routers:
         of their own forward. A recompute made by other means (an autograd function that calls the model again) must
         have its backward in here.
         """
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives that of a recording, "
+                "routers.trace_from(ids) that of an engine's ids"
+            )
+        refuse_router_loss(getattr(self._model, "config", None))
         self._check_device(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
         if soft is not None and (weights or not 0 < soft <= 1):
@@ -144,6 +150,20 @@ def bind_routers(model: PreTrainedModel) -> Routers:
     UsageError if the model is dense or sharded in a way replay does not know, RoutingError if a block has experts but
     no router that can be replayed. Binding again finds the same routers; the model itself is not touched.
     """
-    routers = find_routers(model)
-    refuse_unknown_sharding(model, routers)
-    return Routers(model, routers)
+    inner = _transformers_model(model)
+    routers = find_routers(inner)
+    refuse_unknown_sharding(inner, routers, wrapper=model)
+    return Routers(inner, routers)
+
+
+def _transformers_model(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, or the one inside a wrapper that does not show its config (DDP, a module of the user's)."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
+    if hasattr(model, "config"):
+        return model
+    held = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    outer = [path for path in held if not any(path.startswith(f"{other}.") for other in held)]
+    if len(outer) > 1:
+        raise UsageError(f"{type(model).__name__} holds several models, {', '.join(outer)}; bind the one to replay")
+    return held[outer[0]] if outer else model
