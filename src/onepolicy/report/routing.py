@@ -91,7 +91,7 @@ def gate_mass(run: Run) -> Figure | Absent:
         return _no_tensor("gate mass", "gate_mass_per_layer")
     lost = [(label, look, 1 - values.astype(np.float64)) for label, look, values in series]
     data = [bars(label, list(range(len(values))), values.tolist(), look) for label, look, values in lost]
-    layout = {"xaxis": axis("MoE layer"), "yaxis": axis("gate mass not captured", tickformat=".2%")}
+    layout = {"xaxis": axis("MoE layer"), "yaxis": axis("gate mass not captured", tickformat=".2p")}
     mean = ", ".join(f"{label}: {values.mean():.3%}" for label, _, values in lost)
     note = f"Share of the trainer's best experts' scores that the replayed experts lack; mean of all layers, {mean}."
     return Figure("gate-mass", "Gate mass that the replayed experts do not hold", note, data, layout)
