@@ -3,6 +3,7 @@
     python benchmarks/detector.py cost --model tiny          # the parts of a replayed forward
     python benchmarks/detector.py cost --experts 64          # a random MoE of about 200M parameters
     python benchmarks/detector.py agreement --model tiny     # bf16 engine, fp32 trainer; clean and misaligned routes
+    python benchmarks/detector.py agreement --kind vllm      # the same with routes of vLLM
 
 `cost` counts CPU seconds, runs all ways in every round and prints medians of the ratios within a round with their 95%
 bootstrap intervals.
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1, help="agreement: clean batches")
     parser.add_argument("--engine", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--kind", default="hf", choices=["hf", "vllm"], help="agreement: rollout.engine.kind")
     parser.add_argument("--quantise", choices=["int8", "int4", "fp8"], help="agreement: round the engine's weights")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -42,13 +44,15 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from onepolicy import bind_routers  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
+from onepolicy.loop.probe import measure  # noqa: E402
 from onepolicy.loop.setup import build_parts, resolve_model  # noqa: E402
 from onepolicy.measure.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
 from onepolicy.objective.advantages import outcomes  # noqa: E402
-from onepolicy.replay.alignment import windows  # noqa: E402
+from onepolicy.replay.alignment import check_alignment, windows  # noqa: E402
+from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.rollout.collect import collect  # noqa: E402
 from onepolicy.sync.local import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
@@ -135,7 +139,7 @@ def agreement() -> None:
         "train": {"threads": args.threads},
         "log": {"report": False, "tensorboard": False},
     }
-    recipe["rollout"]["engine"] = {"dtype": args.engine}
+    recipe["rollout"]["engine"] = {"kind": args.kind, "dtype": args.engine}
     parts, _ = build_parts(resolve(recipe))
 
     async def play(step: int):
@@ -147,15 +151,22 @@ def agreement() -> None:
             parts.engine, parts.environment, cfg, stop=parts.stop, step=step, seed=0, routes=parts.routes
         )
 
-    clean = []
+    clean, k3 = [], {"replayed": [], "not replayed": []}
     for step in range(args.steps):
         groups, _ = asyncio.run(play(step))
         batch = pack(outcomes(groups, parts.config.objective))
         clean.append(agreements(parts.learner, batch, batch.routing.ids))
+        for how, score in (("replayed", parts.learner.score), ("not replayed", parts.learner.score_without_replay)):
+            k3[how].append(measure(score(batch))["mismatch/k3"])
     lowest = torch.stack([layers for layers, _ in clean]).amin(0)
     cells = torch.cat([cells for _, cells in clean])
     print(f"{args.steps} batches, {len(cells)} windows")
     show("clean (lowest of all batches)", lowest, cells)
+    means = {how: statistics.mean(values) for how, values in k3.items()}
+    print(
+        f"k3 replayed {means['replayed']:.2e}, not replayed {means['not replayed']:.2e}, lower in "
+        f"{sum(a < b for a, b in zip(*k3.values(), strict=True))} of {args.steps} batches"
+    )
     ids, bounds = batch.routing.ids, batch.cu_seqlens.tolist()
     swapped = ids.clone()
     n = min(bounds[1], bounds[5] - bounds[4])
@@ -170,6 +181,7 @@ def agreement() -> None:
     }
     for name, changed in wrong.items():
         show(name, *agreements(parts.learner, batch, changed))
+        print(f"    {refusal(parts.learner, batch, changed)}")
     equal = (ids[1:] == ids[:-1]).flatten(1).all(1)
     other = equal & (batch.input_ids[1:] != batch.input_ids[:-1])
     print(f"adjacent rows with equal routes in all layers: {int(equal.sum())}, of other tokens {int(other.sum())}")
@@ -182,6 +194,16 @@ def agreements(learner, batch, ids):
     starts = [*windows(scored.cu_seqlens).tolist(), len(found)]
     cells = torch.stack([found[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8])
     return found.mean(0), cells
+
+
+def refusal(learner, batch, ids) -> str:
+    """What the detector says of these routes at its default threshold."""
+    scored = learner.score(batch.replace(routing=dataclasses.replace(batch.routing, ids=ids)))
+    try:
+        check_alignment(scored.routing, scored.routing_native, scored.cu_seqlens)
+    except RoutingError as error:
+        return f"stopped: {error}"
+    return "NOT stopped"
 
 
 def show(name: str, layers, cells) -> None:

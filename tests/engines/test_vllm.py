@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed; make vllm"),
 ]
 CPU, VOCAB, BLOCK = torch.device("cpu"), 32, 32
-CONFIG = VLLMEngineConfig(dtype="float32", slots=8, cache_gib=0.125, block_size=BLOCK)
+CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size=BLOCK)
 
 
 def open_engine(path):
@@ -157,6 +157,15 @@ def test_tokens_follow_from_the_seed_alone(engine):
     prompt, sampling = requests[5][:2]
     siblings = play(engine, [(prompt, sampling, seed) for seed in range(4)])  # n samples of one prompt
     assert len({tuple(s.token_ids.tolist()) for s in siblings}) == 4
+
+
+def test_more_prompt_tokens_than_one_step_takes(engine):
+    """vLLM 0.30.0 cannot split a seeded prompt over two steps on the CPU ("CPU Generator does not use offset")."""
+    budget = engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
+    paths = [[2 + i % 30, *prompts(1, seed=i)[0], *[3] * 60] for i in range(64)]
+    assert sum(map(len, paths)) > budget
+    done = play(engine, [(path, Sampling(1.0, 2), i) for i, path in enumerate(paths)])
+    assert all(len(d.routing) == len(path) + 1 for d, path in zip(done, paths, strict=True))
 
 
 def test_stop_token_ends_and_is_kept(engine):

@@ -56,6 +56,7 @@ def start(
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         enable_return_routed_experts=routes,
         enforce_eager=cpu,
+        enable_chunked_prefill=not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,  # every request brings its own
