@@ -217,7 +217,7 @@ _FOOT = """
 {refused}
 
 ## Without a causal LM class
-Not in the tests; most reuse a router of the table above (but `ernie4_5_vl_moe` has two routers in a layer and is refused): {outside}.
+Not in the tests; most reuse a router of the table above (`ernie4_5_vl_moe` has two a layer and is refused): {outside}.
 """
 
 
