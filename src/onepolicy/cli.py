@@ -1,4 +1,4 @@
-"""The command line: train, eval, make-policy, config. Bad input ends with one message and exit status 2."""
+"""The command line: train, eval, audit, make-policy, config. Bad input ends with one message and exit status 2."""
 
 from __future__ import annotations
 
@@ -72,6 +72,16 @@ def parser() -> argparse.ArgumentParser:
     policy.add_argument(
         "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
     )
+
+    audit = _command(
+        commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit
+    )
+    audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors or .pt; columns: docs/audit.md")
+    audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
+    audit.add_argument(
+        "--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of ours under another name"
+    )
+    audit.add_argument("--out", type=Path, metavar="FOLDER", help="write FOLDER/audit.html and FOLDER/audit.json")
 
     config = _command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
     config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
@@ -167,6 +177,16 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
     from onepolicy.loop.make_policy import make_policy
 
     make_policy(config, Path(arguments.out) if arguments.out else None)
+
+
+def run_audit(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from rich.console import Console
+
+    from onepolicy.audit import run, schema
+
+    paths = [path for path in (arguments.dump, arguments.other) if path is not None]
+    run.run_audit(paths, schema.parse_map(arguments.map), arguments.out, Console())
 
 
 def run_config(arguments: argparse.Namespace) -> None:

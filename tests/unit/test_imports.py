@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 RANK = {
     "cli": 7,
     "loop": 6,
+    "audit": 6,
     "report": 5,
     "rollout": 5,
     "train": 5,

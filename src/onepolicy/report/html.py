@@ -38,16 +38,20 @@ def write_report(run: Path) -> Path:
     path = run / "report.html"
     temporary = run / "report.html.tmp"
     temporary.write_text(
-        _document(f"{run.resolve().name}: run report", body, figures), encoding="utf-8", errors="backslashreplace"
+        document(f"{run.resolve().name}: run report", body, figures), encoding="utf-8", errors="backslashreplace"
     )
     os.replace(temporary, path)
     return path
 
 
-def _document(title: str, body: str, figures: list[Figure]) -> str:
+FOOTER = "Rollout red, trainer blue, replay green, in every figure."
+
+
+def document(title: str, body: str, figures: list[Figure], *, footer: str = FOOTER) -> str:
+    """One HTML file with everything in it. UsageError: plotly is not installed."""
     specs = [{"name": f.name, "data": f.data, "layout": f.layout} for f in figures]
     # "<" as an escape: no text of a run can close the script element
-    data = json.dumps(_plain(specs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(plain(specs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -59,7 +63,7 @@ def _document(title: str, body: str, figures: list[Figure]) -> str:
 <body>
 <main>
 {body}
-<footer>Rollout red, trainer blue, replay green, in every figure. This file is complete: it loads nothing.</footer>
+<footer>{escape(footer)} This file is complete: it loads nothing.</footer>
 </main>
 <noscript>The figures are drawn by a script; allow scripts for this file to see them.</noscript>
 <script id="plotly">{_plotly()}</script>
@@ -75,17 +79,17 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise UsageError(
-            "log.report: the HTML report needs plotly; pip install 'onepolicy[report]' or set log.report=false"
+            "the HTML report needs plotly; pip install 'onepolicy[report]', or set log.report=false in a run"
         ) from None
     return get_plotlyjs()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON-ready: NaN and infinity as null (a gap), floats at six digits, arrays as lists."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -96,7 +100,7 @@ def _plain(value: Any) -> Any:
 def header(run: Run) -> str:
     """Name, settings in short, the verdict, and the comparison of the two scorings."""
     chips = "".join(f'<span class="chip"><b>{escape(k)}</b>{escape(v)}</span>' for k, v in _facts(run))
-    tiles = "".join(_tile(*tile) for tile in _tiles(run))
+    tiles = "".join(tile(*each) for each in _tiles(run))
     *story, replay = verdict(run.summary)
     sentences = f"<p>{escape(' '.join(story))}</p><p>{escape(replay)}</p>"
     sentences += "".join(f'<p class="rule">{escape(rule)}</p>' for rule in _rules(run.summary))
@@ -168,7 +172,7 @@ def _crash(*, judged: bool, step: int | None) -> tuple[str, str, str]:
     return ("none", "", "good") if step is None else (f"step {step}", "", "bad")
 
 
-def _tile(name: str, value: str, more: str, kind: str) -> str:
+def tile(name: str, value: str, more: str, kind: str) -> str:
     return (
         f'<div class="card tile"><div class="name">{escape(name)}</div><div class="value {kind}">{escape(value)}</div>'
         f'<div class="more">{escape(more)}</div></div>'

@@ -1,0 +1,168 @@
+"""Dumps as a stream of checked blocks: Parquet and JSON lines here, arrays (NPZ, safetensors, .pt) in arrays.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onepolicy.audit.arrays import read_npz, read_pt, read_safetensors
+from onepolicy.audit.check import assemble
+from onepolicy.audit.schema import COLUMNS, VERSION, VERSION_KEY, Array, Block, Ragged, choose, require_pyarrow
+from onepolicy.config import UsageError
+
+BLOCK_TOKENS = 2**18
+PARQUET_ROWS = 64
+"""Rows decoded at once: bounded even if every sample has a hundred thousand tokens."""
+
+
+def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    """Blocks of a file by its suffix. Every fault of the content is a UsageError that names row and column."""
+    readers = {
+        ".parquet": read_parquet,
+        ".jsonl": read_jsonl,
+        ".npz": read_npz,
+        ".safetensors": read_safetensors,
+        ".pt": read_pt,
+    }
+    if path.suffix not in readers:
+        raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {', '.join(readers)}")
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    rows = 0
+    for block in readers[path.suffix](path, mapping):
+        rows += len(block.lengths)
+        yield block
+    if rows == 0:
+        raise UsageError(f"{path}: empty; a dump has at least one row")
+
+
+def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    pa, pq = require_pyarrow()
+    try:
+        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # pre-buffering holds the whole file
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(
+            f"{path}: not a complete Parquet file ({_first_line(error)}); was its writer killed?"
+        ) from None
+    with file:
+        version = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
+        if version is not None and version != str(VERSION).encode():
+            raise UsageError(f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}")
+        chosen = choose(str(path), file.schema_arrow.names, mapping)
+        first, total = 0, file.metadata.num_rows
+        batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=list(dict.fromkeys(chosen.values())))
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise UsageError(
+                    f"{path}: rows from {first} on cannot be read ({_first_line(error)}); the file is damaged"
+                ) from None
+            if batch is None:
+                return
+            raw = {ours: _from_arrow(pa, path, first, ours, batch.column(name)) for ours, name in chosen.items()}
+            yield assemble(str(path), first, raw, (first + batch.num_rows) / total)
+            first += batch.num_rows
+
+
+def _from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) -> Ragged:
+    kinds = pa.types
+    if column.null_count:
+        row = first + column.is_null().to_pylist().index(True)
+        raise UsageError(f"{path}: row {row}, column {name}: is null; every row needs a value")
+    lengths = None
+    if kinds.is_list(column.type) or kinds.is_large_list(column.type) or kinds.is_fixed_size_list(column.type):
+        import pyarrow.compute
+
+        lengths = pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        column = column.flatten()
+    if not (kinds.is_floating(column.type) or kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
+        raise UsageError(f"{path}: row {first}, column {name}: holds {column.type}; expected numbers or lists of them")
+    return Ragged(column.to_numpy(zero_copy_only=False).astype(_plain(column)), lengths)  # a null entry is NaN
+
+
+def _plain(column: Any) -> Any:
+    return np.float64 if column.null_count else column.type.to_pandas_dtype()
+
+
+def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    size = max(path.stat().st_size, 1)
+    rows: list[dict[str, Array]] = []
+    chosen: dict[str, str] = {}
+    first = held = done = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            done += len(line)
+            if not line.strip():
+                continue
+            row = _parse(path, number, line)
+            index = first + len(rows)
+            if index == 0:
+                chosen = choose(str(path), row.keys(), mapping)
+            rows.append(row_arrays(str(path), index, row, chosen, mapping))
+            held += rows[-1]["tokens"].size
+            if held >= BLOCK_TOKENS:
+                yield from_rows(str(path), first, rows, done / size)
+                first, held, rows = first + len(rows), 0, []
+    if rows:
+        yield from_rows(str(path), first, rows, 1.0)
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also bad UTF-8; thousands of digits or brackets
+        raise UsageError(f"{path}: line {number} is not JSON ({_first_line(error)}); was its writer killed?") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{path}: line {number} holds {type(row).__name__}; expected an object")
+    return row
+
+
+def row_arrays(
+    source: str, index: int, row: Mapping[str, Any], chosen: Mapping[str, str], mapping: Mapping[str, str]
+) -> dict[str, Array]:
+    """One row of lists and numbers -> arrays of rank 1 or 0. Every row must have the columns of the first."""
+    for ours in COLUMNS:
+        if (mapping.get(ours, ours) in row) != (ours in chosen):
+            state = "missing, but row 0 has it" if ours in chosen else "there, but row 0 lacks it"
+            raise UsageError(f"{source}: row {index}, column {ours}: {state}")
+    arrays = {}
+    for ours, theirs in chosen.items():
+        value = row[theirs]
+        nullable = COLUMNS[ours].kind == "float" and isinstance(value, list)
+        if nullable and None in value:  # JSON's NaN
+            value = [np.nan if each is None else each for each in value]
+        try:
+            array = np.asarray(value if np.size(value) else np.zeros(np.shape(value)))
+        except (ValueError, OverflowError, TypeError):
+            array = np.empty(0, object)
+        if array.dtype.kind not in "biuf" or array.ndim > (4 if COLUMNS[ours].per == "router" else 1):
+            raise UsageError(f"{source}: row {index}, column {ours}: expected a number or a flat list of numbers")
+        arrays[ours] = array.reshape(-1) if array.ndim else array
+    if arrays["tokens"].ndim == 0:
+        raise UsageError(f"{source}: row {index}, column tokens: is a number; expected a list of token ids")
+    return arrays
+
+
+def from_rows(source: str, first: int, rows: list[dict[str, Array]], done: float) -> Block:
+    raw = {}
+    for name in rows[0]:
+        parts = [row[name] for row in rows]
+        for index, part in enumerate(parts):
+            if part.ndim != parts[0].ndim:
+                raise UsageError(
+                    f"{source}: row {first + index}, column {name}: a list here and a number elsewhere; use one of both"
+                )
+        if parts[0].ndim == 0:
+            raw[name] = Ragged(np.stack(parts), None)
+        else:
+            raw[name] = Ragged(np.concatenate(parts), np.array([part.size for part in parts], np.int64))
+    return assemble(source, first, raw, done)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

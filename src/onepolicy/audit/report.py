@@ -1,0 +1,178 @@
+"""An audit as terminal text, one HTML file and JSON of every number. Two dumps stand side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onepolicy.audit.figures import Audited, extreme_curve, figures
+from onepolicy.audit.schema import VERSION
+from onepolicy.audit.verdict import ONSET_RULE
+from onepolicy.config import UsageError
+from onepolicy.correct.histogram import quantiles
+from onepolicy.report.figure import Figure
+from onepolicy.report.html import document, plain, section, tile
+from onepolicy.report.words import number
+
+QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
+ROWS = {  # statistic -> (name, is a share)
+    "tokens": ("Tokens compared", False),
+    "sequences": ("Sequences", False),
+    "k3": ("k3, nats per token", False),
+    "k3_error": ("its standard error", False),
+    "k1": ("k1, nats per token", False),
+    "k2": ("k2, nats\N{SUPERSCRIPT TWO} per token", False),
+    "chi2": ("chi2", False),
+    "ess": ("Effective sample size", True),
+    "mean_rho": ("Mean rho", False),
+    "f1.25": ("F(1.25)", True),
+    "f2": ("F(2), off by more than a factor of 2", True),
+    "f5": ("F(5)", True),
+    "max_dp": ("Largest difference of probabilities", False),
+    "pearson": ("Correlation of probabilities", False),
+    "ppl_ratio": ("Perplexity, trainer / rollout", False),
+    "routers": ("Routers that differ", True),
+    "tokens_routed": ("Tokens with a differing router", True),
+}
+
+
+def numbers(each: Audited) -> dict[str, float]:
+    """Overall statistics by name."""
+    tally = each.tally
+    assert tally.total is not None
+    found = tally.total.numbers()
+    if tally.routes is not None and tally.routes.slots:
+        found |= {"routers": tally.routes.routers, "tokens_routed": tally.routes.tokens / tally.routes.slots}
+    return found
+
+
+def as_tree(each: Audited) -> dict[str, Any]:
+    """Every number of an audit, JSON-ready; null where a number is not finite."""
+    tally, verdict = each.tally, each.verdict
+    taus, shares = extreme_curve(tally.histogram)
+    kept = (taus >= 1.001) & (shares > 0)
+    steps = []
+    for step, sketch in sorted(tally.steps.items()):
+        total, count = tally.rewards.get(step, (0.0, 0))
+        steps.append({"step": step, **sketch.numbers()} | ({"reward": total / count} if count else {}))
+    tree: dict[str, Any] = {
+        "schema_version": VERSION,
+        "dump": str(tally.path),
+        "columns": list(tally.columns),
+        "rows": tally.rows,
+        "verdict": dataclasses.asdict(verdict) | {"onset_rule": ONSET_RULE},
+        "overall": numbers(each),
+        "ratio_quantiles": dict(zip(map(str, QUANTILES), quantiles(tally.histogram, QUANTILES).tolist(), strict=True)),
+        "extreme": {"tau": taus[kept].tolist(), "share": shares[kept].tolist()},
+        "steps": steps,
+    }
+    if tally.routes is not None:
+        tree["routers_per_layer"] = (tally.routes.per_layer / max(1, tally.routes.slots)).tolist()
+    result: dict[str, Any] = plain(tree)
+    return result
+
+
+def write_report(folder: Path, audited: Sequence[Audited]) -> list[Path]:
+    """FOLDER/audit.json and audit.html. UsageError: plotly is not installed, or the folder cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trees = [as_tree(each) for each in audited]
+        text = json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False)
+        return [_write(folder / "audit.json", text), _write(folder / "audit.html", _page(audited))]
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot write the report ({error.strerror}); name another with --out") from None
+
+
+def _write(path: Path, text: str) -> Path:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(temporary, path)
+    return path
+
+
+def _page(audited: Sequence[Audited]) -> str:
+    title = " and ".join(each.label for each in audited)
+    drawn = figures(audited)
+    parts = [f"<h1>Audit of {escape(title)}</h1>"]
+    for each in audited:
+        found, verdict = numbers(each), each.verdict
+        tiles = [
+            ("k3", number(found["k3"]), "nats per token", ""),
+            ("F(2)", number(found["f2"], share=True), "off by more than a factor of 2", ""),
+            ("Effective sample size", number(found["ess"], share=True), "of token importance weights", ""),
+            ("Tokens", f"{each.tally.total.tokens:,}" if each.tally.total else "", f"{each.tally.rows:,} rows", ""),
+        ]
+        heading = f"<h2>{escape(each.label)}</h2>" if len(audited) > 1 else ""
+        kind = "bad" if verdict.kind in ("bug", "unexplained") else ""
+        basis = "".join(f"<li>{escape(text)}</li>" for text in verdict.basis)
+        unchecked = "; ".join(verdict.not_checked)
+        parts.append(
+            f'{heading}<div class="card verdict"><p class="{kind}"><b>{escape(verdict.headline)}</b></p>'
+            f"<ul>{basis}</ul>"
+            + (f'<p class="rule">Not looked for: {escape(unchecked)}.</p>' if unchecked else "")
+            + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
+        )
+    parts.append(section("Mismatch", "How far apart are the engine that samples and the one that learns?", drawn))
+    parts.append("<h2>Numbers</h2>" + _html_table(_cells(audited), ["", *(each.label for each in audited)]))
+    for each in audited:
+        rows = [[f.name, f"{f.keep:.1%}", number(f.attenuation)] for f in each.verdict.forecasts]
+        if rows:
+            length = each.tally.mean_length
+            parts.append(
+                f"<h2>Corrections: {escape(each.label)}</h2>"
+                f'<p class="lead">Predicted for a normal log-ratio with KL = k3 and {length:,} tokens a sequence.</p>'
+                + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
+            )
+    return document(
+        f"{title}: audit", "\n".join(parts), [f for f in drawn if isinstance(f, Figure)], footer="onepolicy audit."
+    )
+
+
+def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(audited: Sequence[Audited]) -> list[list[str]]:
+    found = [numbers(each) for each in audited]
+    counts = ("tokens", "sequences")
+    rows = []
+    for key, (name, share) in ROWS.items():
+        if any(key in values for values in found):
+            cells = [f"{v[key]:,.0f}" if key in counts else number(v.get(key), share=share) for v in found]
+            rows.append([name, *cells])
+    onsets = [each.verdict.onset for each in audited]
+    if any(each.tally.steps for each in audited):
+        rows.append(["Onset of divergence", *("none" if step is None else f"step {step}" for step in onsets)])
+    return rows
+
+
+def show(console: Console, audited: Sequence[Audited]) -> None:
+    """The verdict and the numbers in the terminal."""
+    table = Table(show_header=len(audited) > 1, pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    for each in audited:
+        table.add_column(Text(each.label), justify="right")
+    for row in _cells(audited):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    for each in audited:
+        verdict = each.verdict
+        style = "bold red" if verdict.kind in ("bug", "unexplained") else "bold"
+        if len(audited) > 1:
+            console.print(Text(each.label, style="bold underline"))
+        console.print(Text(verdict.headline, style=style))
+        for line in verdict.basis:
+            console.print(Text(f"  {line}"))
+        if verdict.not_checked:
+            console.print(Text(f"  Not looked for: {'; '.join(verdict.not_checked)}.", style="dim"))

@@ -1,0 +1,40 @@
+"""`onepolicy audit A [B]`: read, judge, show, write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from onepolicy.audit.figures import Audited
+from onepolicy.audit.report import show, write_report
+from onepolicy.audit.tally import tally
+from onepolicy.audit.verdict import verdict
+
+
+def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -> Audited:
+    """Of one dump. UsageError: anything wrong with it."""
+    found = tally(path, mapping)
+    return Audited(label or path.name, found, verdict(found))
+
+
+def run_audit(paths: Sequence[Path], mapping: Mapping[str, str], out: Path | None, console: Console) -> list[Audited]:
+    """One or two dumps: terminal summary, and OUT/audit.html and audit.json if a folder is given."""
+    names = [path.name for path in paths]
+    labels = names if len(set(names)) == len(names) else [str(path) for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = [f"{label} ({side})" for label, side in zip(labels, "AB", strict=True)]
+    audited = []
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        for path, label in zip(paths, labels, strict=True):
+            bar = bars.add_task(label, total=1.0)
+            found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
+            audited.append(Audited(label, found, verdict(found)))
+    show(console, audited)
+    if out is not None:
+        for written in write_report(out, audited):
+            console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+    return audited

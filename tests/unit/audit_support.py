@@ -1,0 +1,65 @@
+"""Synthetic dumps with known answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+Rows = list[dict]
+ROWS, LENGTH, VOCABULARY = 24, 40, 50
+
+
+def gaussian_rows(kl: float, *, rows: int = 50, length: int = 80, seed: int = 0, **extra: object) -> Rows:
+    """log rho normal with mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL = kl. Two prompt tokens each."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(rows):
+        rollout = -(10 + rng.random(length) * 6)  # never above 0, whatever the noise
+        trainer = rollout + rng.normal(-kl, math.sqrt(2 * kl), length)
+        mask = np.arange(length) >= 2
+        row = {"tokens": np.arange(length), "mask": mask, "logp_rollout": rollout, "logp_trainer": trainer}
+        rollout[:2] = np.nan  # prompts carry no log-probability
+        out.append({name: value.tolist() for name, value in row.items()} | extra)
+    return out
+
+
+def world_rows(
+    seed: int,
+    *,
+    noise: float = 0.05,
+    temperature: float = 1.0,
+    shift: int = 0,
+    stale: float = 0.0,
+    entropy: bool = False,
+) -> Rows:
+    """Two engines' softmax over the same logits but for noise, with one planted cause. `stale`: half of the rows were
+    sampled by weights this far from the trainer's, and say so in `version`."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g) * (3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5)
+    rollout_logits = logits + noise * torch.randn(logits.shape, generator=g)
+    if stale:
+        rollout_logits[::2] += stale * torch.randn(rollout_logits[::2].shape, generator=g)
+    p = (rollout_logits / temperature).softmax(-1)
+    tokens = torch.multinomial(p.flatten(0, 1), 1, generator=g).reshape(ROWS, LENGTH)
+    rollout = p.log().gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    trainer = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1).roll(shift, 1)
+    h = torch.distributions.Categorical(logits=logits).entropy()
+    rows = []
+    for i in range(ROWS):
+        row = {"tokens": tokens[i].tolist(), "mask": [True] * LENGTH}
+        row |= {"logp_rollout": rollout[i].tolist(), "logp_trainer": trainer[i].tolist()}
+        row |= {"entropy": h[i].tolist()} if entropy else {}
+        row |= {"version": 6 + i % 2} if stale else {}
+        rows.append(row)
+    return rows
+
+
+def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
+    import json
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

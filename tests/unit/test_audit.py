@@ -1,0 +1,236 @@
+"""The audit of synthetic dumps matches closed forms, names planted causes and accuses no clean one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from audit_support import gaussian_rows, world_rows, write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from onepolicy.audit import tally as tally_module
+from onepolicy.audit.figures import extreme_curve, figures
+from onepolicy.audit.run import audit, run_audit
+from onepolicy.audit.schema import write_parquet
+from onepolicy.audit.sketch import Sketch
+from onepolicy.audit.verdict import onset_of_divergence
+from onepolicy.cli import main
+from onepolicy.measure.logprob import mismatch
+from onepolicy.report.figure import Absent, Figure
+
+
+def audited(tmp_path: Path, rows: list[dict]):
+    write_parquet(tmp_path / "dump.parquet", rows)
+    return audit(tmp_path / "dump.parquet", {})
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    scale=st.sampled_from([0.0, 1e-4, 0.3, 5.0]),
+    cuts=st.sets(st.integers(1, 7)),
+)
+@settings(max_examples=40, deadline=None)
+def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
+    g = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
+    trainer = rollout + scale * torch.randn(n, generator=g, dtype=torch.float64)
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    whole = mismatch(trainer, rollout, torch.ones(n, dtype=torch.bool), segment=segment).metrics("m")
+    merged = None
+    borders = sorted({0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)})
+    for start, stop in itertools.pairwise(borders):
+        part = (segment >= start) & (segment < stop)
+        sketch = Sketch.of(trainer[part], rollout[part], segment[part])
+        merged = sketch if merged is None else merged.merge(sketch)
+    assert merged is not None
+    found = merged.numbers()
+    for name, value in whole.items():
+        assert found[name.removeprefix("m/")] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
+    rho = (trainer - rollout).exp()
+    assert found["mean_rho"] == pytest.approx(float(rho.mean()))
+    assert found["rho_error"] == pytest.approx(float(rho.std(correction=0)) / math.sqrt(n), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("kl", "kind", "preset"), [(1e-4, "nothing", None), (5e-3, "correction", "tis")])
+def test_gaussian_noise_of_known_kl(tmp_path, kl, kind, preset) -> None:
+    rows = gaussian_rows(kl, rows=200)
+    for row in rows:
+        row["logp_rollout"] = np.float32(row["logp_rollout"]).astype(float).tolist()
+    each = audited(tmp_path, rows)
+    found = each.tally.total.numbers()
+    n = 200 * 78
+    assert found["tokens"] == n
+    assert found["sequences"] == 200
+    assert found["k1"] == pytest.approx(kl, abs=5 * math.sqrt(2 * kl / n))
+    assert found["k3"] == pytest.approx(kl, rel=0.06)  # its standard error is kl sqrt(2 / n)
+    assert found["chi2"] == pytest.approx(math.expm1(2 * kl), rel=0.1, abs=6 * math.sqrt(8 * kl / n))
+    assert found["ess"] == pytest.approx(math.exp(-2 * kl), rel=1e-2)
+    assert found["mean_rho"] == pytest.approx(1, abs=5 * found["rho_error"])
+    taus, shares = extreme_curve(each.tally.histogram)
+    tau = math.exp(math.sqrt(2 * kl))  # about one standard deviation: P(|Z| > 1)
+    assert shares[np.searchsorted(taus, tau)] == pytest.approx(0.317, abs=0.02)
+    assert (each.verdict.kind, each.verdict.preset, each.verdict.causes) == (kind, preset, ())
+    forecast = {f.name: f for f in each.verdict.forecasts}
+    assert forecast["tis"].attenuation == pytest.approx(1, abs=1e-2)
+    length, k3 = 78, found["k3"]  # docs/corrections.md: trl-default multiplies by Phi((ln 3 - Tk) / sqrt(2 T k))
+    phi = 0.5 * math.erfc(-(math.log(3) - length * k3) / math.sqrt(4 * length * k3))
+    assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
+    if preset:
+        assert any("predicted to keep 100.0%" in line for line in each.verdict.basis)
+
+
+def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) -> None:
+    rows = gaussian_rows(2e-3)
+    for row in rows:
+        row["logp_trainer"][40] = row["logp_rollout"][40] - 4.0  # one token in 78 that the trainer finds unlikely
+    each = audited(tmp_path, rows)
+    assert (each.verdict.kind, each.verdict.preset) == ("correction", "icepop")
+    for row in rows:  # two layers, two experts each; one router in four differs on every other token
+        routes = np.tile([[0, 1], [2, 3]], (80, 1, 1))
+        other = routes.copy()
+        other[::2, 1] = [3, 5]
+        other[:, 0] = [1, 0]  # another order is no difference
+        row |= {"routes_rollout": routes.reshape(-1).tolist(), "routes_trainer": other.reshape(-1).tolist()}
+        row |= {"route_layers": 2, "route_top_k": 2}
+    each = audited(tmp_path, rows)
+    assert each.verdict.kind == "r3"
+    assert each.tally.routes.routers == pytest.approx(0.25)
+    assert each.tally.routes.tokens == each.tally.routes.slots // 2
+    assert each.tally.routes.per_layer.tolist() == [0, each.tally.routes.slots // 2]
+
+
+@pytest.mark.parametrize(
+    ("planted", "cause"),
+    [
+        ({"shift": 1}, "shift"),
+        ({"shift": -1}, "shift"),
+        ({"temperature": 0.7, "entropy": True}, "temperature"),
+        ({"stale": 0.7}, "stale"),
+        ({}, None),
+        ({"noise": 0.6, "entropy": True}, None),
+    ],
+)
+def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
+    each = audited(tmp_path, world_rows(1, **planted))
+    assert each.verdict.causes == ((cause,) if cause else ())
+    assert (each.verdict.kind == "bug") == bool(cause)
+    if cause:
+        assert cause in each.verdict.headline
+        assert each.verdict.basis[0].startswith(f"{cause}: ")
+    missing = "temperature" in " ".join(each.verdict.not_checked)
+    assert missing == ("entropy" not in planted)
+
+
+def test_versions_that_rise_with_the_steps_are_not_stale(tmp_path) -> None:
+    """Early steps have the larger gap, as while a learning rate decays: older weights, but of older steps."""
+    rows = []
+    for step in range(4):
+        kl = 4e-3 if step < 2 else 1e-5
+        rows += gaussian_rows(kl, rows=10, seed=step, step=step, version=step)
+    assert audited(tmp_path, rows).verdict.causes == ()
+    for row in rows:
+        row["step"] = 0
+    assert audited(tmp_path, rows).verdict.causes == ("stale",)
+
+
+def test_a_bug_that_starts_in_mid_training_is_named_with_its_step(tmp_path) -> None:
+    rows = []
+    for step in range(40):
+        rows += gaussian_rows(1e-4, rows=3, seed=step, step=step, reward=float(step))
+        if step >= 36:
+            for row in rows[-3:]:
+                noise = np.random.default_rng(step).random(80)
+                row["logp_trainer"] = (-10 - noise * 6).tolist()
+                row["logp_rollout"] = [-10.0, *row["logp_trainer"][:-1]]
+    verdict = audited(tmp_path, rows).verdict
+    assert verdict.onset is None  # four steps are not five
+    verdict = audited(tmp_path, rows + [dict(row, step=40) for row in rows[-3:]]).verdict
+    assert verdict.onset == 36
+    assert verdict.causes == ("shift",)
+    assert "from step 36 on" in verdict.headline
+
+
+def test_onset_rule() -> None:
+    flat = dict.fromkeys(range(10, 40), 1e-3)
+    assert onset_of_divergence(flat) is None
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
+    assert onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0)) is None  # too few
+
+
+def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tally_module, "SAMPLE_TOKENS", 800)
+    each = audited(tmp_path, gaussian_rows(1e-3, rows=300))
+    sample = each.tally.sample
+    assert sample.tokens == sum(len(columns["mask"]) for *_, columns in sample.heap) == 800
+    rows = sorted(row for _, row, _, _ in sample.heap)
+    assert rows[-1] > 150  # not the first ones
+    assert any("10 rows drawn at random" in line for line in each.verdict.basis)
+
+
+def test_steps_add_up_to_the_whole(tmp_path) -> None:
+    rows = [row for step in range(5) for row in gaussian_rows(1e-3 * (step + 1), rows=4, seed=step, step=step)]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    each = audited(tmp_path, rows)
+    merged = None
+    for sketch in each.tally.steps.values():
+        merged = sketch if merged is None else merged.merge(sketch)
+    whole = each.tally.total.numbers()
+    assert {k: pytest.approx(v, rel=1e-9) for k, v in whole.items()} == merged.numbers()
+    assert each.tally.histogram.sum() == whole["tokens"]
+
+
+def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
+    rows = [
+        row
+        for step in range(30)
+        for row in gaussian_rows(1e-4 if step < 20 else 9e-3, rows=3, seed=step, step=step, reward=1.0)
+    ]
+    write_parquet(tmp_path / "a.parquet", rows)
+    write_jsonl(tmp_path / "b.jsonl", [{("ours" if k == "mask" else k): v for k, v in row.items()} for row in rows[:9]])
+    out = tmp_path / "out"
+    assert main(["audit", str(tmp_path / "a.parquet"), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "k3 diverges at step 20" in printed.replace("\n", " ")
+    tree = json.loads((out / "audit.json").read_text())
+    assert tree["verdict"]["onset"] == 20
+    assert [step["step"] for step in tree["steps"]] == list(range(30))
+    assert tree["steps"][0]["reward"] == 1.0
+    page = (out / "audit.html").read_text()
+    assert tree["verdict"]["headline"].split(":")[0] in page
+    for figure in ("log_ratio", "f_tau", "k3", "f2", "reward"):
+        assert f'id="fig-{figure}"' in page
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "mask=ours"]) == 0
+    assert main(["audit", str(tmp_path / "b.jsonl")]) == 2
+    assert "column mask is missing" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "masks=ours"]) == 2
+
+
+def test_two_dumps_side_by_side(tmp_path) -> None:
+    write_parquet(tmp_path / "a.parquet", gaussian_rows(1e-4))
+    write_parquet(tmp_path / "b.parquet", gaussian_rows(4e-3))
+    console = Console(record=True, width=120)
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    both = run_audit(paths, {}, tmp_path / "out", console)
+    assert [each.verdict.kind for each in both] == ["nothing", "correction"]
+    text = console.export_text()
+    assert "a.parquet" in text
+    assert "b.parquet" in text
+    drawn = {f.name: f for f in figures(both)}
+    assert isinstance(drawn["log_ratio"], Figure)
+    assert [line["name"] for line in drawn["log_ratio"].data] == ["a.parquet", "b.parquet"]
+    assert isinstance(drawn["k3"], Absent)
+    for line in drawn["log_ratio"].data:  # a density: it integrates to nearly 1
+        width = line["x"][1] - line["x"][0]
+        assert sum(line["y"]) * width == pytest.approx(1, abs=0.01)
+    assert len(json.loads((tmp_path / "out" / "audit.json").read_text())) == 2
