@@ -2,17 +2,22 @@
 
 import asyncio
 import importlib.util
+import json
 
 import pytest
 import torch
 
+from onepolicy.cli import main
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import alphabet
 from onepolicy.models.load import load_model, read_config
 from onepolicy.replay.checks import RouteRules, check_completion
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.sync.check import checked_push
+from onepolicy.train.policy import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 
 pytestmark = [
@@ -113,7 +118,7 @@ def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
     for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
         logits, routes = stock(models[0], prompt, done.token_ids)
         logp = torch.log_softmax(logits / temperature, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
-        torch.testing.assert_close(done.logp, logp, atol=2e-3, rtol=0)
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         assert len(done.token_ids) == sampling.max_tokens
         assert done.finish == "length"
         check_completion(done, prompt, engine._driver.batch._routes, "sample")
@@ -133,7 +138,7 @@ def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
     best = logits.topk(2)
     assert (best.indices == done.token_ids.long()[:, None]).any(-1).all()
     logp = torch.log_softmax(logits.masked_fill(logits < best.values[:, -1:], float("-inf")), -1)
-    torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-3, rtol=0)
+    torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-4, rtol=0)
     (nucleus,) = play(engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)])  # only the likeliest token is left
     (greedy,) = play(engine, [(prompt, Sampling(0.0, 20), 9)])
     assert torch.equal(nucleus.token_ids, greedy.token_ids)
@@ -145,7 +150,7 @@ def test_greedy_takes_the_likeliest_token_and_its_untempered_logp(engine, models
     (done,) = play(engine, [(prompt, Sampling(0.0, 20), 0)])
     logits, _ = stock(models[0], prompt, done.token_ids)
     assert torch.equal(logits.argmax(-1), done.token_ids.long())
-    torch.testing.assert_close(done.logp, torch.log_softmax(logits, -1).amax(-1), atol=2e-3, rtol=0)
+    torch.testing.assert_close(done.logp, torch.log_softmax(logits, -1).amax(-1), atol=2e-4, rtol=0)
 
 
 def test_tokens_follow_from_the_seed_alone(engine):
@@ -264,3 +269,34 @@ def test_cancelled_request_is_aborted(engine):
 def test_requests_vllm_would_change_are_refused(engine, prompt, sampling, message):
     with pytest.raises(UsageError, match=message):
         play(engine, [(prompt, sampling, 0)])
+
+
+def test_a_run_trains_on_vllm_rollouts_with_their_routes_replayed(tmp_path):
+    """Two steps of an untrained policy: the sync check, R3, the detector, an evaluation and a checkpoint."""
+    size = {"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128}
+    settings = PolicyConfig(**size)
+    tokenizer = make_tokenizer(alphabet(settings.task))
+    save_policy(make_model(settings, len(tokenizer)), tokenizer, settings, tmp_path / "policy")
+    (tmp_path / "recipe.toml").write_text(
+        f"""
+        out = "{tmp_path / "run"}"
+        steps = 2
+        model = {{ path = "{tmp_path / "policy"}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        optim = {{ lr = 1e-3 }}
+        eval = {{ every = 2, problems = 4, k = 1 }}
+        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
+        [rollout]
+        prompts_per_step = 2
+        group_size = 4
+        sampling = {{ max_tokens = 20 }}
+        engine = {{ kind = "vllm", slots = 8, cache_gib = 0.125 }}
+        """
+    )
+    assert main(["train", str(tmp_path / "recipe.toml")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "mismatch/k3" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["mismatch/k3"] < 1e-3
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
