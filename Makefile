@@ -39,7 +39,7 @@ test: $(VENV)/.dev $(ORACLE)/.ready ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu$(if $(wildcard $(VENV)/.vllm),, and not vllm)"
 
 test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
 	$(BIN)/pytest -m slow --timeout 7200
