@@ -204,11 +204,15 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     assert "k3 diverges at step 20" in printed.replace("\n", " ")
     tree = json.loads((out / "audit.json").read_text())
     assert tree["verdict"]["onset"] == 20
+    assert "(from step 20 on)" in tree["verdict"]["headline"]  # judged where it diverges: 9e-3, not the mean of 3e-3
+    assert "k3 = 0.00" in tree["verdict"]["headline"]
+    assert tree["overall"]["k3"] == pytest.approx((1e-4 * 20 + 9e-3 * 10) / 30, rel=0.2)
     assert [step["step"] for step in tree["steps"]] == list(range(30))
     assert tree["steps"][0]["reward"] == 1.0
     page = (out / "audit.html").read_text()
     assert tree["verdict"]["headline"].split(":")[0] in page
-    for figure in ("log_ratio", "f_tau", "k3", "f2", "reward"):
+    assert 'id="fig-f2"' not in page  # no token is off by more than a factor of 2
+    for figure in ("log_ratio", "f_tau", "k3", "reward"):
         assert f'id="fig-{figure}"' in page
     assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "mask=ours"]) == 0
     assert main(["audit", str(tmp_path / "b.jsonl")]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -80,9 +81,15 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
         curves[each.label] = (taus[shown].tolist(), shares[shown].tolist())
     scale = LogScale.of(*(shares for _, shares in curves.values()), top=1.0)
     data = [line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}") for a, look in pairs]
-    end = max((taus[-1] for taus, _ in curves.values() if taus), default=10.0)
+    end = max(2.2, *(taus[-1] for taus, _ in curves.values() if taus))
     ticks = [t for t in (1.0, 1.25, 2.0, 5.0) if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
-    x = {"type": "log", "tickmode": "array", "tickvals": ticks[:12], "ticktext": [f"{t:g}" for t in ticks[:12]]}
+    x = {
+        "type": "log",
+        "range": [0, math.log10(end)],
+        "tickmode": "array",
+        "tickvals": ticks[:12],
+        "ticktext": [f"{t:g}" for t in ticks[:12]],
+    }
     layout = {
         "xaxis": axis(f"probability ratio {TAU} (log)", **x),
         "yaxis": scale.axis(f"share of tokens beyond {TAU} (log)"),
@@ -98,16 +105,16 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     found = [f"{a.label}: step {onset}" for (a, _), onset in zip(pairs, onsets, strict=True) if onset is not None]
     note = f"k3 = mean({RHO} - 1 - log {RHO}). Onset of divergence: {'; '.join(found) or 'none'} ({ONSET_RULE})."
     title = "k3 diverges where the line stands" if found else "k3 should stay low and flat"
-    out: list[Figure | Absent] = [
-        _over_steps(pairs, "k3", "k3 (nats per token, log)", title, note),
-        _over_steps(
-            pairs, "f2", "F(2) (log)", "Extreme tokens over training", "Tokens off by more than a factor of 2."
-        ),
-    ]
-    for figure, width in zip(out, ("wide", "half"), strict=True):
-        assert isinstance(figure, Figure)
-        figure.layout["shapes"] = [_mark(o, look) for (_, look), o in zip(pairs, onsets, strict=True) if o is not None]
-        object.__setattr__(figure, "width", width)
+    out: list[Figure | Absent] = [_over_steps(pairs, "k3", "k3 (nats per token, log)", title, note, width="wide")]
+    if any(sketch.numbers()["f2"] for each, _ in pairs for sketch in each.tally.steps.values()):
+        text = "Share of tokens off by more than a factor of 2."
+        out.append(_over_steps(pairs, "f2", "F(2) (log)", "Extreme tokens over training", text))
+    else:
+        out.append(Absent("f2", "Extreme tokens over training: no token is off by more than a factor of 2."))
+    marks = [_mark(onset, look) for (_, look), onset in zip(pairs, onsets, strict=True) if onset is not None]
+    for figure in out:
+        if isinstance(figure, Figure):
+            figure.layout["shapes"] = marks
     rewards = []
     for a, look in pairs:
         if found_rewards := sorted(a.tally.rewards.items()):
@@ -115,11 +122,18 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
             rewards.append(line(a.label, [step for step, _ in found_rewards], means, look))
     if not rewards:
         return [*out, Absent("reward", "Reward: the dump has no column reward.")]
-    layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": out[0].layout["shapes"]}  # type: ignore[union-attr]
+    layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": marks}
     return [*out, Figure("reward", "Does reward fall after the onset?", "Mean over a step's rows.", rewards, layout)]
 
 
-def _over_steps(pairs: list[tuple[Audited, Look]], name: str, unit: str, title: str, note: str) -> Figure:
+def _over_steps(
+    pairs: list[tuple[Audited, Look]],
+    name: str,
+    unit: str,
+    title: str,
+    note: str,
+    width: Literal["half", "wide"] = "half",
+) -> Figure:
     series = {
         a.label: [(step, sketch.numbers()[name]) for step, sketch in sorted(a.tally.steps.items())] for a, _ in pairs
     }
@@ -129,7 +143,7 @@ def _over_steps(pairs: list[tuple[Audited, Look]], name: str, unit: str, title: 
         for a, look in pairs
         if (points := series[a.label])
     ]
-    return Figure(name, title, note, data, {"xaxis": axis("step"), "yaxis": scale.axis(unit)})
+    return Figure(name, title, note, data, {"xaxis": axis("step"), "yaxis": scale.axis(unit)}, width)
 
 
 def _mark(step: int, look: Look) -> Spec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from html import escape
@@ -145,16 +146,21 @@ def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
 
 def _cells(audited: Sequence[Audited]) -> list[list[str]]:
     found = [numbers(each) for each in audited]
-    counts = ("tokens", "sequences")
     rows = []
     for key, (name, share) in ROWS.items():
         if any(key in values for values in found):
-            cells = [f"{v[key]:,.0f}" if key in counts else number(v.get(key), share=share) for v in found]
+            cells = [_cell(key, v.get(key, math.nan), share=share) for v in found]
             rows.append([name, *cells])
     onsets = [each.verdict.onset for each in audited]
     if any(each.tally.steps for each in audited):
         rows.append(["Onset of divergence", *("none" if step is None else f"step {step}" for step in onsets)])
     return rows
+
+
+def _cell(key: str, value: float, *, share: bool) -> str:
+    if key in ("tokens", "sequences"):
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if key in ("mean_rho", "pearson", "ppl_ratio") else number(value, share=share)
 
 
 def show(console: Console, audited: Sequence[Audited]) -> None:

@@ -5,6 +5,7 @@ Every threshold is a constant of this file; docs/audit.md says where each comes 
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from onepolicy.audit.sketch import Sketch
 from onepolicy.audit.tally import Tally
 from onepolicy.correct.diagnose import FEWEST, Diagnosis, diagnose
 from onepolicy.correct.predict import NOMINAL_KL, predict
@@ -54,12 +56,11 @@ class Verdict:
 
 
 def verdict(found: Tally) -> Verdict:
-    assert found.total is not None
-    numbers = found.total.numbers()
+    """Judged from the onset of divergence on, if there is one."""
     onset = onset_of_divergence({step: sketch.numbers()["k3"] for step, sketch in found.steps.items()})
-    diagnosis, where = _diagnose(found, onset), "" if onset is None else f" (from step {onset} on)"
-    if onset is not None and not diagnosis.bug:
-        diagnosis, where = _diagnose(found, None), ""
+    numbers = _since(found, onset).numbers()
+    where = "" if onset is None else f" (from step {onset} on)"
+    diagnosis = _diagnose(found, onset)
     forecasts = _forecasts(numbers["k3"], found.mean_length)
     kind, headline, name = _judge(found, numbers, diagnosis, where)
     return Verdict(
@@ -82,16 +83,17 @@ def _judge(found: Tally, numbers: dict[str, float], diagnosis: Diagnosis, where:
     if numbers["max_dlogp"] == 0:
         return "identical", "Nothing to do: both sides agree on every token to the bit.", None
     if k3 < NOMINAL_KL and f2 < QUIET_F2:
-        return "nothing", f"Nothing to do: k3 = {number(k3)} nats a token is in the range of dense models.", None
+        text = f"Nothing to do: k3 = {number(k3)} nats a token is in the range of dense models"
+        return "nothing", f"{text}{where}.", None
     if not k3 <= TOO_FAR:
         text = f"k3 = {number(k3)} nats a token is beyond any engine mismatch, and no known bug explains it"
-        return "unexplained", f"{text}: look for one before correcting.", None
+        return "unexplained", f"{text}{where}: look for one before correcting.", None
     name = "icepop" if f5 > HEAVY_F5 else "tis"
     if found.routes is not None and found.routes.routers > 0:
         text = f"Replay the rollout's routes (R3): {number(found.routes.routers, share=True)} of routers differ"
-        return "r3", f"{text}, k3 = {number(k3)} nats a token. If you cannot: correct with {name}.", name
+        return "r3", f"{text}, k3 = {number(k3)} nats a token{where}. If you cannot: correct with {name}.", name
     moe = "" if found.routes is not None else " If the model is a mixture of experts, replay its routes (R3) first."
-    return "correction", f"Mismatch, k3 = {number(k3)} nats a token: correct it with {name}.{moe}", name
+    return "correction", f"Mismatch, k3 = {number(k3)} nats a token{where}: correct it with {name}.{moe}", name
 
 
 def _basis(
@@ -103,9 +105,11 @@ def _basis(
     onset: int | None,
 ) -> list[str]:
     lines = [f"{finding.cause}: {finding.evidence}." for finding in diagnosis.findings]
+    part = "" if onset is None else f"from step {onset} on, "
     lines.append(
-        f"{int(numbers['tokens']):,} tokens in {int(numbers['sequences']):,} sequences: k3 {number(numbers['k3'])} +- "
-        f"{number(numbers['k3_error'])}, k1 {number(numbers['k1'])}, F(2) {number(numbers['f2'], share=True)}."
+        f"{part}{int(numbers['tokens']):,} tokens in {int(numbers['sequences']):,} sequences: "
+        f"k3 {number(numbers['k3'])} +- {number(numbers['k3_error'])}, "
+        f"k1 {number(numbers['k1'])}, F(2) {number(numbers['f2'], share=True)}."
     )
     mean, error = numbers["mean_rho"], numbers["rho_error"]
     if not diagnosis.bug and math.isfinite(mean) and abs(mean - 1) > max(6 * error, 0.005):
@@ -159,6 +163,14 @@ def _diagnose(found: Tally, onset: int | None) -> Diagnosis:
         logp_previous=tensors.get("logp_previous"),
         entropy=tensors.get("entropy"),
     )
+
+
+def _since(found: Tally, onset: int | None) -> Sketch:
+    """Of the whole dump, or of the steps from `onset` on."""
+    assert found.total is not None
+    if onset is None:
+        return found.total
+    return functools.reduce(Sketch.merge, (sketch for step, sketch in sorted(found.steps.items()) if step >= onset))
 
 
 def _forecasts(kl: float, length: int) -> tuple[PresetForecast, ...]:

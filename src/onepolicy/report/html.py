@@ -190,7 +190,8 @@ def _card(figure: Figure) -> str:
     shape = f"{figure.width} square" if figure.name in SQUARE else figure.width
     return (
         f'<div class="card figure {shape}"><h3>{escape(figure.title)}</h3><p class="note">{escape(figure.note)}</p>'
-        f'<div class="plot" id="fig-{figure.name}"></div></div>'
+        f'<div class="plot" id="fig-{figure.name}" role="img" aria-label="{escape(figure.title)}. '
+        f'{escape(figure.note)}"></div></div>'
     )
 
 
