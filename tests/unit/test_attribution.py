@@ -120,6 +120,7 @@ def test_token_class(text, end, name):
         (8e-4, 7e-4, "nothing", ("numerics",), ""),  # replay helps too little
         (2e-3, 5e-4, "replay", ("routing",), "replay.mode=r3"),
         (2e-3, None, "correct", ("numerics",), "correction.preset=tis"),
+        (3.0, None, "unclear", (), ""),
         (2e-2, 5e-3, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
     ],
 )

@@ -15,6 +15,8 @@ HARMLESS_KL = 1e-4
 section 3: 6.4e-4 for an 8B dense model)."""
 REPLAY_HELPS = 1.5
 """Least factor by which replay must cut k3 to be recommended (R3 paper, section 5: about 2)."""
+TOO_FAR = 1.0
+"""k3 that is left, above which no correction is recommended: two policies, not one with noise."""
 CAUSES = {
     "fill": "missing log-probabilities are filled in",
     "not_log": "values are probabilities, not their logarithms",
@@ -70,6 +72,9 @@ def verdict(
         measured += (f"with the rollout's routes replayed it is {k3_replay:.3g}",)
         if k3 > REPLAY_HELPS * k3_replay:
             left, causes, setting = k3_replay, ("routing",), "replay.mode=r3"
+    if left > TOO_FAR:
+        far = f"No known bug, but {left:.3g} nats a token is no mismatch of one policy: look for a bug."
+        return Verdict("unclear", (), far, setting, measured)
     if left > NOMINAL_KL:
         return _correct(left, length, causes, setting, measured)
     if setting:

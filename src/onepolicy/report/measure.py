@@ -157,7 +157,7 @@ def fall_figure(tree: Tree) -> Figure:
         "barmode": "overlay",
     }
     note = "k3 of the same tokens, each bar after one more change of the trainer's side. " + "; ".join(
-        f"{bar['name']}: {number(bar['removed']['value'])} {_interval(bar['removed'])}" for bar in fall["bars"]
+        f"{bar['name']}: {number(bar['removed']['value'])} [{_interval(bar['removed'])}]" for bar in fall["bars"]
     )
     return Figure("waterfall", "Where the gap comes from", note, data, layout, width="wide")
 
