@@ -138,6 +138,23 @@ def test_a_rejected_slot_stays_in_the_ratio_of_its_sample() -> None:
     assert leaf.grad.tolist() == pytest.approx([-1.1 / 4] * 2)
 
 
+def test_a_rejected_slot_is_clipped_by_the_sign_of_its_sample() -> None:
+    """GMPO, A = 1, r = (4, 2/3): 4 is clipped to 1.5 and has no gradient, rejected or not; exp(mean) is 1."""
+    made = batch([2], torch.tensor([True, True]), [0.0]).replace(
+        logp_old=torch.tensor([-1 - math.log(4), -1 + math.log(1.5)]),
+        advantage=torch.ones(2),
+        weight=torch.ones(2),
+        keep=torch.tensor([False, True]),
+        share=torch.full((2,), 0.5),
+    )
+    leaf = torch.full((2,), -1.0, requires_grad=True)
+    loss, _ = policy_loss(leaf, made, config=ObjectiveConfig(surrogate="gmpo", clip_low=0.2, clip_high=0.5))
+    loss.backward()
+    assert leaf.grad is not None
+    assert loss.item() == pytest.approx(-1 / 2)
+    assert leaf.grad.tolist() == pytest.approx([0, -1 / 4])
+
+
 def test_kl_and_entropy_by_hand() -> None:
     """One slot, log pi = -1, reference -1 - log 2, ratio new / rollout 1/2: 3 * (log 2 - 1/2) / 2 - 5 * .7."""
     made = batch([1], torch.tensor([True]), [0.0]).replace(

@@ -109,7 +109,7 @@ def topr(ratio: Tensor, logp_new: Tensor, advantage: Tensor) -> Surrogate:
 
 def gmpo(
     log_ratio: Tensor,  # [T], carries the graph
-    advantage: Tensor,  # [T], one value per sample
+    advantage: Tensor,  # [T], one value per sample; 0 where rejected
     *,
     mask: Tensor,
     segment: Tensor,
@@ -120,14 +120,15 @@ def gmpo(
     """-exp(mean over the sample of the clipped log r) A in every slot (GMPO, 2507.20673 eq. 4).
 
     A slot's log r is clipped pessimistically to [log(1 - clip_low), log(1 + clip_high)]: from above where A > 0, from
-    below where A < 0.
+    below where A < 0. A rejected slot is in the mean and clipped by its sample's sign.
     """
     low, high = math.log(max(1 - clip_low, 1e-9)), math.log(1 + clip_high)
-    positive = advantage > 0
+    total = _per_sample(advantage, mask, segment, samples, mean=False)
+    positive, negative = total > 0, total < 0
     bounded = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
     mean = _per_sample(bounded, mask, segment, samples, mean=True)
     own = log_ratio.detach()
-    return Surrogate(-mean.exp() * advantage, own.exp(), (own < low) & (advantage < 0), (own > high) & positive)
+    return Surrogate(-mean.exp() * advantage, own.exp(), (own < low) & negative, (own > high) & positive)
 
 
 def _per_sample(values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool) -> Tensor:
