@@ -231,21 +231,26 @@ def run_audit(arguments: argparse.Namespace) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> None:
+    try:
+        print(_settings(arguments), flush=True)
+    except BrokenPipeError:  # `onepolicy config ... | head`; what is buffered must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _settings(arguments: argparse.Namespace) -> str:
     if arguments.recipe == "preset":
         from onepolicy.correct.presets import show, show_all
 
         if len(arguments.overrides) > 1:
             raise UsageError(f"config preset: one name, not {' '.join(arguments.overrides)}")
-        print(show(arguments.overrides[0]) if arguments.overrides else show_all())
-        return
+        return show(arguments.overrides[0]) if arguments.overrides else show_all()
     if arguments.recipe == "objective":
         from onepolicy.objective import presets
 
         if len(arguments.overrides) > 1:
             raise UsageError(f"config objective: one name, not {' '.join(arguments.overrides)}")
-        print(presets.show(*arguments.overrides))
-        return
-    print(load(arguments.recipe, arguments.overrides).model_dump_json(indent=2))
+        return presets.show(*arguments.overrides)
+    return load(arguments.recipe, arguments.overrides).model_dump_json(indent=2)
 
 
 def _refuse_other_weights(overrides: list[str], command: str) -> None:

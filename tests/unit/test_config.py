@@ -1,5 +1,8 @@
 """Recipes, overrides and the errors they give."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,14 @@ def test_override_sets_one_leaf_and_keeps_the_rest(section, key, value):
     after = apply_override(tree, f"s.{key}={value}")
     assert after == {"s": {**section, key: value}, "other": 1}
     assert tree == {"s": section, "other": 1}
+
+
+def test_config_into_a_closed_pipe_is_no_error():
+    """`onepolicy config preset | head -3`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "onepolicy.cli", "config", "preset"], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
