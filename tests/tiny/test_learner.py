@@ -145,6 +145,9 @@ def test_linear_decay_spends_the_rate_over_the_run():
     learner = learner_of("optim.warmup_steps=1", "optim.decay=linear", "steps=2", "objective.mini_steps=2")
     lr = [one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)]  # of the last of each step's two updates
     assert lr == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
+    learner = learner_of("optim.decay=linear", "steps=3")
+    learner.version, learner.updates = 2, 8  # a fork after 2 of 3 steps, of a run with four mini-steps each
+    assert one_step(learner, batch_of())[1]["train/lr"] == pytest.approx(0.01 / 3)
 
 
 def test_gradient_that_is_not_finite_stops_before_the_weights_change():
@@ -205,14 +208,17 @@ def test_entropy_bonus_raises_the_entropy():
     assert entropies == sorted(entropies)
 
 
+def with_critic(learner: LocalLearner) -> LocalLearner:
+    copy = make("qwen3_moe")
+    prepare_for_training(copy, torch.device("cpu"))
+    learner.critic = Critic(copy, learner.config.objective.critic, learner.config.optim)
+    return learner
+
+
 def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     """GAE with lambda = 1 is return - value; the policy's update does not touch the critic's weights and vice versa."""
     settings = ["objective.preset=ppo", "objective.lam=1.0", "objective.critic.lr=1e-2", "objective.normalise=none"]
-    learner = learner_of(*settings)
-    config = learner.config
-    copy = make("qwen3_moe")
-    prepare_for_training(copy, torch.device("cpu"))
-    learner.critic = Critic(copy, config.objective.critic, config.optim)
+    learner = with_critic(learner_of(*settings))
     batch, losses = batch_of(), []
     for step in range(6):
         scored, metrics, _ = one_step(learner, batch)
@@ -223,6 +229,14 @@ def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     assert losses[-1] < 0.5 * losses[0]
     named = dict(learner.model.named_parameters())
     assert not any(parameter is other for parameter in learner.critic.values.parameters() for other in named.values())
+
+
+def test_an_unprotected_value_term_leaves_out_what_the_loss_rejects():
+    """A gate on new / rollout that rejects everything leaves the critic nothing to learn from."""
+    gate = 'correction.gates=[{statistic="trainer_prob",low=0.999999,ratio="new/rollout"}]'
+    for protect, learns in (('["kl","entropy","value"]', True), ('["kl","entropy"]', False)):
+        learner = with_critic(learner_of("objective.preset=ppo", gate, f"correction.protect={protect}"))
+        assert (one_step(learner, batch_of())[1]["train/value_loss"] > 0) == learns
 
 
 def test_reference_is_frozen_and_its_kl_pulls_back():

@@ -49,7 +49,7 @@ class LocalLearner:
         self.reference, self.critic = reference, critic
         self.device = next(model.parameters()).device
         self.version = 0  # RL steps taken
-        self.updates = 0  # optimiser steps taken: mini_steps per RL step
+        self.updates = 0  # optimiser steps taken, by this run and those it was forked from
         self.optimizer = adamw(model, config.optim, self.device)
         self._how: dict[str, Any] = {}  # the mode's settings of a replay
         if isinstance(config.replay, SoftReplay):
@@ -89,9 +89,8 @@ class LocalLearner:
         batch = batch.replace(gate_mass=None)  # only measured
         sums: Counter[str] = Counter()
         self.seen, self._forward_seconds = None, 0.0
-        norms = [
-            self._optimise(batch.select(part), sums) for part in mini_steps(batch, self.config.objective.mini_steps)
-        ]
+        parts = mini_steps(batch, self.config.objective.mini_steps)
+        norms = [self._optimise(batch.select(part), index, sums) for index, part in enumerate(parts)]
         self.version += 1
         slots = totals(batch).slots
         kept = sums.pop("kept")
@@ -109,7 +108,7 @@ class LocalLearner:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
-    def _optimise(self, batch: TokenBatch, sums: Counter[str]) -> float:
+    def _optimise(self, batch: TokenBatch, mini_step: int, sums: Counter[str]) -> float:
         objective, slots = self.config.objective, totals(batch).slots
         batch = batch.replace(share=slot_shares(batch, objective, max_tokens=self.config.rollout.sampling.max_tokens))
         seen = None if self.config.scores_old or self.seen is not None else Scores(batch)
@@ -123,6 +122,7 @@ class LocalLearner:
                 self._count_replaced(tape, counts=scored is None)
                 if seen is not None:
                     seen.put(chosen, new, tape)
+                micro = self._corrected(new, micro)
                 loss, parts = self._loss(new, micro)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
             sums.update({"loss": loss.item() * slots} | {name: value.item() for name, value in parts.items()})
@@ -130,31 +130,34 @@ class LocalLearner:
                 self.critic.train_on(micro, "value" in self.config.correction.protect, slots, sums)
         if seen is not None:
             self.seen = self._checked(seen.filled(self.routers))
-        return self._update()
+        return self._update(mini_step)
+
+    def _corrected(self, new: Scored, micro: TokenBatch) -> TokenBatch:
+        """With the weights and rejections that need the new policy, if the correction has any."""
+        if (live_part := self.config.correction.live_part) is None:
+            return micro
+        live = live_weights(
+            new.logp,
+            micro.logp_rollout,
+            micro.trainable,
+            live_part,
+            segment=micro.segment,
+            turn=micro.turn,
+            advantage=micro.advantage,
+        )
+        assert micro.weight is not None
+        assert micro.keep is not None
+        self._live_sums.append(live.sums)
+        return micro.replace(weight=micro.weight * live.weight, keep=micro.keep & live.keep)
 
     def _loss(self, new: Scored, micro: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        correction = self.config.correction
-        if (live_part := correction.live_part) is not None:
-            live = live_weights(
-                new.logp,
-                micro.logp_rollout,
-                micro.trainable,
-                live_part,
-                segment=micro.segment,
-                turn=micro.turn,
-                advantage=micro.advantage,
-            )
-            assert micro.weight is not None
-            assert micro.keep is not None
-            self._live_sums.append(live.sums)
-            micro = micro.replace(weight=micro.weight * live.weight, keep=micro.keep & live.keep)
         loss, sums = policy_loss(
             new.logp,
             micro,
             config=self.config.objective,
             anchor=None if self.config.scores_old else micro.logp_rollout,
             entropy=new.entropy,
-            protect=correction.protect,
+            protect=self.config.correction.protect,
         )
         assert micro.keep is not None
         return loss, sums | {"kept": micro.keep.sum()}
@@ -179,14 +182,16 @@ class LocalLearner:
         self._forward_seconds += time.perf_counter() - start
         return scored
 
-    def _update(self) -> float:
+    def _update(self, mini_step: int) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
         if not norm < float("inf"):
             raise TrainingError(
                 f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
                 "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
             )
-        rate = learning_rate(self.config.optim, self.updates, self.config.steps * self.config.objective.mini_steps)
+        parts = self.config.objective.mini_steps
+        done = (self.version * parts + mini_step) / (self.config.steps * parts)
+        rate = learning_rate(self.config.optim, self.updates, done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

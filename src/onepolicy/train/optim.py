@@ -8,10 +8,13 @@ from torch import nn
 from onepolicy.config.model import OptimConfig
 
 
-def learning_rate(config: OptimConfig, update: int, updates: int) -> float:
-    """Of optimiser step `update` (from 0) of `updates`."""
+def learning_rate(config: OptimConfig, update: int, done: float) -> float:
+    """Of optimiser step `update` (from 0), with this share of the run's steps done.
+
+    Not a share of optimiser steps: a parent with other mini_steps, or steps with fewer, have counted otherwise.
+    """
     warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
-    left = 1 - update / updates if config.decay == "linear" else 1.0
+    left = 1 - done if config.decay == "linear" else 1.0
     return config.lr * warm * left
 
 
