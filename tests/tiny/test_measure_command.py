@@ -166,6 +166,12 @@ def test_usage(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_no_folder_for_the_engine(policy, capsys):
+    few = ["rollout.prompts_per_step=1", "rollout.group_size=2"]
+    assert main(["measure", "--engine-model", "/nowhere", str(policy), *SETTINGS, *few]) == 2
+    assert "--engine-model: no folder /nowhere" in capsys.readouterr().err
+
+
 def test_fp32_head_is_a_float32_product():
     model = make("qwen3_dense", dtype=torch.bfloat16).to(torch.bfloat16)
     with torch.no_grad(), fp32_head(model):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, ModelConfig, RunConfig, UsageError, resolve
 from onepolicy.config.policy import PolicyConfig
@@ -105,7 +105,7 @@ async def measure_parts(
     parts: Parts, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, engine_model: str | None = None
 ) -> Measurement:
     if engine_model is not None:
-        other = load_model(ModelConfig(path=engine_model), torch.float32, torch.device("cpu"))
+        other = _open(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     learner = parts.learner
     assert isinstance(learner, LocalLearner)
@@ -130,6 +130,15 @@ async def measure_parts(
     breakdowns, worst = where(first.native, tokenizer, parts.stop)
     repeats = _repeats(learner, first)
     return Measurement(model.path, parts.config, first, fall, alone, repeats, breakdowns, worst, said)
+
+
+def _open(folder: str) -> PreTrainedModel:
+    source = ModelConfig(path=folder)
+    try:
+        read_config(source)
+        return load_model(source, torch.float32, torch.device("cpu"))
+    except UsageError as error:
+        raise UsageError(str(error).replace("model.path", "--engine-model", 1)) from error
 
 
 async def look(parts: Parts, learner: LocalLearner) -> Look:
