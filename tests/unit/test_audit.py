@@ -130,6 +130,21 @@ def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
     assert missing == ("entropy" not in planted)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
+    """Mismatch that differs up to fourfold from step to step, heavy tails, samples one version old, noisy logits."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for step in range(20):
+        for row in gaussian_rows(2e-3 * 2 ** rng.uniform(-1, 1), rows=4, seed=100 * seed + step, step=step):
+            trainer = np.array(row["logp_trainer"]) - rng.exponential(3, 80) * (rng.random(80) < 0.003)
+            rows.append(row | {"logp_trainer": trainer.tolist(), "version": step - int(rng.integers(2))})
+    found = audited(tmp_path, rows).verdict
+    assert (found.causes, found.onset) == ((), None)
+    rows = [row | {"version": i % 3} for i, row in enumerate(world_rows(seed, noise=rng.random(), entropy=True))]
+    assert audited(tmp_path, rows).verdict.causes == ()
+
+
 def test_versions_that_rise_with_the_steps_are_not_stale(tmp_path) -> None:
     """Early steps have the larger gap, as while a learning rate decays: older weights, but of older steps."""
     rows = []
@@ -165,6 +180,7 @@ def test_onset_rule() -> None:
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
+    assert onset_of_divergence(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None  # seen at the start too
     assert onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0)) is None  # too few
 
 
@@ -218,6 +234,15 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     assert main(["audit", str(tmp_path / "b.jsonl")]) == 2
     assert "column mask is missing" in capsys.readouterr().err
     assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "masks=ours"]) == 2
+
+
+def test_an_identical_dump_is_reported_too(tmp_path) -> None:
+    rows = [row | {"logp_trainer": row["logp_rollout"]} for row in gaussian_rows(1e-3, rows=3)]
+    write_parquet(tmp_path / "d.parquet", rows)
+    assert main(["audit", str(tmp_path / "d.parquet"), "--out", str(tmp_path / "out")]) == 0
+    tree = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert tree["verdict"]["kind"] == "identical"
+    assert tree["overall"]["k3"] == 0
 
 
 def test_two_dumps_side_by_side(tmp_path) -> None:

@@ -155,8 +155,10 @@ def test_wrong_lengths(tmp_path, suffix, name) -> None:
 
 def test_missing_empty_and_truncated(tmp_path) -> None:
     rows = gaussian_rows(1e-3, rows=20)
-    with pytest.raises(UsageError, match="no such file"):
-        audit(tmp_path / "none.parquet", {})
+    (tmp_path / "folder.parquet").mkdir()
+    for name in ("none.parquet", "folder.parquet"):
+        with pytest.raises(UsageError, match=f"{name}: cannot be opened"):
+            audit(tmp_path / name, {})
     with pytest.raises(UsageError, match="unknown kind of dump"):
         audit(tmp_path / "dump.csv", {})
     for suffix in SUFFIXES:

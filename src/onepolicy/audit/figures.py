@@ -81,7 +81,7 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
         curves[each.label] = (taus[shown].tolist(), shares[shown].tolist())
     scale = LogScale.of(*(shares for _, shares in curves.values()), top=1.0)
     data = [line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}") for a, look in pairs]
-    end = max(2.2, *(taus[-1] for taus, _ in curves.values() if taus))
+    end = max([2.2, *(taus[-1] for taus, _ in curves.values() if taus)])
     ticks = [t for t in (1.0, 1.25, 2.0, 5.0) if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
     x = {
         "type": "log",

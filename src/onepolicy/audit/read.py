@@ -30,8 +30,10 @@ def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     }
     if path.suffix not in readers:
         raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {', '.join(readers)}")
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be opened ({error.strerror})") from None
     rows = 0
     for block in readers[path.suffix](path, mapping):
         rows += len(block.lengths)

@@ -31,8 +31,9 @@ TOO_FAR = 1.0
 SHOWN_PRESETS = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 ONSET_STEPS, ONSET_FACTOR, ONSET_FEWEST = 5, 4.0, 15
 ONSET_RULE = (
-    f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the median of the first fifth "
-    f"of the steps (at least {ONSET_STEPS}); looked for in dumps of {ONSET_FEWEST} steps or more"
+    f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the median, and the "
+    f"largest, of the first fifth of the steps (at least {ONSET_STEPS}); looked for in "
+    f"dumps of {ONSET_FEWEST} steps or more"
 )
 
 
@@ -185,8 +186,9 @@ def onset_of_divergence(k3: dict[int, float]) -> int | None:
     if len(k3) < ONSET_FEWEST:
         return None
     steps = sorted(k3)
-    baseline = statistics.median(k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)])
-    high = [k3[step] > ONSET_FACTOR * baseline for step in steps]
+    first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
+    bound = max(ONSET_FACTOR * statistics.median(first), *first)  # small steps are heavy-tailed: not the median alone
+    high = [k3[step] > bound for step in steps]
     for place in range(len(steps) - ONSET_STEPS + 1):
         if all(high[place : place + ONSET_STEPS]):
             return steps[place]
