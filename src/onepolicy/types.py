@@ -221,6 +221,11 @@ class TokenBatch:
     def num_slots(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def num_trainable(self) -> int:
+        """Trainable slots, before any rejection."""
+        return int(self.trainable.sum())
+
     def replace(self, **fields: object) -> Self:
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
@@ -254,12 +259,3 @@ class TokenBatch:
         out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         out["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
         return dataclasses.replace(self, **out)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts over the whole optimiser step, fixed before any rejection: every loss denominator comes from here."""
-
-    slots: int  # trainable slots
-    samples: int
-    groups: int

@@ -75,3 +75,14 @@ def experts_inputs(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor
     finally:
         for handle in handles:
             handle.remove()
+
+
+def take_grads(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Its gradients, which are then gone from it."""
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

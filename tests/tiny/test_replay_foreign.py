@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from replay_models import build, random_trace, tokens
+from replay_models import build, random_trace, same_bits, take_grads, tokens
 from torch import Tensor
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import checkpoint
@@ -42,16 +42,6 @@ def _loss(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, IDS.roll(1, -1)[..., None]).mean()
 
 
-def _grads(model: PreTrainedModel) -> dict[str, Tensor]:
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return grads
-
-
-def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @MODES
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
@@ -59,7 +49,7 @@ def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
 ) -> None:
     """An auxiliary loss without replay, its backward where the replay's forward is still to come or has been."""
     _loss(model(input_ids=IDS).logits).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     native = _loss(model(input_ids=IDS).logits)
     with routers.replay(_trace(routers)):
@@ -68,7 +58,7 @@ def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
         model(input_ids=IDS)
         if order == "after":
             native.backward()
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @MODES
@@ -83,9 +73,9 @@ def test_a_replay_inside_the_checkpointed_function(model: PreTrainedModel, route
 
     embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
     run(embedded).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     checkpoint(run, embedded, use_reentrant=reentrant).backward()
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @MODES
@@ -96,7 +86,7 @@ def test_replays_of_two_models_end_in_any_order(model: PreTrainedModel, routers:
     trace = _trace(routers)
     with routers.replay(trace):
         _loss(model(input_ids=IDS).logits).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     first, second = other.replay(trace), routers.replay(trace)
     first.__enter__()
@@ -108,7 +98,7 @@ def test_replays_of_two_models_end_in_any_order(model: PreTrainedModel, routers:
     after = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
     assert after == before
     loss.backward()
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @MODES

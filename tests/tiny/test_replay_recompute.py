@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_models import build, experts_inputs, loss_and_grads, random_trace, tokens
+from replay_models import build, experts_inputs, loss_and_grads, random_trace, same_bits, take_grads, tokens
 from torch import Tensor
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -40,16 +40,6 @@ def _loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids.roll(1, -1)[..., None]).mean()
 
 
-def _grads(model: PreTrainedModel) -> dict[str, Tensor]:
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return grads
-
-
-def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @MODES
 @pytest.mark.parametrize("every", [0, 3], ids=["all_valid", "some_native"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -63,7 +53,7 @@ def test_recompute_takes_the_same_routes(family: str, every: int, reentrant: boo
     with experts_inputs(model) as computed, routers.replay(trace, native=True) as replayed:
         _, grads = loss_and_grads(model, ids)
     assert len(computed) > len(routers.layers)  # something was recomputed
-    assert _same(grads, expected)
+    assert same_bits(grads, expected)
     assert torch.equal(replayed.native().ids, plain.native().ids)  # kept once, not again by the recompute
 
 
@@ -77,7 +67,7 @@ def test_a_recording_keeps_recomputes_out(reentrant: bool) -> None:
     with routers.record() as tape:
         _, grads = loss_and_grads(model, ids)
     assert torch.equal(tape.trace().ids, plain.trace().ids)
-    assert _same(grads, expected)
+    assert same_bits(grads, expected)
 
 
 @MODES
@@ -94,11 +84,11 @@ def test_micro_batches_may_interleave(reentrant: bool) -> None:
             second = _loss(model, batches[1])
             second.backward()
         first.backward()
-        return _grads(model)
+        return take_grads(model)
 
     expected = interleaved()
     _checkpointed(model, reentrant)
-    assert _same(interleaved(), expected)
+    assert same_bits(interleaved(), expected)
 
     with routers.replay(traces[0]):
         first = _loss(model, batches[0])
@@ -106,12 +96,12 @@ def test_micro_batches_may_interleave(reentrant: bool) -> None:
         second = _loss(model, batches[1])
         first.backward()  # inside the other micro-batch's replay
     second.backward()
-    wanted = _grads(model)
+    wanted = take_grads(model)
     model.gradient_checkpointing_disable()
     for trace, batch in zip(traces, batches, strict=True):
         with routers.replay(trace):
             _loss(model, batch).backward()
-    assert _same(wanted, _grads(model))
+    assert same_bits(wanted, take_grads(model))
 
 
 def _selective() -> tuple:
@@ -145,7 +135,7 @@ def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(
     trace, other = _trace(routers, 2, 4), _trace(routers, 9)
     with routers.replay(trace):
         _loss(model, ids).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     _checkpoint_by_hand(model, kind)
     with experts_inputs(model) as computed:
         with routers.replay(trace):
@@ -163,7 +153,7 @@ def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(
                 loss.backward()
             del unused
     assert len(computed) > len(routers.layers)  # something was recomputed
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,7 +163,7 @@ def test_a_checkpoint_around_the_whole_model(kind: str) -> None:
     trace = _trace(routers, 2)
     with routers.replay(trace):
         _loss(model, ids).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
 
     def forward(x: Tensor) -> Tensor:
@@ -184,7 +174,7 @@ def test_a_checkpoint_around_the_whole_model(kind: str) -> None:
         loss = checkpoint(forward, embedded, **KINDS[kind])
     loss.backward()
     expected.pop("model.embed_tokens.weight")
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,13 +183,13 @@ def test_native_checkpoints_stay_native(kind: str) -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     _loss(model, ids).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     _checkpoint_by_hand(model, kind)
     native = _loss(model, ids)
     with routers.replay(_trace(routers, 2)):
         _loss(model, ids)
     native.backward()
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,7 +200,7 @@ def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -
     _checkpoint_by_hand(model, kind)
     with routers.replay(trace):
         _loss(model, ids).backward()
-    expected = _grads(model)
+    expected = take_grads(model)
     before = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
     calls = itertools.count()
 
@@ -237,7 +227,7 @@ def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -
     assert not any("forward" in router.module.__dict__ for router in routers._routers)
     with routers.replay(trace):
         _loss(model, ids).backward()
-    assert _same(_grads(model), expected)
+    assert same_bits(take_grads(model), expected)
 
 
 def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
@@ -264,4 +254,4 @@ def test_autocast_keeps_the_router_gradient() -> None:
     with torch.autocast("cpu", torch.bfloat16), routers.replay(trace, native=True):
         logits, grads = loss_and_grads(model, ids)
     assert torch.equal(logits, plain)
-    assert _same(grads, expected)
+    assert same_bits(grads, expected)

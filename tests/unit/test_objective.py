@@ -16,8 +16,8 @@ from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
 from onepolicy.objective.advantages import credit, outcomes
 from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares, totals
-from onepolicy.types import TokenBatch, Totals
+from onepolicy.objective.reduce import slot_shares
+from onepolicy.types import TokenBatch
 
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28)
 
@@ -68,14 +68,14 @@ def test_a_reward_that_is_not_a_number_is_refused() -> None:
         outcomes([group([0.0, math.nan], 17)], CONFIG)
 
 
-def test_credit_and_totals() -> None:
+def test_credit() -> None:
     trainable = torch.tensor([False, True, True, False, True])
     made = batch([3, 2], trainable, [1.5, -0.5])
     credited = credit(made, CONFIG)
     assert credited.advantage is not None
     assert credited.advantage.tolist() == [0, 1.5, 1.5, 0, -0.5]
     assert made.advantage is None
-    assert totals(made) == Totals(slots=3, samples=2, groups=1)
+    assert made.num_trainable == 3
 
 
 # --- loss -----------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_loss_metrics_and_gradient_by_hand() -> None:
 @settings(max_examples=40, deadline=None)
 def test_micro_batches_add_up_to_the_whole(seed: int, parts: int) -> None:
     logp_new, made = random_batch(seed)
-    denominator = totals(made).slots
+    denominator = made.num_trainable
     loss, metrics, grad = grad_of(logp_new, made, denominator)
     order = torch.randperm(made.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
     bounds = made.cu_seqlens.tolist()
@@ -163,7 +163,7 @@ def test_garbage_in_slots_that_are_not_kept_changes_no_bit(seed: int, garbage: f
 
 def test_everything_rejected_is_zero_with_a_live_graph() -> None:
     logp_new, made = random_batch(0)
-    loss, metrics, grad = grad_of(logp_new, made.replace(keep=torch.zeros_like(made.trainable)), totals(made).slots)
+    loss, metrics, grad = grad_of(logp_new, made.replace(keep=torch.zeros_like(made.trainable)), made.num_trainable)
     assert loss == 0
     assert (grad == 0).all()
     assert all(value == 0 for value in metrics.values())

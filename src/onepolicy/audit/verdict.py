@@ -19,6 +19,7 @@ from onepolicy.audit.tally import Tally
 from onepolicy.correct.diagnose import FEWEST, Diagnosis, diagnose
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
+from onepolicy.correct.verdict import TOO_FAR
 from onepolicy.report.words import number
 
 Kind = Literal["identical", "nothing", "r3", "correction", "bug", "unexplained"]
@@ -26,8 +27,6 @@ QUIET_F2 = 1e-3
 """Share of tokens off by more than a factor of 2 that calls for nothing; with k3 below NOMINAL_KL."""
 HEAVY_F5 = 1e-3
 """Share of tokens off by more than a factor of 5 from which rejecting them (icepop) is recommended over truncating."""
-TOO_FAR = 1.0
-"""k3 [nats] above which no correction is recommended."""
 SHOWN_PRESETS = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 ONSET_STEPS, ONSET_FACTOR, ONSET_FEWEST = 5, 4.0, 15
 ONSET_RULE = (

@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
-from onepolicy.types import TokenBatch, Totals
-
-
-def totals(batch: TokenBatch) -> Totals:
-    """Counts of a whole optimiser step, before anything is rejected."""
-    return Totals(slots=int(batch.trainable.sum()), samples=batch.num_samples, groups=len(batch.group.unique()))
+from onepolicy.types import TokenBatch
 
 
 def slot_shares(batch: TokenBatch, config: ObjectiveConfig, *, max_tokens: int) -> Tensor:

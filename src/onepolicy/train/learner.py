@@ -20,7 +20,7 @@ from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingErr
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.receipt import Sums, combine, report
 from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares, totals
+from onepolicy.objective.reduce import slot_shares
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
@@ -92,7 +92,7 @@ class LocalLearner:
         parts = mini_steps(batch, self.config.objective.mini_steps)
         norms = [self._optimise(batch.select(part), index, sums) for index, part in enumerate(parts)]
         self.version += 1
-        slots = totals(batch).slots
+        slots = batch.num_trainable
         kept = sums.pop("kept")
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
         if self._replaced:
@@ -109,7 +109,7 @@ class LocalLearner:
         yield from self.model.state_dict().items()
 
     def _optimise(self, batch: TokenBatch, mini_step: int, sums: Counter[str]) -> float:
-        objective, slots = self.config.objective, totals(batch).slots
+        objective, slots = self.config.objective, batch.num_trainable
         batch = batch.replace(share=slot_shares(batch, objective, max_tokens=self.config.rollout.sampling.max_tokens))
         seen = None if self.config.scores_old or self.seen is not None else Scores(batch)
         live, self._live = self._live, []
