@@ -1,0 +1,211 @@
+"""JSON over HTTP to an engine in another process: retries with a bound, time limits, errors that say what to do.
+
+A request is tried again after what may be over the next time: no connection, a connection that broke, a time-out, a 5xx
+status, a body that is not what was asked for. Any other status is an answer, and ends it. All requests of ours can be
+repeated: they name the seed, or set a state. A cancelled call closes its connection, which engines take as an abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+import json
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from onepolicy.config import TrainingError, UsageError
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s, before the first retry; doubled until
+SHOWN = 300  # characters of a body in an error
+
+
+class Malformed(ValueError):
+    """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
+
+
+class _NoReply(Exception):
+    """An attempt that another one may mend."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the last take_counters."""
+
+    requests: int = 0  # calls of get and post
+    retried: int = 0  # attempts after the first
+    dropped: int = 0  # calls that ended without a reply: out of retries, refused, or cancelled
+
+
+class EngineClient:
+    """One engine's HTTP API. May be used from one event loop after another; connections live as long as their loop."""
+
+    def __init__(
+        self, url: str, *, token_env: str | None = None, timeout_s: float = 600.0, retries: int = 5, server: str
+    ) -> None:
+        """token_env: environment variable with a bearer token. timeout_s: of one attempt. server: its name in errors.
+
+        UsageError for a URL that is none, a variable that is not set, or without httpx2.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise UsageError(f"rollout.engine.url: {url!r} is not the address of a server; e.g. http://127.0.0.1:8000")
+        if parts.username or parts.password:
+            raise UsageError(
+                "rollout.engine.url: has a password in it; put a token in a variable and name it in token_env"
+            )
+        if importlib.util.find_spec("httpx2") is None:
+            raise UsageError("rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'")
+        self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
+        self._timeout_s, self._retries = timeout_s, retries
+        self._headers = _authorization(token_env, loopback=is_loopback(parts.hostname))
+        self._error: type[UsageError] | type[TrainingError] = TrainingError
+        self._in_flight = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opened: AsyncGenerator[httpx2.AsyncClient] | None = None
+        self._client: httpx2.AsyncClient | None = None
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While a run starts, what goes wrong is a UsageError; afterwards it is a TrainingError."""
+        before, self._error = self._error, UsageError
+        try:
+            yield
+        finally:
+            self._error = before
+
+    async def get(self, path: str, *, parse: Callable[[Any], T] = lambda reply: reply) -> T:
+        """The reply as JSON (None if empty, text if it is no JSON), through `parse`."""
+        return await self._ask("GET", path, parse, self._timeout_s)
+
+    async def post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        params: Mapping[str, str] | None = None,
+        parse: Callable[[Any], T] = lambda reply: reply,
+        timeout_s: float | None = None,
+    ) -> T:
+        """body: sent as JSON. timeout_s: of one attempt, if other than the client's."""
+        return await self._ask("POST", path, parse, timeout_s or self._timeout_s, json=body, params=params)
+
+    def take_counters(self) -> Counters:
+        taken, self.counters = self.counters, Counters()
+        return taken
+
+    async def _ask(self, method: str, path: str, parse: Callable[[Any], T], timeout_s: float, **content: Any) -> T:
+        self.counters.requests += 1
+        self._in_flight += 1
+        answered = False
+        try:
+            for attempt in range(self._retries + 1):
+                if attempt:
+                    self.counters.retried += 1
+                    await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
+                try:
+                    reply = parse(await self._try(method, path, timeout_s, content))
+                    answered = True
+                    return reply
+                except Malformed as error:
+                    problem = f"a reply that cannot be used: {error}"
+                except _NoReply as error:
+                    problem = str(error)
+            raise self._failed(method, path, problem, f"{self._retries + 1} times")
+        finally:
+            self._in_flight -= 1
+            self.counters.dropped += not answered
+
+    async def _try(self, method: str, path: str, timeout_s: float, content: dict[str, Any]) -> Any:
+        """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
+        import httpx2
+
+        client = await self._connected()
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await client.request(method, self.url + path, **content)
+        except TimeoutError:
+            raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
+        except httpx2.TransportError as error:
+            raise _NoReply(f"{type(error).__name__}: {error}") from error
+        if response.status_code >= 500:
+            raise _NoReply(_status(response))
+        if response.status_code != 200:
+            raise self._failed(method, path, _status(response), "")
+        return _content(response)
+
+    def _failed(self, method: str, path: str, problem: str, times: str) -> UsageError | TrainingError:
+        others = self._in_flight - 1
+        dropped = f" {others} other requests in flight were dropped." if others else ""
+        starting = self._error is UsageError
+        mend = (
+            f"is {self.server} running there, and is that the right url?"
+            if starting
+            else "see its log; when it runs again, continue with `onepolicy train --resume RUN`"
+        )
+        asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
+        return self._error(f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}")
+
+    async def _connected(self) -> httpx2.AsyncClient:
+        """The client of the running event loop. asyncio.run closes it with the loop, as it does every generator."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._loop, self._opened = loop, self._open()
+            self._client = await anext(self._opened)
+        return self._client
+
+    async def _open(self) -> AsyncGenerator[httpx2.AsyncClient]:
+        import httpx2
+
+        async with httpx2.AsyncClient(
+            headers=self._headers,
+            timeout=None,  # asyncio.timeout bounds the whole attempt
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy of the environment is not meant for an engine on this machine
+        ) as client:
+            yield client
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _authorization(token_env: str | None, *, loopback: bool) -> dict[str, str]:
+    if token_env is None:
+        if not loopback:
+            raise UsageError(
+                "rollout.engine.token_env: the server is on another machine; protect it with a token and name the "
+                "environment variable that holds it"
+            )
+        return {}
+    token = os.environ.get(token_env, "")
+    if not token:
+        raise UsageError(f"rollout.engine.token_env: the environment variable {token_env} is not set")
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _content(response: httpx2.Response) -> Any:
+    if not response.content:
+        return None
+    if not response.headers.get("content-type", "").startswith("application/json"):
+        return response.text
+    try:
+        return json.loads(response.content)
+    except ValueError as error:
+        raise Malformed(f"not JSON ({error})") from error
+
+
+def _status(response: httpx2.Response) -> str:
+    text = response.text.strip()
+    return f"status {response.status_code}" + (f": {text[:SHOWN]}" if text else "")

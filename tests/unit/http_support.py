@@ -1,0 +1,116 @@
+"""A small HTTP server for tests of engines over HTTP: handlers by path, and replies that misbehave as told."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    params: dict[str, str]
+    body: Any  # decoded JSON
+    headers: dict[str, str]  # lower-case names
+    gone: Callable[[], bool]  # has the client closed the connection?
+
+
+@dataclass(frozen=True)
+class Reply:
+    body: Any = None  # bytes as they are, anything else as JSON
+    status: int = 200
+    cut: int = 0  # bytes of the body that are never sent
+    hang_up: bool = False  # close the connection without an answer
+    content_type: str = "application/json"
+
+
+@dataclass
+class Server:
+    """`with Server({"GET /health": handler}) as server:`; a handler takes a Request and returns a Reply or JSON.
+
+    Unknown paths are 404. `asked` holds every request, in order.
+    """
+
+    handlers: dict[str, Callable[[Request], Any]]
+    asked: list[Request] = field(default_factory=list)
+
+    def __enter__(self):
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self._answer()
+
+            def do_POST(self):
+                self._answer()
+
+            def _answer(self):
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                url = urlsplit(self.path)
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                request = Request(
+                    self.command,
+                    url.path,
+                    dict(parse_qsl(url.query)),
+                    json.loads(body) if body else None,
+                    headers,
+                    self._gone,
+                )
+                server.asked.append(request)
+                handler = server.handlers.get(
+                    f"{self.command} {url.path}", lambda _: Reply({"detail": "Not Found"}, 404)
+                )
+                reply = handler(request)
+                self._send(reply if isinstance(reply, Reply) else Reply(reply))
+
+            def _gone(self):
+                self.connection.setblocking(False)
+                try:
+                    return self.connection.recv(1) == b""
+                except BlockingIOError:
+                    return False
+                finally:
+                    self.connection.setblocking(True)
+
+            def _send(self, reply):
+                self.close_connection = self.close_connection or reply.hang_up or bool(reply.cut)
+                if reply.hang_up:
+                    return
+                content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+                try:
+                    self.send_response(reply.status)
+                    self.send_header("content-type", reply.content_type)
+                    self.send_header("content-length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content[: len(content) - reply.cut])
+                except ConnectionError:
+                    pass  # a cancelled request
+
+            def log_message(self, *_):
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._http.shutdown()
+        self._http.server_close()
+
+    def count(self, path):
+        return sum(request.path == path for request in self.asked)
+
+
+def first(replies, then):
+    """A handler that gives these replies one after the other, and then what `then` (a handler) says."""
+    left = list(replies)
+    return lambda request: left.pop(0) if left else then(request)

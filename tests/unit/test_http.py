@@ -1,0 +1,165 @@
+"""The HTTP client of engines: what is tried again, what is not, and what a failure says."""
+
+import asyncio
+import threading
+
+import pytest
+from http_support import Reply, Server, first
+
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.rollout import http
+from onepolicy.rollout.http import Counters, EngineClient, Malformed
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
+
+
+def client_of(server, **kwargs):
+    return EngineClient(server.url, server="the test server", **{"retries": 2, "timeout_s": 5.0} | kwargs)
+
+
+def good(_):
+    return {"ok": 1}
+
+
+def ask(server, **kwargs):
+    client = client_of(server, **kwargs)
+    return client, asyncio.run(client.post("/do", {"x": [1, 2]}, params={"mode": "abort"}))
+
+
+def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
+    monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with Server(
+        {
+            "POST /do": good,
+            "GET /empty": lambda _: Reply(b""),
+            "GET /text": lambda _: Reply(b"OK", content_type="text/plain"),
+        }
+    ) as server:
+        client, reply = ask(server, token_env="ENGINE_TOKEN")
+        assert (asyncio.run(client.get("/empty")), asyncio.run(client.get("/text"))) == (None, "OK")
+    assert reply == {"ok": 1}
+    asked = server.asked[0]
+    assert (asked.method, asked.path, asked.params, asked.body) == ("POST", "/do", {"mode": "abort"}, {"x": [1, 2]})
+    assert asked.headers["authorization"] == "Bearer s3cret"
+    assert client.take_counters() == Counters(requests=3)
+    assert client.take_counters() == Counters()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Reply({"error": "engine"}, 503),
+        Reply({"ok": 1}, cut=3),
+        Reply(b'{"ok": '),
+        Reply(hang_up=True),
+    ],
+    ids=["503", "truncated", "not JSON", "hangs up"],
+)
+def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
+    with Server({"POST /do": first([bad, bad], good)}) as server:
+        client, reply = ask(server)
+    assert reply == {"ok": 1}
+    assert client.take_counters() == Counters(requests=1, retried=2)
+    with Server({"POST /do": lambda _: bad}) as server:
+        client = client_of(server)
+        with pytest.raises(TrainingError, match=r"the test server: POST http://127.*/do, 3 times; got .*--resume"):
+            asyncio.run(client.post("/do"))
+    assert len(server.asked) == 3
+    assert client.take_counters() == Counters(requests=1, retried=2, dropped=1)
+
+
+def test_a_reply_that_parse_refuses_is_tried_again():
+    def parse(reply):
+        if "ok" not in reply:
+            raise Malformed("no `ok` in it")
+        return reply["ok"] + 1
+
+    with Server({"GET /do": first([{}], good)}) as server:
+        assert asyncio.run(client_of(server).get("/do", parse=parse)) == 2
+    with (
+        Server({"GET /do": lambda _: {}}) as server,
+        pytest.raises(TrainingError, match="a reply that cannot be used: no `ok` in it"),
+    ):
+        asyncio.run(client_of(server, retries=0).get("/do", parse=parse))
+
+
+def test_a_refusal_is_an_answer_and_shows_what_came_back():
+    with Server({}) as server, pytest.raises(TrainingError, match=r'got status 404: \{"detail": "Not Found"\}'):
+        ask(server)
+    assert len(server.asked) == 1
+
+
+def test_time_out_is_per_attempt_and_retried():
+    held = threading.Event()
+
+    def slow(_):
+        held.wait(5)
+        return Reply(hang_up=True)
+
+    with Server({"POST /do": first([], slow)}) as server:
+        with pytest.raises(TrainingError, match=r"/do, 2 times; got no answer within 0.2 s"):
+            ask(server, timeout_s=0.2, retries=1)
+        held.set()
+    assert len(server.asked) == 2
+
+
+def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
+    with Server({}) as server:
+        client = client_of(server, retries=1)
+
+    async def at_start():
+        with client.starting():
+            await client.get("/health")
+
+    with pytest.raises(UsageError, match=r"rollout.engine.url: .* GET .*/health, 2 times; got ConnectError.*right url"):
+        asyncio.run(at_start())
+    with pytest.raises(TrainingError, match="ConnectError"):
+        asyncio.run(client.get("/health"))
+
+
+def test_other_requests_in_flight_are_named_as_dropped_and_a_cancelled_one_hangs_up():
+    seen, left = threading.Event(), threading.Event()
+
+    def slow(request):
+        seen.set()
+        for _ in range(500):
+            if request.gone():
+                left.set()
+                break
+            left.wait(0.01)
+        return Reply(hang_up=True)
+
+    async def both(client):
+        waiting = asyncio.create_task(client.post("/slow"))
+        await asyncio.to_thread(seen.wait, 5)
+        with pytest.raises(TrainingError, match="1 other requests in flight were dropped"):
+            await client.get("/nowhere")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(left.wait, 5)
+
+    with Server({"POST /slow": slow}) as server:
+        client = client_of(server)
+        asyncio.run(both(client))
+    assert client.take_counters() == Counters(requests=2, dropped=2)
+
+
+@pytest.mark.parametrize(
+    ("url", "token_env", "message"),
+    [
+        ("localhost:8000", None, "is not the address of a server"),
+        ("http://127.0.0.1:1/?a=b", None, "is not the address of a server"),
+        ("http://me:pw@127.0.0.1:1", None, "has a password in it"),
+        ("http://10.1.2.3:8000", None, "on another machine; protect it"),
+        ("http://localhost:8000", "NOT_SET_ANYWHERE", "variable NOT_SET_ANYWHERE is not set"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(url, token_env, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        EngineClient(url, token_env=token_env, server="the test server")
+    assert "pw@" not in str(caught.value)
