@@ -21,6 +21,7 @@ class EngineCaps:
     routing: bool  # returns the experts each token was routed to
     max_len: int  # prompt + completion tokens
     routing_weights: bool = False  # and the combine weights of those experts
+    top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
 
 
 class HoldsWeights(Protocol):

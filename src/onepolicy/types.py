@@ -131,6 +131,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 = whole vocabulary
     stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
+    top_logprobs: int = 0  # log-probabilities of this many of the likeliest tokens, with every sampled one
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ class Completion:
     finish: Finish
     routing: RoutingTrace | None = None  # rows of the path prompt + completion, from slot `first_slot` on
     first_slot: int = 0
+    top_ids: Tensor | None = None  # [n, k] int32, likeliest first; None: not asked for (Sampling.top_logprobs = 0)
+    top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where narrowed sampling leaves fewer than k
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,18 @@ class Sample:
     finish: Finish
     routing: RoutingTrace | None = None
     outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
+    top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
 
     def __post_init__(self) -> None:
         slots = len(self.tokens) - 1
         for name in ("trainable", "logp_rollout", "version", "turn"):
             if len(getattr(self, name)) != slots:
                 raise ValueError(f"Sample.{name} has {len(getattr(self, name))} slots; {slots + 1} tokens have {slots}")
+        if self.top_ids is not None or self.top_logp_rollout is not None:
+            shapes = [None if x is None else tuple(x.shape) for x in (self.top_ids, self.top_logp_rollout)]
+            if shapes[0] != shapes[1] or shapes[0] is None or shapes[0][0] != slots:
+                raise ValueError(f"Sample.top_ids {shapes[0]} and top_logp_rollout {shapes[1]}: expected [{slots}, k]")
         if not torch.isfinite(self.logp_rollout[self.trainable]).all():
             raise ValueError("Sample.logp_rollout is not finite on a trainable slot")
         if self.routing is not None and len(self.routing) != slots:
@@ -200,6 +209,8 @@ class TokenBatch:
     temperature: Tensor  # [S] float32
     outcome: Tensor  # [S] float32
     group: Tensor  # [S] int64
+    top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    top_logp_rollout: Tensor | None = None  # [T, k] float32, 0 where not trainable
     routing: RoutingTrace | None = None
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()

@@ -128,6 +128,20 @@ def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
     assert min(agreeing) > 0.97
 
 
+def test_top_logprobs_of_those_who_ask(engine, models):
+    requests = [(p, Sampling(0.5, 8, top_logprobs=(3, 0, VOCAB)[i % 3]), i) for i, p in enumerate(prompts(6))]
+    assert engine.caps.top_logprobs == VOCAB
+    for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
+        if not sampling.top_logprobs:
+            assert (done.top_ids, done.top_logp) == (None, None)
+            continue
+        logp = torch.log_softmax(stock(models[0], prompt, done.token_ids)[0] / 0.5, -1)
+        assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (8, sampling.top_logprobs))
+        torch.testing.assert_close(done.top_logp, logp.topk(sampling.top_logprobs).values, atol=5e-4, rtol=0)
+        torch.testing.assert_close(done.top_logp, logp.gather(-1, done.top_ids.long()), atol=5e-4, rtol=0)
+        torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=5e-4, rtol=0)
+
+
 def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
     prompt = prompts(1)[0]
     (done,) = play(engine, [(prompt, Sampling(1.0, 20, top_k=2), 3)])

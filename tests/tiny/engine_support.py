@@ -41,7 +41,7 @@ def ragged(paths, temperature=1.0, spread=20):
 
 @torch.no_grad()
 def teacher_forced(model, prompt, completion, temperature=1.0):
-    """(logp [n] of the sampled tokens, routes [N - 1, L, K]) of one plain forward over the whole path."""
+    """(logp [n, V] at the sampled tokens, routes [N - 1, L, K]) of one plain forward over the whole path."""
     path = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
     if completion.routing is None:
         logits, routes = model(input_ids=path, use_cache=False).logits, None
@@ -49,14 +49,20 @@ def teacher_forced(model, prompt, completion, temperature=1.0):
         with bind_routers(model).record() as tape:
             logits = model(input_ids=path, use_cache=False).logits
         routes = tape.trace().ids[:-1]
-    logp = torch.log_softmax(logits[0].float() / temperature, -1)[len(prompt) - 1 : -1]
-    return logp.gather(-1, completion.token_ids.long()[:, None])[:, 0], routes
+    return torch.log_softmax(logits[0].float() / temperature, -1)[len(prompt) - 1 : -1], routes
 
 
 def check_against_stock(model, requests, completions):
     for (prompt, sampling, _), done in zip(requests, completions, strict=True):
         logp, routes = teacher_forced(model, prompt, done, sampling.temperature or 1.0)
-        torch.testing.assert_close(done.logp, logp, atol=1e-5, rtol=0)
+        picked = logp.gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, picked, atol=1e-5, rtol=0)
+        if asked := sampling.top_logprobs:
+            assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (len(done.token_ids), asked))
+            torch.testing.assert_close(done.top_logp, logp.topk(asked).values, atol=1e-5, rtol=0)
+            torch.testing.assert_close(done.top_logp, logp.gather(-1, done.top_ids.long()), atol=1e-5, rtol=0)
+        else:
+            assert (done.top_ids, done.top_logp) == (None, None)
         if routes is not None:
             assert len(done.routing) == len(prompt) + len(done.token_ids) - 1
             assert done.routing.valid.all()

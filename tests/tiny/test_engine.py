@@ -108,6 +108,12 @@ def test_different_sampling_in_one_batch():
         torch.testing.assert_close(alone.logp, mixed.logp, atol=1e-5, rtol=0)
 
 
+def test_top_logprobs_of_those_who_ask():
+    """Rows are refilled and moved together while some requests ask for the likeliest tokens and others do not."""
+    requests = [(p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i) for i, p in enumerate(prompts(12))]
+    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+
+
 def test_calls_join_a_running_batch():
     """A later call must not wait for the earlier ones to end."""
     engine, ended = build("qwen3_moe", slots=2), []
@@ -215,6 +221,7 @@ def test_a_cancelled_call_frees_its_row():
         ([2], Sampling(1.0, 0), "max_tokens"),
         ([2], Sampling(1.0, 5, top_p=0.0), "top_p"),
         ([2], Sampling(1.0, 5, top_k=-1), "top_k"),
+        ([2], Sampling(1.0, 5, top_logprobs=65), "top_logprobs: 65, but this engine returns at most 64"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):

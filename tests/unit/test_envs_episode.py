@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +13,7 @@ def trace(rows, spans=()):
     return RoutingTrace(ids, torch.ones(rows, dtype=torch.bool), (0, 1), 64, spans)
 
 
-def completion(routing=None, first_slot=0):
+def completion(routing=None, first_slot=0, **top):
     return Completion(
         token_ids=torch.tensor([7, 8], dtype=torch.int32),
         logp=torch.tensor([-0.5, -0.25]),
@@ -20,6 +21,7 @@ def completion(routing=None, first_slot=0):
         finish="stop",
         routing=routing,
         first_slot=first_slot,
+        **top,
     )
 
 
@@ -38,6 +40,17 @@ def test_slots_by_hand():
     assert sample.response_length == 2
     dtypes = [sample.tokens.dtype, sample.logp_rollout.dtype, sample.version.dtype, sample.turn.dtype]
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
+
+
+def test_top_logprobs_lie_on_the_slots_of_the_response():
+    top_ids, top_logp = torch.tensor([[7, 3], [8, 1]], dtype=torch.int32), torch.tensor([[-0.5, -1.0], [-0.25, -2.0]])
+    sample = sample_from_completion([1, 2, 3], completion(top_ids=top_ids, top_logp=top_logp), 0.0, 1.0)
+    assert sample.top_ids.tolist() == [[0, 0], [0, 0], [7, 3], [8, 1]]
+    assert sample.top_ids.dtype == torch.int32
+    assert torch.equal(sample.top_logp_rollout[2:], top_logp)
+    assert sample.top_logp_rollout[:2].isnan().all()
+    with pytest.raises(ValueError, match=r"top_ids \(1, 2\) and top_logp_rollout \(4, 2\)"):
+        dataclasses.replace(sample, top_ids=top_ids[:1])
 
 
 def test_prompt_of_one_token_has_no_untrained_slot():

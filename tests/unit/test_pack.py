@@ -1,5 +1,7 @@
 """Groups -> batch -> micro-batches and mini-steps."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -42,6 +44,26 @@ def test_layout_by_hand():
     assert batch.logp_rollout.tolist() == [0.0, -0.5, -0.5, -0.5, -0.5]
     assert batch.group.tolist() == [0, 0]
     assert len(batch.routing) == 5
+
+
+def test_top_logprobs_follow_their_slots():
+    """0 where not trainable; chosen samples keep theirs."""
+
+    def with_top(each, k=2):
+        slots = len(each.trainable)
+        logp = torch.where(each.trainable[:, None], -torch.arange(float(slots * k)).view(slots, k), torch.nan)
+        return dataclasses.replace(each, top_ids=torch.full((slots, k), slots).int(), top_logp_rollout=logp)
+
+    long, short = with_top(sample(4, prompt=2)), with_top(sample(3, prompt=1))
+    batch = pack([Group(7, (long, short))])
+    assert batch.top_logp_rollout.tolist() == [[0, 0], [-2, -3], [-4, -5], [0, -1], [-2, -3]]
+    assert batch.top_ids.tolist() == [[3, 3]] * 3 + [[2, 2]] * 2
+    chosen = batch.select([1]).to("cpu")
+    assert chosen.top_logp_rollout.tolist() == [[0, -1], [-2, -3]]
+    assert chosen.top_ids.tolist() == [[2, 2]] * 2
+    for other in (with_top(sample(3), k=3), sample(3)):
+        with pytest.raises(UsageError, match="different numbers of top log-probabilities"):
+            pack([Group(0, (long, other))])
 
 
 def test_routes_all_or_none():

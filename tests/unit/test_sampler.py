@@ -17,7 +17,7 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])  # cdf 0.1 0.5 0.7 1.0
 
 def draw(probability, uniform, *rows):
     logits = probability.log().expand(len(rows), -1) + 3.0  # a constant changes nothing
-    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))
+    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))[:2]
 
 
 def test_inverse_cdf():
@@ -78,11 +78,11 @@ def test_rows_do_not_touch_each_other():
 
 def test_frequencies():
     count = 20_000
-    tokens, _ = sample(
+    tokens = sample(
         P.log().expand(count, -1),
         torch.from_numpy(uniforms(0, count)),
         SamplingRows.of([Sampling(1.0, 1)] * count, CPU),
-    )
+    ).tokens
     observed = torch.bincount(tokens, minlength=4) / count
     torch.testing.assert_close(observed, P, atol=0.015, rtol=0)
 
@@ -90,6 +90,18 @@ def test_frequencies():
 def test_unneeded_parameters_cost_nothing():
     rows = SamplingRows.of([Sampling(1.0, 1)] * 2, CPU)
     assert (rows.temperature, rows.greedy, rows.top_k, rows.top_p) == (None, None, None, None)
+    assert sample(P[None].log(), torch.zeros(1, dtype=torch.float64), rows)[2:] == (None, None)
+
+
+def test_top_logprobs_are_of_the_distribution_sampled_from():
+    """By hand: all of P; P squared (temperature 0.5); what top_k = 2 leaves, -inf for the third."""
+    asked = [Sampling(1.0, 1, top_logprobs=3), Sampling(0.5, 1, top_logprobs=1), Sampling(1.0, 1, top_k=2)]
+    new = sample(P.log().expand(3, -1), torch.zeros(3, dtype=torch.float64), SamplingRows.of(asked, CPU))
+    assert new.top_ids[:2].tolist() == [[1, 3, 2]] * 2
+    assert new.top_ids[2, :2].tolist() == [1, 3]
+    expected = [[0.4, 0.3, 0.2], [16 / 30, 9 / 30, 4 / 30], [4 / 7, 3 / 7, 0.0]]
+    torch.testing.assert_close(new.top_logp.exp(), torch.tensor(expected))
+    assert new.top_logp[2, 2] == -math.inf
 
 
 @given(st.integers(0, 2**56 - 1), st.integers(1, 50))
@@ -102,7 +114,15 @@ def test_uniforms_are_a_function_of_the_seed(seed, count):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -0.1}, {"temperature": math.inf}, {"max_tokens": 0}, {"top_p": 1.1}, {"top_k": -1}]
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"max_tokens": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"top_logprobs": -1},
+    ],
 )
 def test_bad_parameters(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):

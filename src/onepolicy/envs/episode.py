@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from onepolicy.types import Completion, RoutingTrace, Sample
 
@@ -29,7 +30,16 @@ def sample_from_completion(
         reward=reward,
         finish=completion.finish,
         routing=_whole_path(completion, before + after),
+        top_ids=_after(before, completion.top_ids, 0),
+        top_logp_rollout=_after(before, completion.top_logp, float("nan")),
     )
+
+
+def _after(before: int, rows: Tensor | None, value: float) -> Tensor | None:
+    """[before + n, k]: `rows` [n, k] on the slots that predict the response, `value` on those before."""
+    if rows is None:
+        return None
+    return torch.cat([torch.full((before, rows.shape[1]), value, dtype=rows.dtype), rows.cpu()])
 
 
 def _whole_path(completion: Completion, slots: int) -> RoutingTrace | None:

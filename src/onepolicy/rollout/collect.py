@@ -54,15 +54,16 @@ async def collect(
     advance: Callable[[], None] = lambda: None,
     accept: Callable[[Group], bool] | None = None,
     rounds: int = 0,
+    top_logprobs: int = 0,
 ) -> tuple[list[Group], dict[str, float]]:
     """The groups of step `step`, in problem order, and what refilling took. `advance` is called per episode (progress).
 
     Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further problems, up to `rounds`
     more times. Step s owns the problems from s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A
     step may come out smaller than prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes
-    break `routes` (None: a dense model), naming problem, sample, layer and row.
+    break `routes` (None: a dense model), naming problem, sample, layer and row. top_logprobs: see Sampling.
     """
-    sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop)
+    sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop, top_logprobs=top_logprobs)
     wanted, size = config.prompts_per_step, config.group_size
     index = step * wanted * (1 + rounds)
 

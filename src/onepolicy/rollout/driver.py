@@ -9,10 +9,12 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.types import Completion, Finish, Sampling
@@ -24,6 +26,8 @@ class Request:
     sampling: Sampling
     seed: int
     future: asyncio.Future[Completion]
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Ids and log-probabilities [k] of the likeliest tokens, one pair for every token sampled, if asked for."""
 
     @property
     def limit(self) -> int:
@@ -32,6 +36,20 @@ class Request:
 
     def finish(self, last_token: int) -> Finish:
         return "stop" if last_token in self.sampling.stop else "length"
+
+    def keep_top(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
+        """ids, logp [B, at least k], likeliest first, of the token just sampled in `row`; None if no row asks."""
+        if asked := self.sampling.top_logprobs:
+            assert ids is not None
+            assert logp is not None
+            self.top.append((ids[row, :asked], logp[row, :asked]))
+
+    def stacked_top(self) -> tuple[Tensor | None, Tensor | None]:
+        """[n, k] int32 and [n, k] float32 of a Completion, None if not asked for."""
+        if not self.top:
+            return None, None
+        ids, logp = (torch.stack(rows).cpu() for rows in zip(*self.top, strict=True))
+        return ids.int(), logp
 
 
 class Batch(Protocol):
@@ -115,9 +133,12 @@ class Driver:
 
 
 def check_request(
-    prompt_ids: Sequence[int], sampling: Sampling, *, version: int, vocab: int, max_len: int
+    prompt_ids: Sequence[int], sampling: Sampling, *, version: int, vocab: int, max_len: int, top_logprobs: int
 ) -> np.ndarray:
-    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request."""
+    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request.
+
+    max_len, top_logprobs: those of its caps.
+    """
     if version < 0:
         raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
     prompt = np.asarray(prompt_ids, dtype=np.int64)
@@ -128,4 +149,6 @@ def check_request(
             f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {max_len}; "
             "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
         )
+    if sampling.top_logprobs > top_logprobs:
+        raise UsageError(f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {top_logprobs}")
     return prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.types import Group, RoutingTrace, TokenBatch
@@ -19,6 +20,9 @@ def pack(groups: list[Group]) -> TokenBatch:
         raise UsageError(f"pack: sample {missing[0]} has no routes while others do; a trace is never made up")
     if len({span.source == "reprefill" for s in samples if s.routing is not None for span in s.routing.spans}) > 1:
         raise UsageError("pack: some routes were recorded by the engine and others by a re-prefill; never mix them")
+    widths = {None if s.top_ids is None else s.top_ids.shape[1] for s in samples}
+    if len(widths) > 1:
+        raise UsageError(f"pack: samples carry different numbers of top log-probabilities: {widths}")
     zero = torch.zeros(1, dtype=torch.int32)
     return TokenBatch(
         input_ids=torch.cat([s.tokens[:-1] for s in samples]).long(),
@@ -33,8 +37,20 @@ def pack(groups: list[Group]) -> TokenBatch:
         temperature=torch.tensor([s.temperature for s in samples]),
         outcome=torch.tensor([_outcome(s.outcome) for s in samples], dtype=torch.float32),
         group=torch.tensor([g for g, group in enumerate(groups) for _ in group.samples]),
+        top_ids=_joined([s.top_ids for s in samples]),
+        top_logp_rollout=_joined(
+            [
+                None if s.top_logp_rollout is None else s.top_logp_rollout.masked_fill(~s.trainable[:, None], 0.0)
+                for s in samples
+            ]
+        ),
         routing=None if missing else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
     )
+
+
+def _joined(rows: list[Tensor | None]) -> Tensor | None:
+    """All of them one after the other; None if the first is, as then all are."""
+    return None if rows[0] is None else torch.cat([each for each in rows if each is not None])
 
 
 def _outcome(value: float | None) -> float:

@@ -35,10 +35,10 @@ class HFEngine:
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
-        self.caps = EngineCaps(routing=record, max_len=max_len, routing_weights=record and weights)
         self.version = 0
         self.model: PreTrainedModel = model.to(DTYPES[config.dtype]).eval()  # type: ignore[arg-type]
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
         decode_experts.prepare(model, device)
         routers = bind_routers(model) if record else None
@@ -55,7 +55,14 @@ class HFEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
         check_sampling(sampling)
-        prompt = check_request(prompt_ids, sampling, version=self.version, vocab=self._vocab, max_len=self.caps.max_len)
+        prompt = check_request(
+            prompt_ids,
+            sampling,
+            version=self.version,
+            vocab=self._vocab,
+            max_len=self.caps.max_len,
+            top_logprobs=self.caps.top_logprobs,
+        )
         return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:

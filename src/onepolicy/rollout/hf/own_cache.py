@@ -120,9 +120,11 @@ class OwnCacheBatch:
             if weights is not None:
                 self._weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
-        tokens, logp = sample(out.logits[:, -1].float(), uniform, self._sampling)
-        self._tokens.append(tokens)
-        self._logp.append(logp)
+        new = sample(out.logits[:, -1].float(), uniform, self._sampling)
+        self._tokens.append(new.tokens)
+        self._logp.append(new.logp)
+        for i in self._open:
+            self._requests[i].keep_top(new.top_ids, new.top_logp, i)
 
     def _all_uniforms(self) -> Tensor:  # [B, longest max_tokens] float64
         longest = max(r.sampling.max_tokens for r in self._requests)
@@ -136,9 +138,9 @@ class OwnCacheBatch:
         logp = torch.tensor([float(p[i]) for p in self._logp])
         versions = torch.full((len(tokens),), version, dtype=torch.int32)
         request = self._requests[i]
-        return Completion(
-            tokens, logp, versions, request.finish(int(tokens[-1])), self._trace(i, len(request.prompt), version)
-        )
+        trace, (top_ids, top_logp) = self._trace(i, len(request.prompt), version), request.stacked_top()
+        finish = request.finish(int(tokens[-1]))
+        return Completion(tokens, logp, versions, finish, trace, top_ids=top_ids, top_logp=top_logp)
 
     def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
         if self.routers is None:

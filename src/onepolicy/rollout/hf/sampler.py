@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class SamplingRows:
     greedy: Tensor | None  # [B] bool
     top_k: Tensor | None  # [B, 1] int64, WHOLE where a row keeps all
     top_p: Tensor | None  # [B, 1] float32
+    top_logprobs: int = 0  # most that a row asks for
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> SamplingRows:
@@ -40,7 +42,15 @@ class SamplingRows:
             torch.tensor(greedy, device=device) if any(greedy) else None,
             column([r.top_k if r.top_k and r.temperature else WHOLE for r in rows], WHOLE, torch.int64),
             column([r.top_p if r.temperature else 1.0 for r in rows], 1.0, torch.float32),
+            max(r.top_logprobs for r in rows),
         )
+
+
+class Sampled(NamedTuple):
+    tokens: Tensor  # [B] int64
+    logp: Tensor  # [B] float32
+    top_ids: Tensor | None  # [B, k] int64, likeliest first, k = rows.top_logprobs; None if that is 0
+    top_logp: Tensor | None  # [B, k] float32
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
@@ -48,8 +58,8 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(count)
 
 
-def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """logits [B, V] float32, uniform [B] float64 -> tokens [B] int64, logp [B] float32."""
+def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
+    """One token of each row. logits [B, V] float32, uniform [B] float64."""
     tempered = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None or rows.top_p is not None:
         tempered = _narrow(tempered, rows)
@@ -59,7 +69,8 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> tuple[Tensor,
     tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)  # skips zero probabilities
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], logp.gather(-1, tokens)[:, 0]
+    top_logp, top_ids = logp.topk(rows.top_logprobs, -1) if rows.top_logprobs else (None, None)
+    return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp)
 
 
 def _narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -84,3 +95,5 @@ def check_sampling(sampling: Sampling) -> None:
         raise UsageError(f"top_p: {sampling.top_p} is not in (0, 1]; 1 keeps the whole vocabulary")
     if sampling.top_k < 0:
         raise UsageError(f"top_k: {sampling.top_k} is negative; 0 keeps the whole vocabulary")
+    if sampling.top_logprobs < 0:
+        raise UsageError(f"top_logprobs: {sampling.top_logprobs} is negative; 0 asks for none")

@@ -132,10 +132,12 @@ class SlabBatch:
 
     def _emit(self, running: _Decoding, logits: Tensor) -> None:
         """Sample the token after the last one fed, for every row of `running`; note which rows that ends."""
-        tokens, logp = sample(logits, self.uniform.view(-1).index_select(0, running.flat), running.sampling)
-        self.rows.tokens.view(-1).index_copy_(0, running.flat, tokens)
-        self.logp.view(-1).index_copy_(0, running.flat, logp)
-        self._ended += running.ended(tokens, self.rows.length)
+        new = sample(logits, self.uniform.view(-1).index_select(0, running.flat), running.sampling)
+        self.rows.tokens.view(-1).index_copy_(0, running.flat, new.tokens)
+        self.logp.view(-1).index_copy_(0, running.flat, new.logp)
+        for i, request in running.asking:
+            request.keep_top(new.top_ids, new.top_logp, i)
+        self._ended += running.ended(new.tokens, self.rows.length)
 
     def _compact(self) -> None:
         movers, holes = self.rows.compaction()
@@ -157,12 +159,15 @@ class SlabBatch:
         request = self.rows.active[row]
         size, fed = len(request.prompt), int(self.rows.length[row])
         tokens = self.rows.tokens[row, size : fed + 1].to("cpu", torch.int32)
+        top_ids, top_logp = request.stacked_top()
         completion = Completion(
             tokens,
             self.logp[row, size : fed + 1].cpu().clone(),
             torch.full((len(tokens),), version, dtype=torch.int32),
             request.finish(int(tokens[-1])),
             self._trace(row, size, fed, version),
+            top_ids=top_ids,
+            top_logp=top_logp,
         )
         self.rows.release(row)
         return request, completion
@@ -194,6 +199,7 @@ class _Decoding:
         self.place = None if len(rows) == self.last_row + 1 else self.rows
         self.even = self.place is None and bool((lengths == lengths[0]).all())
         self.sampling = SamplingRows.of([r.sampling for r in requests], device)
+        self.asking = [(i, request) for i, request in enumerate(requests) if request.sampling.top_logprobs]
         self._limits = np.array([r.limit for r in requests])
         width = max(len(r.sampling.stop) for r in requests)
         stops = [[*r.sampling.stop, *[-1] * (width - len(r.sampling.stop))] for r in requests]

@@ -39,14 +39,15 @@ class VLLMEngine:
     ) -> None:
         """routes: record the experts of every token, of these layers. max_len: prompt + completion tokens."""
         text = hf_config.get_text_config()
-        self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
         self.version = 0
         self._vocab = int(text.vocab_size)
+        self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=self._vocab)
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self.llm = start(
             config,
             model.path,
             max_len=max_len,
+            top_logprobs=self._vocab,
             routes=routes is not None,
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
@@ -61,7 +62,14 @@ class VLLMEngine:
             raise UsageError(
                 f"temperature: vLLM raises {sampling.temperature} to {COLDEST}; use 0 (greedy) or at least {COLDEST}"
             )
-        prompt = check_request(prompt_ids, sampling, version=self.version, vocab=self._vocab, max_len=self.caps.max_len)
+        prompt = check_request(
+            prompt_ids,
+            sampling,
+            version=self.version,
+            vocab=self._vocab,
+            max_len=self.caps.max_len,
+            top_logprobs=self.caps.top_logprobs,
+        )
         return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
@@ -126,8 +134,14 @@ class _VLLMBatch:
     def _completion(self, request: Request, output: Any, version: int) -> Completion:
         done = output.outputs[0]
         tokens = torch.tensor(done.token_ids, dtype=torch.int32)
-        logp = torch.tensor(done.logprobs.logprobs, dtype=torch.float32)  # flat: one per token, the sampled one's
-        assert len(logp) == len(tokens)
+        # flat: of every token the sampled one's, then the likeliest ones'
+        logp = torch.tensor(done.logprobs.logprobs, dtype=torch.float32).view(len(tokens), -1)
+        asked = request.sampling.top_logprobs
+        assert logp.shape[1] == 1 + asked
+        top_ids, top_logp = None, None
+        if asked:
+            top_ids = torch.tensor(done.logprobs.token_ids, dtype=torch.int32).view(logp.shape)[:, 1:].contiguous()
+            top_logp = logp[:, 1:].contiguous()
         assert done.finish_reason in ("stop", "length")
         routing = None
         if self._routes is not None:
@@ -139,7 +153,15 @@ class _VLLMBatch:
                 depth=self._depth,
                 version=version,
             )
-        return Completion(tokens, logp, torch.full_like(tokens, version), done.finish_reason, routing)
+        return Completion(
+            tokens,
+            logp[:, 0].contiguous(),
+            torch.full_like(tokens, version),
+            done.finish_reason,
+            routing,
+            top_ids=top_ids,
+            top_logp=top_logp,
+        )
 
 
 def _parameters(sampling: Sampling, seed: int) -> Any:
@@ -154,7 +176,7 @@ def _parameters(sampling: Sampling, seed: int) -> Any:
         stop_token_ids=list(sampling.stop),
         ignore_eos=True,  # only our stop tokens stop
         seed=seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=sampling.top_logprobs,  # of the likeliest tokens, besides the sampled one's
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

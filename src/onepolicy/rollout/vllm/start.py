@@ -19,9 +19,19 @@ _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def start(
-    config: VLLMEngineConfig, path: str, *, max_len: int, routes: bool, cpu: bool, trust_remote_code: bool
+    config: VLLMEngineConfig,
+    path: str,
+    *,
+    max_len: int,
+    top_logprobs: int,
+    routes: bool,
+    cpu: bool,
+    trust_remote_code: bool,
 ) -> Any:
-    """vLLM's LLMEngine with the model of `path` loaded. UsageError if vLLM is missing or of a version we refuse."""
+    """vLLM's LLMEngine with the model of `path` loaded. UsageError if vLLM is missing or of a version we refuse.
+
+    max_len, top_logprobs: most that a request may ask for.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
             "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]' (CUDA)"
@@ -53,6 +63,7 @@ def start(
         block_size=config.block_size,
         enable_prefix_caching=config.prefix_reuse,
         kv_cache_memory_bytes=int(config.cache_gib * 2**30),
+        max_logprobs=top_logprobs,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         enable_return_routed_experts=routes,
         enforce_eager=cpu,
