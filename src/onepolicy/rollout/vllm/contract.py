@@ -1,74 +1,169 @@
-"""What vLLM returns as routes, by version. One generation so far: 0.22 to 0.30, of which 0.28 to 0.30 are accepted.
+"""What vLLM returns as routes: four contract generations, each read into rows, and the rows into a `RoutingTrace`.
 
-`CompletionOutput.routed_experts` is an array [prompt + completion - 1, decoder layers, K], uint8 up to 256 experts and
-uint16 beyond; dense layers hold zeros, the columns are in the router's own top-k order, ids are logical. Another
-generation is another function beside `trace_of`, chosen in `check_version`.
+| vLLM      | in this process                           | over HTTP                      | layers   | ids          |
+|-----------|-------------------------------------------|--------------------------------|----------|--------------|
+| 0.14-0.20 | CompletionOutput, when the request stops  | nothing                        | all      | int32        |
+| 0.21      | RequestOutput (prompt) + CompletionOutput | nested lists, prompt at the top| MoE only | int16        |
+| 0.22-0.30 | CompletionOutput, prompt and completion   | base64 of .npy bytes per choice| all      | uint8, uint16|
+| 0.31-0.33 | the same, a block store behind it         | the same                       | all      | uint8, uint16|
+
+Rows are those of the fed tokens, prompt + completion - 1; dense layers hold zeros; ids are logical, in the router's own
+top-k order. Up to 0.30 a row that no forward wrote is all zeros: it comes out as not valid, never as expert 0.
 """
 
 from __future__ import annotations
 
-import re
+import base64
+import binascii
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.replay.axes import trace_from
+from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.vllm.known_bad import ALL_ZERO, NEWEST, Version, parse_version
 from onepolicy.types import RouteSource, RouteSpan, RoutingTrace
 
-# Newest version refused, and why; the first line that covers a version is the one quoted.
-_REFUSED_ROUTES = (
-    ((0, 13), "it cannot return routes"),
-    ((0, 20), "its routes are int32 rows read when a request stops, which no adapter here reads"),
-    ((0, 21), "it returns prompt and completion routes apart and of MoE layers only, which no adapter here reads"),
-    ((0, 26), "monolithic MoE kernels leave all routes zero (https://github.com/vllm-project/vllm/issues/54730)"),
-    (
-        (0, 27),
-        "only from 0.28 on does it refuse kernels without routes (https://github.com/vllm-project/vllm/pull/44214)",
-    ),
-)
-OLDEST, NEWEST, CPU = (0, 28), (0, 30), (0, 30)
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """One generation. Its two readers return [rows, layers on its axis, K] integers, or None for a request without."""
+
+    newest: Version
+    """Last version of it."""
+    axis: Axis
+    rows: Callable[[Any], np.ndarray | None]
+    """Of a RequestOutput with one finished completion."""
+    reply_rows: Callable[[Mapping[str, Any], int], np.ndarray | None]
+    """Of the JSON body of a non-streamed reply to one prompt, and the index of the choice."""
+    zeros_missing: bool = True
+    """Rows live in a buffer that starts as zeros."""
+    loses_requests: bool = False
+    """Routes of a request may be dropped without a sign, so that their absence is no mistake of the set-up."""
 
 
-def check_version(version: str, *, cpu: bool, routes: bool) -> None:
-    """UsageError if this vLLM cannot be used, or (routes) its routes could be wrong."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    where = f"rollout.engine.kind: vllm {version}"
-    if cpu and found != CPU:
-        raise UsageError(
-            f"{where}: on the CPU only 0.30 is known to work: older ones return no routes or zeros, newer ones need "
-            "Triton (https://github.com/vllm-project/vllm/pull/45635); `make vllm` installs 0.30.0"
-        )
-    if found > NEWEST:
-        raise UsageError(f"{where}: from 0.31 on routes are stored in another way that no adapter here reads; use 0.30")
-    if found < OLDEST:
-        why = next((why for newest, why in _REFUSED_ROUTES if found <= newest), "") if routes else "it is not tested"
-        raise UsageError(f"{where}: {why}; use 0.30")
+def contract_of(version: str) -> Contract:
+    """The generation of a vLLM version. UsageError for one that is older or newer than all of them."""
+    found = parse_version(version)
+    if found < (0, 14):
+        raise UsageError(f"vllm {version}: cannot return routes; 0.14 is the first that does")
+    for contract in CONTRACTS:
+        if found <= contract.newest:
+            return contract
+    raise UsageError(f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST}")
 
 
 def trace_of(
-    rows: np.ndarray | None,  # [prompt + completion - 1, decoder layers, K]
+    rows: np.ndarray | None,  # [R, layers on the contract's axis, K]
+    contract: Contract,
     *,
     prompt: int,
+    completion: int,
     cached: int,
     rules: RouteRules,
     depth: int,
     version: int,
-) -> RoutingTrace:
-    """The routes of one request. prompt, cached: its tokens, and how many of them the prefix cache had.
+    first: int = 0,
+    aborted: bool = False,
+) -> RoutingTrace | None:
+    """The routes of one request, from slot `first` on.
 
-    UsageError if they are missing, or not of this model's layers.
+    prompt, completion, cached: its tokens, and how many of the prompt's the prefix cache had. None where vLLM drops the
+    routes of a request (0.21: a preempted one; any: aborted before it began). Rows an aborted request lacks are not
+    valid. UsageError if routes are missing otherwise, are all zeros, or are not of this model's layers. How many there
+    are is checked by `replay.checks.check_completion`.
     """
     if rows is None:
-        raise UsageError("vLLM returned no routes for a request although it was started to record them")
-    ids = torch.from_numpy(rows)
-    trace = trace_from(ids, layers=rules.layers, depth=depth, num_experts=rules.num_experts, axis="all")
+        if aborted or contract.loses_requests:
+            return None
+        raise UsageError("vLLM returned no routes for a request; start it with --enable-return-routed-experts")
+    expected = prompt + completion - 1 - first
+    captured: np.ndarray = np.ones(len(rows), dtype=bool)  # [R]
+    if contract.zeros_missing and rules.top_k > 1 and rows.ndim == 3 and len(rows):
+        captured = np.asarray(rows.any(axis=(1, 2)))
+        if not captured.any():
+            raise UsageError(
+                f"vLLM returned zeros for all routes of a request: no MoE kernel was captured ({ALL_ZERO})"
+            )
+    if aborted and len(rows) < expected:
+        rows = np.concatenate([rows, np.zeros((expected - len(rows), *rows.shape[1:]), rows.dtype)])
+        captured = np.concatenate([captured, np.zeros(expected - len(captured), dtype=bool)])
+    trace = trace_from(
+        torch.from_numpy(rows),
+        layers=rules.layers,
+        depth=depth,
+        num_experts=rules.num_experts,
+        axis=contract.axis,
+        valid=torch.from_numpy(captured),
+    )
+    spans = _spans(prompt, cached, first, first + len(rows), version)
+    return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, spans)
+
+
+def _spans(prompt: int, cached: int, first: int, end: int, version: int) -> tuple[RouteSpan, ...]:
+    """Where the rows of slots [first, end) came from."""
     parts: dict[RouteSource, tuple[int, int]] = {
-        "cache": (0, cached),
-        "prefill": (cached, prompt),
-        "decode": (prompt, len(rows)),
+        "cache": (first, cached),
+        "prefill": (max(first, cached), prompt),
+        "decode": (max(first, prompt), end),
     }
-    spans = [RouteSpan(start, stop - start, source, version) for source, (start, stop) in parts.items() if stop > start]
-    return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, tuple(spans))
+    return tuple(RouteSpan(a - first, b - a, source, version) for source, (a, b) in parts.items() if b > a)
+
+
+def _of_completion(output: Any) -> np.ndarray | None:
+    return output.outputs[0].routed_experts
+
+
+def _of_prompt_and_completion(output: Any) -> np.ndarray | None:
+    return _joined(output.prompt_routed_experts, output.outputs[0].routed_experts)
+
+
+def _no_reply(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+    raise UsageError("vLLM up to 0.20 returns no routes over HTTP; use 0.22 or newer")
+
+
+def _nested_lists(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+    """The prompt's rows stand at the top, of the first prompt only: one prompt per request."""
+    parts = []
+    for name, found in (
+        ("prompt_routed_experts", body.get("prompt_routed_experts")),
+        ("routed_experts", body["choices"][choice].get("routed_experts")),
+    ):
+        try:
+            parts.append(None if found is None else np.asarray(found, dtype=np.int16))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers: {error}") from error
+    return _joined(*parts)
+
+
+def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
+    text = body["choices"][choice].get("routed_experts")
+    if text is None:
+        return None
+    try:
+        rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, TypeError, EOFError, OSError) as error:
+        raise UsageError(f"routed_experts: expected base64 of an .npy file, got {str(text)[:40]!r}: {error}") from error
+    if rows.dtype.kind not in "iu" or not rows.dtype.isnative:
+        raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
+    return rows
+
+
+def _joined(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndarray | None:
+    """A completion of one token has no rows of its own; no prompt rows: the routes were dropped."""
+    if prompt is None or completion is None:
+        return prompt
+    return np.concatenate([prompt, completion])
+
+
+CONTRACTS = (
+    Contract((0, 20), "all", _of_completion, _no_reply),
+    Contract((0, 21), "moe", _of_prompt_and_completion, _nested_lists, loses_requests=True),
+    Contract((0, 30), "all", _of_completion, _base64_npy),
+    Contract((0, 33), "all", _of_completion, _base64_npy, zeros_missing=False),
+)

@@ -16,7 +16,7 @@ from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import Driver, Request, check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.vllm.contract import trace_of
+from onepolicy.rollout.vllm.contract import Contract, trace_of
 from onepolicy.rollout.vllm.start import start
 from onepolicy.rollout.vllm.weights import CheckpointNames, reload
 from onepolicy.types import Completion, Sampling
@@ -43,7 +43,7 @@ class VLLMEngine:
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=self._vocab)
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
-        self.llm = start(
+        self.llm, contract = start(
             config,
             model.path,
             max_len=max_len,
@@ -52,7 +52,7 @@ class VLLMEngine:
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
         )
-        self._driver = Driver(_VLLMBatch(self.llm, routes, int(text.num_hidden_layers)))
+        self._driver = Driver(_VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers)))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
@@ -89,8 +89,8 @@ class VLLMEngine:
 class _VLLMBatch:
     """vLLM's scheduler behind the protocol of rollout/driver.py."""
 
-    def __init__(self, llm: Any, routes: RouteRules | None, depth: int) -> None:
-        self._llm, self._routes, self._depth = llm, routes, depth
+    def __init__(self, llm: Any, routes: RouteRules | None, contract: Contract | None, depth: int) -> None:
+        self._llm, self._routes, self._contract, self._depth = llm, routes, contract, depth
         self._running: dict[str, Request] = {}
         self._numbers = itertools.count()
 
@@ -144,10 +144,12 @@ class _VLLMBatch:
             top_logp = logp[:, 1:].contiguous()
         assert done.finish_reason in ("stop", "length")
         routing = None
-        if self._routes is not None:
+        if self._routes is not None and self._contract is not None:
             routing = trace_of(
-                done.routed_experts,
+                self._contract.rows(output),
+                self._contract,
                 prompt=len(request.prompt),
+                completion=len(tokens),
                 cached=output.num_cached_tokens or 0,
                 rules=self._routes,
                 depth=self._depth,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -9,13 +10,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from onepolicy.config import UsageError, VLLMEngineConfig
-from onepolicy.rollout.vllm.contract import check_version
+from onepolicy.rollout.vllm.contract import Contract, contract_of
+from onepolicy.rollout.vllm.known_bad import CPU, Deployment, deployment_of, parse_version, refuse_known_bad
 
 # In this process, so that weights are handed over without a copy; quiet; nothing sent anywhere.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
+OLDEST, NEWEST = (0, 16), (0, 33)
+"""Versions whose Python interface is the one used here. Run: 0.30 on the CPU; the others were read."""
 
 
 def start(
@@ -27,10 +32,11 @@ def start(
     routes: bool,
     cpu: bool,
     trust_remote_code: bool,
-) -> Any:
-    """vLLM's LLMEngine with the model of `path` loaded. UsageError if vLLM is missing or of a version we refuse.
+) -> tuple[Any, Contract | None]:
+    """vLLM's LLMEngine with the model of `path` loaded and, with routes, how it returns them.
 
-    max_len, top_logprobs: most that a request may ask for.
+    max_len, top_logprobs: most that a request may ask for. UsageError if vLLM is missing, or of a version or set-up
+    that is refused.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
@@ -38,15 +44,19 @@ def start(
         )
     os.environ.update(_ENVIRONMENT | {name: value for name, value in _DEFAULTS.items() if name not in os.environ})
     import vllm
-
-    check_version(vllm.__version__, cpu=cpu, routes=routes)
     from vllm.platforms import current_platform
 
-    if (current_platform.device_type == "cpu") != cpu:
+    platform = current_platform.device_type
+    if (platform == "cpu") != cpu:
         raise UsageError(
-            f"rollout.engine.kind: this vllm was built for {current_platform.device_type}, which is not train.device; "
-            "set train.device to it or install the other build"
+            f"rollout.engine.kind: this vllm was built for {platform}, which is not train.device; set train.device to "
+            "it or install the other build"
         )
+    check_version(vllm.__version__, cpu=cpu)
+    found, contract = parse_version(vllm.__version__), None
+    if routes:
+        contract = contract_of(vllm.__version__)
+        refuse_known_bad(Deployment(found, platform, prefix_caching=config.prefix_reuse))
     if cpu:  # or the first call compiles one comparison with a C++ compiler for 5 to 15 s
         type(current_platform).simple_compile_backend = "eager"
     from vllm import EngineArgs
@@ -66,6 +76,7 @@ def start(
         max_logprobs=top_logprobs,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
         enable_return_routed_experts=routes,
+        async_scheduling=False if routes and found < (0, 22) else None,  # None: vLLM's choice
         enforce_eager=cpu,
         enable_chunked_prefill=not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
         disable_log_stats=True,
@@ -73,7 +84,33 @@ def start(
         seed=0,  # every request brings its own
     )
     with _threads_kept():
-        return LLMEngine.from_engine_args(arguments)
+        llm = LLMEngine.from_engine_args(arguments)
+    if routes:
+        monolithic = any(llm.apply_model(has_monolithic_kernel))
+        resolved = deployment_of(llm.vllm_config, vllm.__version__, platform)
+        refuse_known_bad(dataclasses.replace(resolved, monolithic=monolithic))
+    return llm, contract
+
+
+def check_version(version: str, *, cpu: bool) -> None:
+    """UsageError if this vLLM cannot be an engine in this process, with or without routes."""
+    found = parse_version(version)
+    if cpu and found != CPU:
+        raise UsageError(
+            f"rollout.engine.kind: vllm {version}: on the CPU only 0.30 is known to work; `make vllm` installs 0.30.0"
+        )
+    if found < OLDEST:
+        raise UsageError(
+            f"rollout.engine.kind: vllm {version}: before 0.16 reload_weights takes no tensors, so the engine would "
+            "keep its first weights; use 0.28 to 0.30"
+        )
+    if found > NEWEST:
+        raise UsageError(f"rollout.engine.kind: vllm {version} is newer than any that is known here; use 0.28 to 0.30")
+
+
+def has_monolithic_kernel(model: nn.Module) -> bool:
+    """Whether some MoE layer of a vLLM model leaves the choice of experts to its kernel."""
+    return any(getattr(getattr(m, "quant_method", None), "is_monolithic", False) for m in model.modules())
 
 
 @contextmanager
