@@ -71,7 +71,7 @@ def measure(path: Path) -> None:
         "cpu_seconds": cpu,
         "k3": found.tally.total.numbers()["k3"],
     }
-    print(json.dumps(row | {"baseline_mib": baseline, "peak_mib": peak(), "verdict": found.verdict.kind}))
+    print(json.dumps(row | {"baseline_mib": baseline, "peak_mib": peak(), "verdict": found.verdict.action}))
 
 
 def main() -> None:

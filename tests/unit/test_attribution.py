@@ -8,7 +8,7 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.correct.diagnose import Diagnosis, Finding
-from onepolicy.correct.verdict import verdict
+from onepolicy.correct.verdict import CAUSES, Gap, verdict
 from onepolicy.measure.attribution import Scoring, bootstrap, distance, excess, k3_terms, waterfall
 from onepolicy.measure.breakdown import CLASSES, by_edges, by_label, places, token_class
 from onepolicy.measure.logprob import mismatch
@@ -112,32 +112,56 @@ def test_token_class(text, end, name):
     assert CLASSES[token_class(text, end=bool(end))] == name
 
 
+def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):
+    return Gap(tokens, tokens // 50 or 1, k3, f2, f5, max_dlogp=1.0 if k3 else 0.0, k3_error=error)
+
+
 @pytest.mark.parametrize(
-    ("k3", "replayed", "action", "causes", "setting"),
+    ("found", "replayed", "routers", "action", "causes", "setting"),
     [
-        (5e-5, 1e-6, "nothing", (), ""),
-        (8e-4, None, "nothing", ("numerics",), ""),  # a dense model
-        (8e-4, 7e-4, "nothing", ("numerics",), ""),  # replay helps too little
-        (2e-3, 5e-4, "replay", ("routing",), "replay.mode=r3"),
-        (2e-3, None, "correct", ("numerics",), "correction.preset=tis"),
-        (3.0, None, "unclear", (), ""),
-        (2e-2, 5e-3, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
+        (gap(0.0), None, None, "nothing", (), ""),
+        (gap(5e-5), gap(1e-6), None, "nothing", (), ""),
+        (gap(9e-4), None, 0.0, "nothing", (), ""),  # what dense models train with
+        (gap(9e-4, f2=2e-3), None, 0.0, "correct", ("numerics",), "correction.preset=tis"),  # but for its tail
+        (gap(2e-3), gap(1.9e-3), None, "correct", ("numerics",), "correction.preset=tis"),  # replay helps too little
+        (gap(2e-3), gap(0.0), None, "replay", ("routing",), "replay.mode=r3"),  # bitwise with the same routes
+        (gap(2e-3), gap(5e-4), None, "replay", ("routing",), "replay.mode=r3"),
+        (gap(2e-3), gap(5e-4, f2=2e-3), None, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
+        (gap(2e-2), gap(5e-3), None, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
+        (gap(2e-2), None, 0.1, "replay", ("routing",), "replay.mode=r3"),  # not replayed, but the routes are known
+        (gap(2e-3), None, 0.0, "correct", ("numerics",), "correction.preset=tis"),  # dense
+        (gap(2e-3), None, None, "correct", (), "correction.preset=tis"),
+        (gap(2e-2, f5=2e-3), None, None, "correct", (), "correction.preset=icepop"),
+        (gap(3.0), None, None, "unclear", (), ""),
+        (gap(math.inf), None, None, "unclear", (), ""),
+        (gap(3.0), gap(1.5), None, "unclear", (), "replay.mode=r3"),
+        (gap(0.1, tokens=31), None, None, "unclear", (), ""),
     ],
 )
-def test_verdict_without_a_bug(k3, replayed, action, causes, setting):
-    found = verdict(CLEAN, k3=k3, tokens=1000, length=50, k3_replay=replayed)
-    assert (found.action, found.causes, found.setting) == (action, causes, setting)
-    assert f"{k3:.3g} nats a token" in found.text()
-    assert ("predicted to keep 100%" in found.text()) == (action == "correct")
+def test_verdict_without_a_bug(found, replayed, routers, action, causes, setting):
+    said = verdict(found, CLEAN, replayed=replayed, routers=routers, since=" from step 7 on")
+    assert (said.action, said.causes, said.setting) == (action, causes, setting)
+    assert "from step 7 on" in said.sentence
+    assert (f"k3 is {found.k3:.3g} nats a token over" in said.text()) == (found.k3 > 0)
+    recommended = setting.rpartition("correction.preset=")[2] if "correction" in setting else ""
+    assert not recommended or f"{recommended} is predicted to keep 9" in said.text() or "keep 100" in said.text()
+    asks = "If the model is a mixture of experts" in said.sentence
+    assert asks == (action == "correct" and replayed is None and routers is None)
+
+
+def test_verdict_gives_the_share_that_is_routing_and_what_is_left():
+    said = verdict(gap(4e-2, error=1e-3), CLEAN, replayed=gap(1e-2, f5=2e-3))
+    assert said.sentence == (
+        "Mismatch, 75% of it from routing: replay the rollout's routes (R3), and correct the 0.01 nats a token that "
+        "are left with icepop."
+    )
+    assert said.basis[0] == "k3 is 0.04 +- 0.001 nats a token over 1,000 tokens in 20 sequences, F(2) is 0%"
+    assert {f.preset: f.keep for f in said.forecasts}["tis"] == pytest.approx(1)  # it truncates
 
 
 def test_verdict_names_every_bug_and_recommends_no_setting():
     bugs = Diagnosis(0.5, (Finding("stale", "old weights"),))
-    found = verdict(bugs, k3=0.1, tokens=1000, length=50, routes="agreement 0.2")
+    found = verdict(gap(0.1), bugs, routes="agreement 0.2")
     assert (found.action, found.causes, found.setting) == ("bug", ("stale", "routes"), "")
-    assert "old weights" in found.text()
-    assert "agreement 0.2" in found.text()
-
-
-def test_verdict_on_too_few_tokens():
-    assert verdict(CLEAN, k3=0.1, tokens=31, length=5).action == "unclear"
+    for part in ("old weights", "agreement 0.2", CAUSES["stale"], CAUSES["routes"]):
+        assert part in found.text()

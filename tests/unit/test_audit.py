@@ -17,11 +17,12 @@ from rich.console import Console
 
 from onepolicy.audit import tally as tally_module
 from onepolicy.audit.figures import extreme_curve, figures
+from onepolicy.audit.judge import onset_of_divergence
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.sketch import Sketch
-from onepolicy.audit.verdict import onset_of_divergence
 from onepolicy.cli import main
+from onepolicy.correct.verdict import CAUSES
 from onepolicy.measure.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
 
@@ -60,8 +61,10 @@ def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale
     assert found["rho_error"] == pytest.approx(float(rho.std(correction=0)) / math.sqrt(n), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(("kl", "kind", "preset"), [(1e-4, "nothing", None), (5e-3, "correction", "tis")])
-def test_gaussian_noise_of_known_kl(tmp_path, kl, kind, preset) -> None:
+@pytest.mark.parametrize(
+    ("kl", "action", "setting"), [(1e-4, "nothing", ""), (5e-3, "correct", "correction.preset=tis")]
+)
+def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     rows = gaussian_rows(kl, rows=200)
     for row in rows:
         row["logp_rollout"] = np.float32(row["logp_rollout"]).astype(float).tolist()
@@ -78,13 +81,13 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, kind, preset) -> None:
     taus, shares = extreme_curve(each.tally.histogram)
     tau = math.exp(math.sqrt(2 * kl))  # about one standard deviation: P(|Z| > 1)
     assert shares[np.searchsorted(taus, tau)] == pytest.approx(0.317, abs=0.02)
-    assert (each.verdict.kind, each.verdict.preset, each.verdict.causes) == (kind, preset, ())
-    forecast = {f.name: f for f in each.verdict.forecasts}
+    assert (each.verdict.action, each.verdict.setting, each.verdict.causes) == (action, setting, ())
+    forecast = {f.preset: f for f in each.verdict.forecasts}
     assert forecast["tis"].attenuation == pytest.approx(1, abs=1e-2)
     length, k3 = 78, found["k3"]  # docs/corrections.md: trl-default multiplies by Phi((ln 3 - Tk) / sqrt(2 T k))
     phi = 0.5 * math.erfc(-(math.log(3) - length * k3) / math.sqrt(4 * length * k3))
     assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
-    if preset:
+    if setting:
         assert any("predicted to keep 100.0%" in line for line in each.verdict.basis)
 
 
@@ -93,19 +96,21 @@ def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) ->
     for row in rows:
         row["logp_trainer"][40] = row["logp_rollout"][40] - 4.0  # one token in 78 that the trainer finds unlikely
     each = audited(tmp_path, rows)
-    assert (each.verdict.kind, each.verdict.preset) == ("correction", "icepop")
-    for row in rows:  # two layers, two experts each; one router in four differs on every other token
+    assert (each.verdict.action, each.verdict.setting) == ("correct", "correction.preset=icepop")
+    for row in rows:  # two layers, two experts each; the second differs on every fourth token
         routes = np.tile([[0, 1], [2, 3]], (80, 1, 1))
         other = routes.copy()
-        other[::2, 1] = [3, 5]
+        other[::4, 1] = [3, 5]
         other[:, 0] = [1, 0]  # another order is no difference
         row |= {"routes_rollout": routes.reshape(-1).tolist(), "routes_trainer": other.reshape(-1).tolist()}
         row |= {"route_layers": 2, "route_top_k": 2}
     each = audited(tmp_path, rows)
-    assert each.verdict.kind == "r3"
-    assert each.tally.routes.routers == pytest.approx(0.25)
-    assert each.tally.routes.tokens == each.tally.routes.slots // 2
-    assert each.tally.routes.per_layer.tolist() == [0, each.tally.routes.slots // 2]
+    assert (each.verdict.action, each.verdict.setting) == ("replay", "replay.mode=r3")
+    assert each.verdict.sentence.endswith("If that cannot be had, correct with icepop.")
+    differing = 50 * 19  # of the 78 entries behind the prompt
+    assert each.tally.routes.routers == differing / (2 * 50 * 78)
+    assert each.tally.routes.tokens == differing
+    assert each.tally.routes.per_layer.tolist() == [0, differing]
 
 
 @pytest.mark.parametrize(
@@ -122,11 +127,11 @@ def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) ->
 def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
     each = audited(tmp_path, world_rows(1, **planted))
     assert each.verdict.causes == ((cause,) if cause else ())
-    assert (each.verdict.kind == "bug") == bool(cause)
+    assert (each.verdict.action == "bug") == bool(cause)
     if cause:
-        assert cause in each.verdict.headline
+        assert CAUSES[cause] in each.verdict.sentence
         assert each.verdict.basis[0].startswith(f"{cause}: ")
-    missing = "temperature" in " ".join(each.verdict.not_checked)
+    missing = "temperature" in " ".join(each.not_checked)
     assert missing == ("entropy" not in planted)
 
 
@@ -139,8 +144,8 @@ def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
         for row in gaussian_rows(2e-3 * 2 ** rng.uniform(-1, 1), rows=4, seed=100 * seed + step, step=step):
             trainer = np.array(row["logp_trainer"]) - rng.exponential(3, 80) * (rng.random(80) < 0.003)
             rows.append(row | {"logp_trainer": trainer.tolist(), "version": step - int(rng.integers(2))})
-    found = audited(tmp_path, rows).verdict
-    assert (found.causes, found.onset) == ((), None)
+    found = audited(tmp_path, rows)
+    assert (found.verdict.causes, found.onset) == ((), None)
     rows = [row | {"version": i % 3} for i, row in enumerate(world_rows(seed, noise=rng.random(), entropy=True))]
     assert audited(tmp_path, rows).verdict.causes == ()
 
@@ -166,12 +171,11 @@ def test_a_bug_that_starts_in_mid_training_is_named_with_its_step(tmp_path) -> N
                 noise = np.random.default_rng(step).random(80)
                 row["logp_trainer"] = (-10 - noise * 6).tolist()
                 row["logp_rollout"] = [-10.0, *row["logp_trainer"][:-1]]
-    verdict = audited(tmp_path, rows).verdict
-    assert verdict.onset is None  # four steps are not five
-    verdict = audited(tmp_path, rows + [dict(row, step=40) for row in rows[-3:]]).verdict
-    assert verdict.onset == 36
-    assert verdict.causes == ("shift",)
-    assert "from step 36 on" in verdict.headline
+    assert audited(tmp_path, rows).onset is None  # four steps are not five
+    found = audited(tmp_path, rows + [dict(row, step=40) for row in rows[-3:]])
+    assert found.onset == 36
+    assert found.verdict.causes == ("shift",)
+    assert "from step 36 on" in found.verdict.sentence
 
 
 def test_onset_rule() -> None:
@@ -188,10 +192,10 @@ def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypat
     monkeypatch.setattr(tally_module, "SAMPLE_TOKENS", 800)
     each = audited(tmp_path, gaussian_rows(1e-3, rows=300))
     sample = each.tally.sample
-    assert sample.tokens == sum(len(columns["mask"]) for *_, columns in sample.heap) == 800
-    rows = sorted(row for _, row, _, _ in sample.heap)
+    assert sample.size == sum(len(row.columns["mask"]) for row in sample.heap) == 800
+    rows = [row.place for row in sample.rows(None)]
     assert rows[-1] > 150  # not the first ones
-    assert any("10 rows drawn at random" in line for line in each.verdict.basis)
+    assert any("10 rows drawn at random" in line for line in each.notes)
 
 
 def test_steps_add_up_to_the_whole(tmp_path) -> None:
@@ -219,14 +223,13 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "k3 diverges at step 20" in printed.replace("\n", " ")
     tree = json.loads((out / "audit.json").read_text())
-    assert tree["verdict"]["onset"] == 20
-    assert "(from step 20 on)" in tree["verdict"]["headline"]  # judged where it diverges: 9e-3, not the mean of 3e-3
-    assert "k3 = 0.00" in tree["verdict"]["headline"]
+    assert tree["onset"] == 20
+    assert "from step 20 on, 0.00" in tree["verdict"]["sentence"]  # judged where it diverges: 9e-3, not the mean, 3e-3
     assert tree["overall"]["k3"] == pytest.approx((1e-4 * 20 + 9e-3 * 10) / 30, rel=0.2)
     assert [step["step"] for step in tree["steps"]] == list(range(30))
     assert tree["steps"][0]["reward"] == 1.0
     page = (out / "audit.html").read_text()
-    assert tree["verdict"]["headline"].split(":")[0] in page
+    assert tree["verdict"]["sentence"] in page
     assert 'id="fig-f2"' not in page  # no token is off by more than a factor of 2
     for figure in ("log_ratio", "f_tau", "k3", "reward"):
         assert f'id="fig-{figure}"' in page
@@ -241,7 +244,7 @@ def test_an_identical_dump_is_reported_too(tmp_path) -> None:
     write_parquet(tmp_path / "d.parquet", rows)
     assert main(["audit", str(tmp_path / "d.parquet"), "--out", str(tmp_path / "out")]) == 0
     tree = json.loads((tmp_path / "out" / "audit.json").read_text())
-    assert tree["verdict"]["kind"] == "identical"
+    assert tree["verdict"]["sentence"] == "Nothing to do: both sides agree on every token to the bit."
     assert tree["overall"]["k3"] == 0
 
 
@@ -251,7 +254,7 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     console = Console(record=True, width=120)
     paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
     both = run_audit(paths, {}, tmp_path / "out", console)
-    assert [each.verdict.kind for each in both] == ["nothing", "correction"]
+    assert [each.verdict.action for each in both] == ["nothing", "correct"]
     text = console.export_text()
     assert "a.parquet" in text
     assert "b.parquet" in text

@@ -15,6 +15,7 @@ SMALLEST_LOGP = -1e6
 """Below this stands a constant for a token that cannot be sampled."""
 LARGEST_ENTROPY = 100.0
 LARGEST_INT = 2**31 - 1
+LARGEST_EXPERT = 2**16 - 1
 
 
 def assemble(source: str, first_row: int, raw: Mapping[str, Ragged], done: float) -> Block:
@@ -68,7 +69,12 @@ def _routes(source: str, first_row: int, name: str, ragged: Ragged, lengths: Arr
     assert ragged.lengths is not None
     layers, k = shape
     _same_lengths(source, first_row, name, ragged.lengths, lengths * layers * k, "tokens x route_layers x route_top_k")
-    return _typed(source, first_row, name, COLUMNS[name], ragged.values, ragged.lengths).reshape(-1, layers, k)
+    ids = _typed(source, first_row, name, COLUMNS[name], ragged.values, ragged.lengths)
+    if (wrong := np.flatnonzero((ids < -1) | (ids > LARGEST_EXPERT))).size:
+        row, entry = _place(ragged.lengths, int(wrong[0]))
+        text = f"entry {entry} is {ids[wrong[0]]}; expected an expert from 0 to {LARGEST_EXPERT}, or -1"
+        raise UsageError(_at(source, first_row + row, name, text))
+    return ids.astype(np.int32).reshape(-1, layers, k)
 
 
 def _same_lengths(source: str, first_row: int, name: str, found: Array, wanted: Array, of: str) -> None:

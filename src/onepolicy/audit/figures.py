@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
+from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
-from onepolicy.audit.tally import Tally
-from onepolicy.audit.verdict import ONSET_RULE, Verdict
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
 from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, line
 
@@ -20,13 +18,6 @@ SECOND = Look("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80
 EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)])
 """[BINS_PER_SIGN + 2] of |log rho|: rank r of the histogram holds [EDGES[r], EDGES[r + 1])."""
-
-
-@dataclass(frozen=True)
-class Audited:
-    label: str
-    tally: Tally
-    verdict: Verdict
 
 
 def figures(audited: Sequence[Audited]) -> list[Figure | Absent]:
@@ -101,7 +92,7 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
 def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     if not any(len(each.tally.steps) > 1 for each, _ in pairs):
         return [Absent("k3", "Curves over training: the dump has no column step, or one step only.")]
-    onsets = [each.verdict.onset for each, _ in pairs]
+    onsets = [each.onset for each, _ in pairs]
     found = [f"{a.label}: step {onset}" for (a, _), onset in zip(pairs, onsets, strict=True) if onset is not None]
     note = f"k3 = mean({RHO} - 1 - log {RHO}). Onset of divergence: {'; '.join(found) or 'none'} ({ONSET_RULE})."
     title = "k3 diverges where the line stands" if found else "k3 should stay low and flat"

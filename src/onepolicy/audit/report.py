@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.audit.figures import Audited, extreme_curve, figures
+from onepolicy.audit.figures import extreme_curve, figures
+from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import VERSION
-from onepolicy.audit.verdict import ONSET_RULE
 from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
 from onepolicy.report.figure import Figure
@@ -58,7 +58,7 @@ def numbers(each: Audited) -> dict[str, float]:
 
 def as_tree(each: Audited) -> dict[str, Any]:
     """Every number of an audit, JSON-ready; null where a number is not finite."""
-    tally, verdict = each.tally, each.verdict
+    tally = each.tally
     taus, shares = extreme_curve(tally.histogram)
     kept = (taus >= 1.001) & (shares > 0)
     steps = []
@@ -70,7 +70,11 @@ def as_tree(each: Audited) -> dict[str, Any]:
         "dump": str(tally.path),
         "columns": list(tally.columns),
         "rows": tally.rows,
-        "verdict": dataclasses.asdict(verdict) | {"onset_rule": ONSET_RULE},
+        "verdict": dataclasses.asdict(each.verdict),
+        "notes": list(each.notes),
+        "not_checked": list(each.not_checked),
+        "onset": each.onset,
+        "onset_rule": ONSET_RULE,
         "overall": numbers(each),
         "ratio_quantiles": dict(zip(map(str, QUANTILES), quantiles(tally.histogram, QUANTILES).tolist(), strict=True)),
         "extreme": {"tau": taus[kept].tolist(), "share": shares[kept].tolist()},
@@ -113,11 +117,11 @@ def _page(audited: Sequence[Audited]) -> str:
             ("Tokens", f"{each.tally.total.tokens:,}" if each.tally.total else "", f"{each.tally.rows:,} rows", ""),
         ]
         heading = f"<h2>{escape(each.label)}</h2>" if len(audited) > 1 else ""
-        kind = "bad" if verdict.kind in ("bug", "unexplained") else ""
-        basis = "".join(f"<li>{escape(text)}</li>" for text in verdict.basis)
-        unchecked = "; ".join(verdict.not_checked)
+        kind = "bad" if verdict.action in ("bug", "unclear") else ""
+        basis = "".join(f"<li>{escape(text)}</li>" for text in _grounds(each))
+        unchecked = "; ".join(each.not_checked)
         parts.append(
-            f'{heading}<div class="card verdict"><p class="{kind}"><b>{escape(verdict.headline)}</b></p>'
+            f'{heading}<div class="card verdict"><p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
             f"<ul>{basis}</ul>"
             + (f'<p class="rule">Not looked for: {escape(unchecked)}.</p>' if unchecked else "")
             + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
@@ -125,7 +129,7 @@ def _page(audited: Sequence[Audited]) -> str:
     parts.append(section("Mismatch", "How far apart are the engine that samples and the one that learns?", drawn))
     parts.append("<h2>Numbers</h2>" + _html_table(_cells(audited), ["", *(each.label for each in audited)]))
     for each in audited:
-        rows = [[f.name, f"{f.keep:.1%}", number(f.attenuation)] for f in each.verdict.forecasts]
+        rows = [[f.preset, f"{f.keep:.1%}", number(f.attenuation)] for f in each.verdict.forecasts]
         if rows:
             length = each.tally.mean_length
             parts.append(
@@ -151,7 +155,7 @@ def _cells(audited: Sequence[Audited]) -> list[list[str]]:
         if any(key in values for values in found):
             cells = [_cell(key, v.get(key, math.nan), share=share) for v in found]
             rows.append([name, *cells])
-    onsets = [each.verdict.onset for each in audited]
+    onsets = [each.onset for each in audited]
     if any(each.tally.steps for each in audited):
         rows.append(["Onset of divergence", *("none" if step is None else f"step {step}" for step in onsets)])
     return rows
@@ -174,11 +178,18 @@ def show(console: Console, audited: Sequence[Audited]) -> None:
     console.print(table)
     for each in audited:
         verdict = each.verdict
-        style = "bold red" if verdict.kind in ("bug", "unexplained") else "bold"
+        style = "bold red" if verdict.action in ("bug", "unclear") else "bold"
         if len(audited) > 1:
             console.print(Text(each.label, style="bold underline"))
-        console.print(Text(verdict.headline, style=style))
-        for line in verdict.basis:
+        console.print(Text(verdict.sentence, style=style))
+        for line in _grounds(each):
             console.print(Text(f"  {line}"))
-        if verdict.not_checked:
-            console.print(Text(f"  Not looked for: {'; '.join(verdict.not_checked)}.", style="dim"))
+        if each.not_checked:
+            console.print(Text(f"  Not looked for: {'; '.join(each.not_checked)}.", style="dim"))
+
+
+def _grounds(each: Audited) -> list[str]:
+    """What to set, what the verdict rests on, and how it was reached; one sentence each."""
+    said = each.verdict
+    setting = [f"Set: {said.setting}"] if said.setting else []
+    return [*setting, *(f"Because {text.removesuffix('.')}." for text in said.basis), *each.notes]

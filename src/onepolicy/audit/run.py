@@ -8,16 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from onepolicy.audit.figures import Audited
+from onepolicy.audit.judge import Audited, judge
 from onepolicy.audit.report import show, write_report
 from onepolicy.audit.tally import tally
-from onepolicy.audit.verdict import verdict
 
 
 def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -> Audited:
     """Of one dump. UsageError: anything wrong with it."""
-    found = tally(path, mapping)
-    return Audited(label or path.name, found, verdict(found))
+    return judge(tally(path, mapping), label or path.name)
 
 
 def run_audit(paths: Sequence[Path], mapping: Mapping[str, str], out: Path | None, console: Console) -> list[Audited]:
@@ -32,7 +30,7 @@ def run_audit(paths: Sequence[Path], mapping: Mapping[str, str], out: Path | Non
         for path, label in zip(paths, labels, strict=True):
             bar = bars.add_task(label, total=1.0)
             found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
-            audited.append(Audited(label, found, verdict(found)))
+            audited.append(judge(found, label))
     show(console, audited)
     if out is not None:
         for written in write_report(out, audited):

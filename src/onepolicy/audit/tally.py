@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +21,30 @@ from onepolicy.measure.routing import differing_experts
 
 SAMPLE_TOKENS = 2**18
 """Tokens kept for the diagnosis."""
+SAMPLE_ROUTES = 2**22
+"""Expert ids of one side kept for the same."""
 MAX_STEPS = 100_000
 DIAGNOSED = ("mask", "logp_rollout", "logp_trainer", "version", "entropy", "logp_previous", "tokens", "tokens_rollout")
 
 
+class Row(NamedTuple):
+    """Ordered so that a heap gives up the row of the highest priority first."""
+
+    order: float  # -priority
+    place: int  # in the dump
+    step: int
+    columns: dict[str, Array]
+
+
 @dataclass(slots=True, eq=False)
 class RowSample:
-    """Whole rows drawn uniformly, at most SAMPLE_TOKENS tokens (but one row at least)."""
+    """Whole rows drawn uniformly, at most `most` entries of their first column (but one row at least)."""
 
+    names: tuple[str, ...]
+    most: int
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-    heap: list[tuple[float, int, int, dict[str, Array]]] = field(default_factory=list)
-    """(-priority, row, step, columns)"""
-    tokens: int = 0
+    heap: list[Row] = field(default_factory=list)
+    size: int = 0  # entries of the first column
     limit: float = 2.0  # priorities from here on are refused
 
     def add(self, block: Block, steps: Array) -> None:
@@ -41,13 +54,18 @@ class RowSample:
             if priorities[row] >= self.limit or not block.lengths[row]:
                 continue
             span = slice(int(ends[row] - block.lengths[row]), int(ends[row]))
-            kept = {name: block.columns[name][span].copy() for name in DIAGNOSED if name in block.columns}
-            heapq.heappush(self.heap, (-float(priorities[row]), block.first_row + int(row), int(steps[row]), kept))
-            self.tokens += int(block.lengths[row])
-            while self.tokens > SAMPLE_TOKENS and len(self.heap) > 1:
+            kept = {name: block.columns[name][span].copy() for name in self.names if name in block.columns}
+            heapq.heappush(self.heap, Row(-float(priorities[row]), block.first_row + int(row), int(steps[row]), kept))
+            self.size += kept[self.names[0]].size
+            while self.size > self.most and len(self.heap) > 1:
                 evicted = heapq.heappop(self.heap)
-                self.limit = -evicted[0]
-                self.tokens -= len(evicted[3]["tokens"])
+                self.limit = -evicted.order
+                self.size -= evicted.columns[self.names[0]].size
+
+    def rows(self, first_step: int | None) -> list[Row]:
+        """In the order of the dump; from this step on if given."""
+        kept = (row for row in self.heap if first_step is None or row.step >= first_step)
+        return sorted(kept, key=lambda row: row.place)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +95,10 @@ class Tally:
     rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     lengths: list[int] = field(default_factory=lambda: [0, 0])  # masked-in tokens, rows that have some
-    sample: RowSample = field(default_factory=RowSample)
+    sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
+    routes_sample: RowSample = field(
+        default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
+    )
     routes: Routes | None = None
 
     def add(self, block: Block) -> None:
@@ -103,6 +124,7 @@ class Tally:
         self.sample.add(block, steps)
         if "routes_rollout" in columns:
             self._routes(columns["routes_rollout"][mask], columns["routes_trainer"][mask])
+            self.routes_sample.add(block, steps)
 
     def _sketches(self, trainer: Tensor, rollout: Tensor, row: Array, steps: Array | None) -> None:
         segment = torch.from_numpy(row)

@@ -1,22 +1,32 @@
-"""What to do about a measured gap: nothing, replay the routes, correct, or mend a bug; and what that rests on."""
+"""What to do about a gap: nothing, replay the routes, correct, or mend a bug; and what that rests on.
+
+`onepolicy measure` and `onepolicy audit` both end here. docs/audit.md says where every threshold comes from.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from onepolicy.config import CorrectionConfig
 from onepolicy.correct.diagnose import FEWEST, Diagnosis
 from onepolicy.correct.predict import NOMINAL_KL, predict
+from onepolicy.correct.presets import preset
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4
-"""k3 below which nothing is worth changing [nats a token]: a tenth of what dense models train well with (R3 paper,
-section 3: 6.4e-4 for an 8B dense model)."""
+"""k3 below which no cause is looked for [nats a token]."""
+QUIET_KL = NOMINAL_KL
+"""k3 below which nothing needs to be done, if F(2) is below QUIET_F2 too."""
+QUIET_F2 = 1e-3
+"""Share of tokens off by more than a factor of 2."""
+HEAVY_F5 = 1e-3
+"""Share of tokens off by more than a factor of 5 from which rejecting them (icepop) is recommended over truncating."""
 REPLAY_HELPS = 1.5
-"""Least factor by which replay must cut k3 to be recommended (R3 paper, section 5: about 2)."""
+"""Least factor by which replay must cut k3 to be recommended where it was measured."""
 TOO_FAR = 1.0
-"""k3 that is left, above which no correction is recommended: two policies, not one with noise."""
+"""k3 above which no correction is recommended: two policies, not one with noise."""
+FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 CAUSES = {
     "fill": "missing log-probabilities are filled in",
     "not_log": "values are probabilities, not their logarithms",
@@ -25,8 +35,41 @@ CAUSES = {
     "temperature": "the engine samples at another temperature than the trainer scores at",
     "support": "sampling is narrowed (top-p, top-k)",
     "stale": "the engine holds other weights than the trainer",
-    "routes": "the replayed routes are not those of these tokens",
+    "routes": "the rollout's routes are not those of these tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far the two sides are apart, on the tokens that both scored."""
+
+    tokens: int
+    sequences: int
+    k3: float  # nats a token
+    f2: float  # share of tokens off by more than a factor of 2
+    f5: float
+    max_dlogp: float  # largest |log rho| [nats]
+    k3_error: float = math.nan  # standard error of k3; NaN: not known
+
+    @property
+    def quiet(self) -> bool:
+        return self.k3 < QUIET_KL and self.f2 < QUIET_F2
+
+    def text(self) -> str:
+        error = f" +- {self.k3_error:.2g}" if math.isfinite(self.k3_error) else ""
+        return (
+            f"k3 is {self.k3:.3g}{error} nats a token over {self.tokens:,} tokens in {self.sequences:,} sequences, "
+            f"F(2) is {100 * self.f2:.3g}%"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a preset would do to the gap that is left: a normal log-ratio with KL = k3, sequences of the mean length."""
+
+    preset: str
+    keep: float  # share of tokens left in the loss
+    attenuation: float  # what the step is multiplied by
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +79,7 @@ class Verdict:
     sentence: str
     setting: str  # what to set; empty if nothing
     basis: tuple[str, ...]  # the measurements it rests on
+    forecasts: tuple[Forecast, ...] = ()
 
     def text(self) -> str:
         lines = [self.sentence, *([f"Set {self.setting}."] if self.setting else []), *self.basis]
@@ -43,54 +87,81 @@ class Verdict:
 
 
 def verdict(
-    diagnosis: Diagnosis, *, k3: float, tokens: int, length: float, k3_replay: float | None = None, routes: str = ""
+    gap: Gap,  # without replay, or as the run was trained
+    diagnosis: Diagnosis,
+    *,
+    replayed: Gap | None = None,  # of the same tokens with the rollout's routes replayed; None: not measured
+    routers: float | None = None,  # share of routers that differ; 0: none do or there are none; None: not known
+    routes: str = "",  # why the routes do not belong to these tokens; empty if they do
+    since: str = "",  # which part of a run was judged, as in ` from step 20 on`
 ) -> Verdict:
-    """k3: of the two sides as they are, without replay [nats a token]; length: mean trained tokens of a sequence.
-
-    k3_replay: of the same tokens with the rollout's routes replayed (None: not measured, or a dense model); routes: why
-    they could not be (an alignment error), empty if they could.
-    """
+    """The first that holds: bug, too few tokens, nothing to do, too far for mismatch, replay, correct."""
     found = {f.cause: f.evidence for f in diagnosis.findings} | ({"routes": routes} if routes else {})
-    measured: tuple[str, ...] = (f"k3 is {k3:.3g} nats a token over {tokens:,} tokens",)
+    basis = [gap.text()]
+    if replayed is not None:
+        basis.append(f"with the rollout's routes replayed {replayed.text()}")
     if found:
         named = "; ".join(CAUSES[cause] for cause in found)
-        return Verdict(
-            "bug",
-            tuple(found),
-            f"A bug, not mismatch: {named}. Mend it; no correction repairs it.",
-            "",
-            tuple(f"{cause}: {text}" for cause, text in found.items()) + measured,
+        sentence = f"A bug, not mismatch{since}: {named}. Mend it; no correction repairs it."
+        evidence = (f"{cause}: {text}" for cause, text in found.items())
+        return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
+    if gap.tokens < FEWEST:
+        few = f"Only {gap.tokens} tokens{since}: too few for a verdict, which needs {FEWEST} or more."
+        return Verdict("unclear", (), few, "", tuple(basis))
+    if gap.max_dlogp == 0:
+        return Verdict("nothing", (), f"Nothing to do: both sides agree on every token{since} to the bit.", "", ())
+    helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3
+    left = replayed if replayed is not None and helps else gap
+    forecasts = _forecasts(left)
+    if gap.quiet:
+        small = f"Nothing to do: dense models train well with a gap as small as this one{since}."
+        return Verdict("nothing", (), small, "", tuple(basis), forecasts)
+    if not left.k3 <= TOO_FAR:
+        far = f"No known bug, but {left.k3:.3g} nats a token{since} is no mismatch of one policy: look for a bug."
+        return Verdict("unclear", (), far, "replay.mode=r3" if helps else "", tuple(basis))
+    if replayed is not None:
+        routers = None if helps else 0.0
+    return _mend(gap, left, since, basis, forecasts, measured=helps, routers=routers)
+
+
+def _mend(
+    gap: Gap,
+    left: Gap,
+    since: str,
+    basis: list[str],
+    forecasts: tuple[Forecast, ...],
+    *,
+    measured: bool,
+    routers: float | None,
+) -> Verdict:
+    """Of a gap that needs something done. measured: `left` is what a replay was measured to leave."""
+    first = f"Mismatch{since}, {1 - left.k3 / gap.k3:.0%} of it from routing: replay the rollout's routes (R3)"
+    if measured and left.quiet:
+        sentence = f"{first}; what is left needs no correction."
+        return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
+    name = "icepop" if left.f5 > HEAVY_F5 else "tis"
+    correct = f"correction.preset={name}"
+    kept = next(f for f in forecasts if f.preset == name)
+    keeps = f"{name} is predicted to keep {kept.keep:.1%} of these tokens"
+    basis = [*basis, f"{keeps} and to multiply the step by {kept.attenuation:.3f}"]
+    if measured:
+        sentence = f"{first}, and correct the {left.k3:.3g} nats a token that are left with {name}."
+        return Verdict("correct", ("routing",), sentence, f"replay.mode=r3 {correct}", tuple(basis), forecasts)
+    size = f"Mismatch{since}, {gap.k3:.3g} nats a token"
+    if routers:
+        sentence = (
+            f"{size}, and {100 * routers:.3g}% of the routers differ: replay the rollout's routes (R3). "
+            f"If that cannot be had, correct with {name}."
         )
-    if tokens < FEWEST:
-        few = f"Only {tokens} tokens: too few for a verdict; measure {FEWEST} or more."
-        return Verdict("unclear", (), few, "", measured)
-    if k3 < HARMLESS_KL:
-        small = f"Nothing to do: the gap is below {HARMLESS_KL:g} nats a token."
-        return Verdict("nothing", (), small, "", measured)
-    left, causes, setting = k3, ("numerics",), ""
-    if k3_replay is not None:
-        measured += (f"with the rollout's routes replayed it is {k3_replay:.3g}",)
-        if k3 > REPLAY_HELPS * k3_replay:
-            left, causes, setting = k3_replay, ("routing",), "replay.mode=r3"
-    if left > TOO_FAR:
-        far = f"No known bug, but {left:.3g} nats a token is no mismatch of one policy: look for a bug."
-        return Verdict("unclear", (), far, setting, measured)
-    if left > NOMINAL_KL:
-        return _correct(left, length, causes, setting, measured)
-    if setting:
-        cut = f"{1 - k3_replay / k3:.0%} of it" if k3_replay else "all of it"
-        text = f"Mismatch, {cut} from routing: replay the rollout's routes; what is left needs no correction."
-        return Verdict("replay", causes, text, setting, measured)
-    text = f"Mismatch from numerics, no more than dense models train with ({NOMINAL_KL:g} nats a token): nothing to do."
-    return Verdict("nothing", causes, text, "", measured)
+        return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
+    unknown = " If the model is a mixture of experts, replay its routes (R3) first." if routers is None else ""
+    causes = ("numerics",) if routers is not None else ()
+    return Verdict("correct", causes, f"{size}: correct it with {name}.{unknown}", correct, tuple(basis), forecasts)
 
 
-def _correct(kl: float, length: float, causes: tuple[str, ...], setting: str, measured: tuple[str, ...]) -> Verdict:
-    """Token-level truncation: its keep-rate and size of step do not depend on the length of the sequences."""
-    config = CorrectionConfig.model_validate({"preset": "tis"})
-    found = predict(config, kl, max(1, round(length)))
-    first = "Mismatch from routing: replay the rollout's routes, and truncate" if setting else "Mismatch: truncate"
-    text = f"{first} the importance weights of what is left ({kl:.3g} nats a token)."
-    kept = f"tis is predicted to keep {found.keep:.0%} of the slots and to multiply the step by {found.attenuation:.3f}"
-    both = " ".join(part for part in (setting, "correction.preset=tis") if part)
-    return Verdict("correct", causes, text, both, (*measured, kept))
+def _forecasts(gap: Gap) -> tuple[Forecast, ...]:
+    if not 0 < gap.k3 <= TOO_FAR:
+        return ()
+    length = max(1, round(gap.tokens / gap.sequences))
+    found = {name: predict(preset(name), gap.k3, length) for name in FORECAST}
+    return tuple(Forecast(name, each.keep, each.attenuation) for name, each in found.items())

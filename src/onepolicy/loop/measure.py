@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from onepolicy.config import FromRollout, ModelConfig, RunConfig, UsageError, resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.correct.diagnose import EXPLAINED, Diagnosis, Finding, preflight
-from onepolicy.correct.verdict import HARMLESS_KL, Verdict, verdict
+from onepolicy.correct.verdict import HARMLESS_KL, Gap, Verdict, verdict
 from onepolicy.envs import alphabet
 from onepolicy.envs.render import decode
 from onepolicy.loop.causes import Alone, attribute, fit_temperature, variant
@@ -120,11 +120,10 @@ async def measure_parts(
             findings = _beyond(first)
     fall, alone = attribute(learner, first.native, first.fitted, first.factor, model, replay=first.replayed is not None)
     said = verdict(
+        gap(first.native),
         Diagnosis(first.diagnosis.gap, findings),
-        k3=first.found.k3,
-        tokens=first.found.tokens,
-        length=first.found.tokens / first.native.num_samples,
-        k3_replay=None if first.replayed is None else _mismatch(first.replayed).k3,
+        replayed=None if first.replayed is None else gap(first.replayed),
+        routers=0.0 if learner.routers is None else None,
         routes=routes,
     )
     breakdowns, worst = where(first.native, tokenizer, parts.stop)
@@ -263,6 +262,13 @@ def numbers(found: Measurement) -> dict[str, dict[str, float]]:
     if seen.replayed is not None:
         out["with_replay"] = measure(seen.replayed) | per_layer(seen.replayed)
     return out | {"repeated_forward": found.repeats}
+
+
+def gap(batch: TokenBatch) -> Gap:
+    """Of a scored batch, for the verdict."""
+    found = _mismatch(batch)
+    f2, f5 = found.extreme([2.0, 5.0])
+    return Gap(found.tokens, batch.num_samples, found.k3, f2, f5, found.max_dlogp)
 
 
 def _mismatch(batch: TokenBatch) -> Mismatch:

@@ -1,0 +1,154 @@
+"""A tally as evidence for the one verdict (correct/verdict.py), from the onset of divergence on if there is one."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from onepolicy.audit.schema import Array
+from onepolicy.audit.sketch import Sketch
+from onepolicy.audit.tally import Tally
+from onepolicy.correct.diagnose import Diagnosis, diagnose
+from onepolicy.correct.verdict import Gap, Verdict, verdict
+from onepolicy.report.words import number
+from onepolicy.types import RoutingTrace
+
+ONSET_STEPS, ONSET_FACTOR, ONSET_FEWEST = 5, 4.0, 15
+ONSET_RULE = (
+    f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the median, and the "
+    f"largest, of the first fifth of the steps (at least {ONSET_STEPS}); looked for in "
+    f"dumps of {ONSET_FEWEST} steps or more"
+)
+LOOKS_FOR = {  # column -> what cannot be found without it
+    "entropy": "another temperature, and narrowed sampling (top-p, top-k) reported as if not",
+    "version": "stale weights by version",
+    "logp_previous": "an update the engine did not take",
+    "routes_rollout": "differing routes",
+    "step": "onset of divergence",
+}
+
+
+@dataclass(frozen=True)
+class Audited:
+    label: str
+    tally: Tally
+    verdict: Verdict
+    notes: tuple[str, ...]  # how the verdict was reached, beyond what it rests on
+    not_checked: tuple[str, ...]
+    onset: int | None  # step
+
+
+def judge(found: Tally, label: str) -> Audited:
+    onset = onset_of_divergence({step: sketch.numbers()["k3"] for step, sketch in found.steps.items()})
+    numbers = _since(found, onset).numbers()
+    diagnosis = _diagnose(found, onset)
+    said = verdict(
+        Gap(
+            tokens=int(numbers["tokens"]),
+            sequences=int(numbers["sequences"]),
+            k3=numbers["k3"],
+            f2=numbers["f2"],
+            f5=numbers["f5"],
+            max_dlogp=numbers["max_dlogp"],
+            k3_error=numbers["k3_error"],
+        ),
+        diagnosis,
+        routers=found.routes.routers if found.routes is not None and found.routes.slots else None,
+        routes=_misplaced_routes(found, onset),
+        since="" if onset is None else f" from step {onset} on",
+    )
+    missing = tuple(f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns)
+    return Audited(label, found, said, tuple(_notes(found, numbers, said, onset)), missing, onset)
+
+
+def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | None) -> list[str]:
+    notes = []
+    mean, error = numbers["mean_rho"], numbers["rho_error"]
+    if said.action != "bug" and math.isfinite(mean) and abs(mean - 1) > max(6 * error, 0.005):
+        notes.append(f"Mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1. Look at the sampler.")
+    if found.sample.size < found.entries:
+        notes.append(f"Bugs were looked for in {len(found.sample.heap):,} rows drawn at random.")
+    if onset is not None:
+        notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
+    return notes
+
+
+def _diagnose(found: Tally, onset: int | None) -> Diagnosis:
+    """Of the sampled rows, from step `onset` on if given."""
+    rows = found.sample.rows(onset)
+    if not any(row.columns["mask"].any() for row in rows):
+        return Diagnosis(math.nan, ())
+    tensors = {name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns}
+    lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
+    segment = torch.arange(len(rows)).repeat_interleave(lengths)
+    version = tensors.get("version")
+    if version is not None:  # against the newest of the same step: older steps are no staleness
+        newest = torch.tensor([found.newest.get(row.step, 0) for row in rows])
+        version = version - newest.repeat_interleave(lengths)
+    return diagnose(
+        tensors["logp_trainer"],
+        tensors["logp_rollout"],
+        tensors["mask"],
+        segment=segment,
+        tokens=tensors["tokens"],
+        tokens_rollout=tensors.get("tokens_rollout"),
+        version=version,
+        logp_previous=tensors.get("logp_previous"),
+        entropy=tensors.get("entropy"),
+    )
+
+
+def _misplaced_routes(found: Tally, onset: int | None) -> str:
+    """Why the two sides' routes cannot be those of the same tokens; empty if they can, or are not in the dump."""
+    rows = found.routes_sample.rows(onset)
+    if not rows:
+        return ""
+    from onepolicy.replay.alignment import check_alignment  # loads transformers
+    from onepolicy.replay.checks import RoutingError
+
+    rollout, trainer = (
+        np.concatenate([row.columns[name] for row in rows]) for name in ("routes_rollout", "routes_trainer")
+    )
+    bounds = np.concatenate([[0], np.cumsum([len(row.columns["routes_rollout"]) for row in rows])])
+    valid = torch.from_numpy(~((rollout < 0) | (trainer < 0)).any((1, 2)))
+    if not valid.any():
+        return ""
+    experts = int(max(rollout.max(), trainer.max())) + 1
+    try:
+        check_alignment(_trace(rollout, valid, experts), _trace(trainer, valid, experts), torch.from_numpy(bounds))
+    except RoutingError as error:
+        return str(error)
+    return ""
+
+
+def _trace(ids: Array, valid: torch.Tensor, experts: int) -> RoutingTrace:
+    narrow = np.uint8 if experts <= 256 else np.uint16
+    layers = tuple(range(ids.shape[1]))
+    return RoutingTrace(torch.from_numpy(np.maximum(ids, 0).astype(narrow)), valid, layers, experts)
+
+
+def _since(found: Tally, onset: int | None) -> Sketch:
+    """Of the whole dump, or of the steps from `onset` on."""
+    assert found.total is not None
+    if onset is None:
+        return found.total
+    return functools.reduce(Sketch.merge, (sketch for step, sketch in sorted(found.steps.items()) if step >= onset))
+
+
+def onset_of_divergence(k3: dict[int, float]) -> int | None:
+    """ONSET_RULE."""
+    if len(k3) < ONSET_FEWEST:
+        return None
+    steps = sorted(k3)
+    first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
+    bound = max(ONSET_FACTOR * statistics.median(first), *first)  # small steps are heavy-tailed: not the median alone
+    high = [k3[step] > bound for step in steps]
+    for place in range(len(steps) - ONSET_STEPS + 1):
+        if all(high[place : place + ONSET_STEPS]):
+            return steps[place]
+    return None
