@@ -16,9 +16,10 @@ from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import Driver, Request, check_request
 from onepolicy.rollout.hf.sampler import check_sampling
+from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.vllm.contract import Contract, trace_of
 from onepolicy.rollout.vllm.start import start
-from onepolicy.rollout.vllm.weights import CheckpointNames, reload
+from onepolicy.rollout.vllm.weights import reload
 from onepolicy.types import Completion, Sampling
 
 COLDEST = 0.01  # vLLM raises lower temperatures to this
