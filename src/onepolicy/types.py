@@ -215,6 +215,7 @@ class TokenBatch:
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
+    top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`, from score()
     logp_ref: Tensor | None = None  # [T] float32, reference model
     value: Tensor | None = None  # [T] float32, critic before the update
     value_target: Tensor | None = None  # [T] float32, return the critic is trained on

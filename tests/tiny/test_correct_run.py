@@ -6,10 +6,11 @@ import pytest
 from conftest import rows
 
 from onepolicy.cli import main
+from onepolicy.config import UsageError, resolve
 from onepolicy.config.correction import presets
 from onepolicy.correct.presets import preset
-
-RUNNING = [name for name in presets() if preset(name).centering == "none"]
+from onepolicy.interfaces import EngineCaps
+from onepolicy.loop.setup import check_engine
 
 
 def test_the_receipt_of_a_run(train, capsys):
@@ -23,15 +24,26 @@ def test_the_receipt_of_a_run(train, capsys):
     assert "looks like a bug" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["score-centering", "score-centering-tis"])
-def test_a_preset_that_cannot_take_effect_is_refused(recipe, name, capsys, tmp_path):
-    settings = [f"correction.preset={name}", "objective.preset=reinforce"]
+def test_score_centering_takes_the_heads_of_the_rollout(train):
+    """The likeliest 4 tokens hold less than the whole vocabulary does, and that is all of it."""
+    settings = ["steps=1", "eval.every=0", "correction.preset=score-centering", "objective.preset=reinforce"]
+    head = rows(train("head", *settings, "correction.head_size=4"))[0]["train/head_mass"]
+    whole = rows(train("whole", *settings, "correction.centering=support"))[0]["train/head_mass"]
+    assert head < whole == pytest.approx(1, abs=1e-5)
+
+
+def test_more_top_logprobs_than_the_engine_returns_are_refused(recipe, capsys, tmp_path):
+    settings = ["correction.preset=score-centering", "objective.preset=reinforce", "correction.head_size=1000"]
     assert main(["train", str(recipe), f"out={tmp_path / 'run'}", *settings]) == 2
-    assert "which no engine here returns" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert (
+        "correction.head_size: score-centering (changed) needs the log-probabilities of the 1000 likeliest" in message
+    )
+    assert "at most 32; set it to at most 32" in message
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNNING)
+@pytest.mark.parametrize("name", presets())
 def test_twenty_steps_of_every_preset(train, name):
     objective = "rloo" if preset(name).surrogate == "pg" else "grpo"
     settings = [f"correction.preset={name}", f"objective.preset={objective}", "objective.mini_steps=2"]
@@ -40,3 +52,20 @@ def test_twenty_steps_of_every_preset(train, name):
     for row in found:
         assert row["train/loss"] is not None
         assert 0 <= row["correction/rejected"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("most", "centering", "words"),
+    [
+        (0, "head", "at most 0; choose one without centering"),
+        (20, "support", r"all 64 tokens, .* at most 20; use head"),
+    ],
+)
+def test_engines_that_return_fewer_are_refused(most, centering, words):
+    tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}, "replay": {"mode": "off"}}
+    settings = ["correction.preset=score-centering", f"correction.centering={centering}", "objective.preset=reinforce"]
+    config = resolve(tree, settings)
+    with pytest.raises(UsageError, match=words):
+        check_engine(
+            config, EngineCaps(routing=False, max_len=9, top_logprobs=most), config.correction.top_logprobs(64)
+        )

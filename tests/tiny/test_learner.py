@@ -290,6 +290,27 @@ def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fix
     assert after[0][0] != pytest.approx(after[2][0], rel=1e-2)  # and not what no correction gives
 
 
+def test_score_centering_equals_the_written_out_step():
+    """-A (log p_a - sum over the vocabulary of q log p) by plain autograd on the stock model, sample by sample."""
+    batch = batch_of().replace(routing=None)
+    q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    order = q.argsort(descending=True)
+    batch = batch.replace(top_ids=order.int(), top_logp_rollout=q.gather(-1, order))
+    settings = ["correction.preset=score-centering", "correction.centering=support", "objective.preset=reinforce"]
+    learner = learner_of("replay.mode=off", *settings, "train.tokens_per_micro_batch=30")
+    _, metrics, _ = one_step(learner, batch)
+    assert metrics["train/head_mass"] == pytest.approx(1, abs=1e-5)
+
+    model, total, bounds = make("qwen3_moe"), torch.zeros(()), batch.cu_seqlens.tolist()
+    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
+        logp = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0].log_softmax(-1)
+        centred = logp.gather(-1, batch.target_ids[a:b, None])[:, 0] - (q[a:b].exp() * logp).sum(-1)
+        total = total - (batch.outcome[s] * centred)[batch.trainable[a:b]].sum() / int(batch.trainable.sum())
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_bypass_refuses_routes_of_other_tokens_before_the_weights_change():
     learner = learner_of("correction.preset=ppo-is", "replay.min_agreement=0.9")
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}

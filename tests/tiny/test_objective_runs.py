@@ -87,6 +87,17 @@ def test_dapo_replaces_groups_without_signal(train):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("correction", ["off", "tis", "mis"])
+@pytest.mark.parametrize("name", objective_presets())
+def test_every_preset_goes_with_every_form_of_correction(train, name, correction):
+    """The slides: TIS is compatible with every GxPO."""
+    settings = (f"correction.preset={correction}", "replay.mode=off", "objective.mini_steps=2", *QUICK)
+    found = rows(train(None, "steps=3", f"objective.preset={name}", *settings))
+    assert len(found) == 3
+    assert all(row["train/loss"] is not None and row["correction/weight_mean"] > 0 for row in found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("name", objective_presets())
 def test_every_preset_trains_for_twenty_steps(train, name, replay):

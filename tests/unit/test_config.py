@@ -79,7 +79,7 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["correction.preset=ppo-is", "objective.preset=reinforce"], ["ppo-is makes the rollout the anchor", "pg-tis"]),
         (["correction.preset=ppo-is", "train.reuse_scoring_forward=true"], ["no scoring forward to reuse"]),
         (["correction.preset=ppo-is", "replay.mode=r2", "objective.mini_steps=2"], ["r2 replays the routes of the"]),
-        (["correction.preset=score-centering", "objective.preset=reinforce"], ["no engine here returns"]),
+        (["correction.preset=score-centering"], ["score-centering multiplies", "would count twice"]),
         (["task.kind=chain", "task.name=chain_sum"], ["task", "name", "unknown setting"]),
         (["task.kind=nonsense"], ["task", "nonsense", "chain", "gym", "jsonl"]),
         (["steps=many"], ["steps", "many"]),

@@ -1,4 +1,4 @@
-"""What the loss evaluates: gradient coefficients (B1), OPSM (B4), score centering (B6), and how a config is split."""
+"""What the loss evaluates: gradient coefficients (B1), OPSM (B4), and how a config is split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import presets
-from onepolicy.correct.live import centered_score, live_weights
+from onepolicy.correct.live import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.receipt import combine, report
 from onepolicy.correct.weights import reweight
@@ -79,58 +79,6 @@ def test_dppo_rejects_only_what_moved_the_way_its_advantage_asks_for() -> None:
     assert live.keep.tolist() == [False, True, True, False]
     assert live.weight.tolist() == pytest.approx([0, 1.6, 0.4, 0])
     assert not live.weight.requires_grad
-
-
-def score_gradient(p: Tensor, value_of: object) -> list[float]:
-    """Gradient of a value of log-probabilities with respect to the logits."""
-    logits = p.log().requires_grad_()
-    value_of(logits.log_softmax(-1)).sum().backward()  # type: ignore[operator]
-    assert logits.grad is not None
-    return logits.grad.tolist()
-
-
-def test_score_centering_b6() -> None:
-    p, q = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
-    full = CorrectionConfig(ratio="new/rollout", centering="support")
-    assert score_gradient(p, lambda logp: centered_score(logp, q.log(), full)) == pytest.approx([-0.1, 0.1])
-    for config, cap in ((full, math.inf), (full.model_copy(update={"weight": preset("tis").weight}), 2.0)):
-        capped = config.model_copy(
-            update={"weight": config.weight.model_copy(update={"high": 1.1})} if cap < math.inf else {}
-        )
-        mean = torch.zeros(2, dtype=torch.float64)
-        for action in range(2):
-
-            def centred(logp: Tensor, action: int = action, capped: CorrectionConfig = capped) -> Tensor:
-                w = (p / q).clamp(max=1.1)[action] if capped.weight.level == "token" else 1.0
-                return w * logp[action] - centered_score(logp, q.log(), capped)
-
-            score = score_gradient(p, centred)
-            if capped.weight.level == "none":
-                assert score == pytest.approx([0.5, -0.5] if action == 0 else [-0.5, 0.5])
-            mean += q[action] * torch.tensor(score)
-        assert mean.tolist() == pytest.approx([0, 0], abs=1e-12)  # unbiased: E_q of the centred score is 0
-
-
-@pytest.mark.parametrize(
-    ("cap", "expected"),
-    [
-        (None, [-0.1, 0.05, 0.0214286, 0.0142857, 0.0085714, 0.0057143]),
-        (1.05, [-0.051, 0.02125, 0.01275, 0.0085, 0.0051, 0.0034]),
-    ],
-)
-def test_score_centering_from_a_head_b6(cap: float | None, expected: list[float]) -> None:
-    """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. The whole vocabulary with q = alpha p outside gives the same."""
-    p = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
-    head = torch.tensor([0.3, 0.3], dtype=torch.float64)
-    config = preset("score-centering") if cap is None else preset("score-centering-tis", weight={"high": cap})
-    assert score_gradient(p, lambda logp: centered_score(logp[:2], head.log(), config)) == pytest.approx(
-        expected, abs=1e-6
-    )
-    whole = torch.cat([head, p[2:] * 8 / 7])
-    support = config.model_copy(update={"centering": "support"})
-    assert score_gradient(p, lambda logp: centered_score(logp, whole.log(), support)) == pytest.approx(
-        expected, abs=1e-6
-    )
 
 
 @pytest.mark.parametrize("name", LIVE)

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
@@ -28,6 +28,7 @@ STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
     "binary_kl_sym": (0, 0, None),
     "trainer_prob": (0, None, 1),
 }
+HEAD_SIZE = 20
 TABLE = Path(__file__).with_name("corrections.toml")
 ALIASES = {"off": "recompute", "bypass": "ppo-is"}
 
@@ -153,8 +154,10 @@ class CorrectionConfig(Frozen):
     max_nonfinite: float = Field(0.1, ge=0, le=1)
     """A slot whose ratio is not finite is rejected and counted; a larger share of the step than this is an error."""
     centering: Literal["none", "head", "support"] = "none"
-    """Subtract the rollout policy's mean score (arXiv 2609.20807): from the sampler's top log-probabilities with a
-    proportional tail (head), or over the whole recorded sampling support."""
+    """Subtract the rollout policy's mean score (arXiv 2609.20807): from the log-probabilities of the sampler's
+    likeliest tokens with a proportional tail (head), or of the whole vocabulary (support)."""
+    head_size: PositiveInt | None = None
+    """Tokens of centering = head; unset: 20, which is also what a vLLM server returns at most unless told otherwise."""
 
     @model_validator(mode="before")
     @classmethod
@@ -193,12 +196,19 @@ class CorrectionConfig(Frozen):
         """What needs the ratio of the whole step cannot use a ratio that exists one micro-batch at a time."""
         if self.centering != "none" and self.ratio != "new/rollout":
             raise ValueError("correction.centering: is a term of the score-function loss; it needs ratio = new/rollout")
+        if self.head_size is not None and self.centering != "head":
+            raise ValueError(f"correction.head_size: no effect with centering = {self.centering}; it is of head")
         if self.centering != "none" and self.weight.level not in ("none", "token"):
             raise ValueError(
                 f"correction.centering: averages over the vocabulary of a slot; weight.level {self.weight.level} does "
                 "not exist there, use none or token"
             )
         for gate in self.gates:
+            if self.centering != "none" and gate.scope == "token":
+                raise ValueError(
+                    f"correction.gates {gate.label}: the mean score is over the vocabulary, where this gate would have "
+                    "to be evaluated too; use weight.low and weight.high with outside = zero, or another scope"
+                )
             if self.ratio == "new/rollout" and gate.ratio == "old/rollout":
                 raise ValueError(f"correction.gates {gate.label}: with ratio = new/rollout there is no old policy")
             if gate.ratio == self.ratio:
@@ -230,6 +240,10 @@ class CorrectionConfig(Frozen):
         if self.ratio == "old/rollout":
             return "any"
         return "ppo" if self.weight.level == "none" and self.centering == "none" else "pg"
+
+    def top_logprobs(self, vocabulary: int) -> int:
+        """How many of the rollout's likeliest tokens centering needs at every slot."""
+        return {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}[self.centering]
 
     @property
     def fixed_part(self) -> CorrectionConfig:

@@ -256,11 +256,6 @@ class ObjectiveConfig(Frozen):
 def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
     """Raise ValueError on an objective and a correction that do not go together."""
     name = correction.name
-    if correction.centering != "none":
-        raise ValueError(
-            f"correction: {name} needs the log-probabilities of the sampler's likeliest tokens, which no engine here "
-            "returns; choose one without centering"
-        )
     if correction.surrogate == "pg" and objective.surrogate != "pg":
         raise ValueError(
             f"correction: {name} multiplies advantage * log p by the ratio new/rollout, which is inside the surrogate "

@@ -14,10 +14,14 @@ from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import partials
 
+SMALLEST_TAIL = 1e-5
+"""Probability outside the head, of float32 log-probabilities whose sum is only known to about 1e-6."""
+
 
 class Live(NamedTuple):
     weight: Tensor  # [T] float32, detached; 0 where not kept; multiply into the weight of `reweight`
     keep: Tensor  # [T] bool, and it with that of `reweight`
+    centred: Tensor  # [T] bool, where `centered_score` is subtracted: kept, or rejected by nothing but weight bounds
     sums: Sums  # of this micro-batch: `combine` over the step, then `report(config.live_part, ...)`
 
 
@@ -40,12 +44,13 @@ def live_weights(
     if config.ratio != "new/rollout":
         raise UsageError(f"live_weights: correction {config.name} is for reweight; give its `live_part`")
     part = partials(config, slots(logp_new, logp_rollout, mask, segment=segment, turn=turn, advantage=advantage))
-    return Live(part.slots.scatter(part.weight.float()), part.slots.scatter(part.keep), part.sums)
+    scatter = part.slots.scatter
+    return Live(scatter(part.weight.float()), scatter(part.keep), scatter(part.passed), part.sums)
 
 
 def centered_score(
     logp_head: Tensor,  # [n, H] float32, new policy, carries the graph: the sampler's H recorded tokens
-    logp_head_rollout: Tensor,  # [n, H] float32, rollout engine, normalised over the whole vocabulary
+    logp_head_rollout: Tensor,  # [n, H] float32, rollout engine, normalised over the whole vocabulary; may be -inf
     config: CorrectionConfig,
 ) -> Tensor:
     """[n]: a value whose gradient is mu = E_q[f(rho) s], the mean weighted score of the rollout policy.
@@ -54,12 +59,15 @@ def centered_score(
     weight of the ratio (1 without one). centering = head: outside the head the rollout is taken as proportional to the
     new policy, q = alpha p with alpha = (1 - Q_H) / (1 - P_H). Scores of a whole vocabulary add up to 0 under p, so the
     tail's share folds into the head: mu = sum_H [q f(p / q) - alpha f(1 / alpha) p] s. support: there is no tail.
+    A tail of less than SMALLEST_TAIL on either side is rounding, and left out.
     """
     p, q = logp_head.detach().double().exp(), logp_head_rollout.double().exp()
-    coefficient = q * _weight_of(p / q, config.weight)
+    coefficient = torch.where(q > 0, q * _weight_of(p / q, config.weight), 0.0)
     if config.centering == "head":
-        alpha = (1 - q.sum(-1, keepdim=True)).clamp(min=0) / (1 - p.sum(-1, keepdim=True)).clamp(min=1e-12)
-        coefficient = coefficient - alpha * _weight_of(1 / alpha.clamp(min=1e-12), config.weight) * p
+        tail_p, tail_q = (1 - x.sum(-1, keepdim=True) for x in (p, q))
+        alpha = tail_q / tail_p
+        folded = alpha * _weight_of(1 / alpha, config.weight) * p
+        coefficient -= torch.where(torch.minimum(tail_p, tail_q) > SMALLEST_TAIL, folded, 0.0)
     return (coefficient.to(logp_head.dtype) * logp_head).sum(-1)
 
 

@@ -36,6 +36,7 @@ class Partial:
     slots: Slots
     weight: Tensor  # [n] float64, 0 where not kept
     keep: Tensor  # [n] bool
+    passed: Tensor  # [n] bool, `keep` before the weight's bounds reject
     sums: Sums
 
 
@@ -134,11 +135,13 @@ def _evaluate(config: CorrectionConfig, slots: Slots, units: Units | None, avera
     raw = weight_log_ratio(config, slots, units)
     gates = [gate_keeps(gate, slots, units) for gate in config.gates]
     bounds = config.weight
+    passed = slots.log_ratio.isfinite() & raw.isfinite()
+    for passes in gates:
+        passed = passed & passes
+    keep = passed
     if bounds.rejects:
         gates.append(inside(raw, bounds.low, bounds.high, log=True))
-    keep = slots.log_ratio.isfinite() & raw.isfinite()
-    for passes in gates:
-        keep = keep & passes
+        keep = passed & gates[-1]
     weight = torch.where(keep, raw, -torch.inf).exp_()
     clipped = keep.new_zeros((), dtype=torch.int64)
     if bounds.bounded and not bounds.rejects:
@@ -151,7 +154,7 @@ def _evaluate(config: CorrectionConfig, slots: Slots, units: Units | None, avera
             raise UsageError("reweight: average = sequences needs the `segment` of each slot")
         mass = 1 / units["slots/sequence"].slots[slots.segment]
     measured = sums(log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass)
-    return Partial(slots, weight, keep, measured)
+    return Partial(slots, weight, keep, passed, measured)
 
 
 def _same_shape(logp_old: Layout, logp_rollout: Layout, mask: Layout) -> None:

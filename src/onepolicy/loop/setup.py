@@ -104,9 +104,11 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
         second = load_model(model_config, DTYPES[config.rollout.engine.dtype], device)
         prepare_for_training(second, device)
         reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
-    check_engine(config, engine.caps)
+    top_logprobs = config.correction.top_logprobs(hf_config.get_text_config().vocab_size)
+    check_engine(config, engine.caps, top_logprobs)
     stop = (tokenizer.eos_token_id,)
-    return Parts(config, engine, learner, environment, stop, routes=rules, reprefill=reprefill), tokenizer
+    parts = Parts(config, engine, learner, environment, stop, rules, reprefill, top_logprobs)
+    return parts, tokenizer
 
 
 def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
@@ -152,8 +154,21 @@ def build_critic(model: ModelConfig, config: RunConfig, device: torch.device) ->
     return Critic(own, config.objective.critic, config.optim)
 
 
-def check_engine(config: RunConfig, caps: EngineCaps) -> None:
-    """Does the engine return what replay.mode replays?"""
+def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
+    """Does the engine return what replay.mode replays and the correction needs?"""
+    if top_logprobs > caps.top_logprobs:
+        correction = config.correction
+        most = f"but this engine returns those of at most {caps.top_logprobs}"
+        if correction.centering == "support" and caps.top_logprobs:
+            raise UsageError(
+                f"correction.centering: support needs the log-probabilities of all {top_logprobs} tokens, {most}; use "
+                "head"
+            )
+        mend = f"set it to at most {caps.top_logprobs}" if caps.top_logprobs else "choose one without centering"
+        raise UsageError(
+            f"correction.head_size: {correction.name} needs the log-probabilities of the {top_logprobs} likeliest "
+            f"tokens, {most}; {mend}"
+        )
     mode = config.replay.mode
     if not isinstance(config.replay, FromRollout) or config.replay.source == "reprefill":
         return

@@ -31,6 +31,7 @@ class Parts:
     stop: tuple[int, ...]  # token ids that end a completion
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
+    top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
 
     @property
     def samplers(self) -> list[HoldsWeights]:
@@ -61,6 +62,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
             advance=advance,
             accept=has_signal if cfg.objective.dynamic_sampling else None,
             rounds=cfg.objective.dynamic_sampling,
+            top_logprobs=parts.top_logprobs,
         )
     if parts.reprefill is not None:
         with clock("reprefill"):

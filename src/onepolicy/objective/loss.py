@@ -19,9 +19,12 @@ def policy_loss(
     config: ObjectiveConfig,
     anchor: Tensor | None = None,  # [T] float32, denominator of the ratio; unset: batch.logp_old
     entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
+    centre: Tensor | None = None,  # [T] float32, carries the graph: mean score of the rollout policy (score centering)
     protect: tuple[Term, ...] = TERMS,  # terms that still see rejected slots
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum(share * (weight * surrogate + kl.coef * KL - entropy_coef * entropy)), and SUMS over slots for logging.
+
+    `centre` makes it -A (weight * log p - centre) with surrogate = pg; it is 0 where nothing is to be subtracted.
 
     The correction's weight and rejection touch the surrogate; KL and entropy see every trainable slot unless they are
     not protected. `share` belongs to the whole optimiser step (`slot_shares`), so losses, gradients and metrics of
@@ -52,6 +55,8 @@ def policy_loss(
         "clip_high": (keep & per_slot.clipped_high).sum(),
         "ratio_dev": torch.where(keep, per_slot.ratio - 1, 0.0).abs().sum(),
     }
+    if centre is not None:
+        loss = loss + (share * batch.advantage * centre).sum()
     if config.kl.coef and config.kl.where == "loss":
         kl = _kl(logp_new, batch, config, batch.trainable if "kl" in protect else keep)
         loss = loss + config.kl.coef * (share * kl).sum()

@@ -16,6 +16,7 @@ from onepolicy.types import TokenBatch
 class Scored(NamedTuple):
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
     entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
+    top: Tensor | None  # [T, k] float32, log-probabilities of batch.top_ids, else as `logp`; None if it has none
 
 
 def forward(
@@ -42,4 +43,8 @@ def forward(
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = -(logps.exp() * logps).sum(-1)
     zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
-    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy))
+    top = None
+    if batch.top_ids is not None:
+        ids = batch.top_ids[slots].long()
+        top = zeros.new_zeros(batch.top_ids.shape).index_copy(0, slots, logps.gather(-1, ids))
+    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top)

@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
-from onepolicy.correct.live import live_weights
-from onepolicy.correct.receipt import Sums, combine, report
 from onepolicy.objective.loss import policy_loss
 from onepolicy.objective.reduce import slot_shares
 from onepolicy.replay.alignment import check_alignment
@@ -27,6 +25,7 @@ from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.forward import Scored, forward
+from onepolicy.train.live import LiveCorrection
 from onepolicy.train.optim import adamw, learning_rate
 from onepolicy.train.pack import micro_batches, mini_steps
 from onepolicy.train.scores import Scores
@@ -57,8 +56,8 @@ class LocalLearner:
         elif isinstance(config.replay, WeightsReplay):
             self._how = {"weights": True}
         self._replaced: list[Tensor] = []  # [L] per replayed forward, of soft replay
-        self._live: list[tuple[list[int], Scored]] = []  # micro-batches of score() whose graph step() will use
-        self._live_sums: list[Sums] = []  # of the correction that needs the new policy, per micro-batch of a step
+        self._graphs: list[tuple[list[int], Scored]] = []  # micro-batches of score() whose graph step() will use
+        self._live = LiveCorrection(config.correction)
         self.seen: TokenBatch | None = None  # if score() left out the policy: the first mini-step, scored in its update
         self._forward_seconds = 0.0
         if config.train.activation_checkpointing:
@@ -70,7 +69,7 @@ class LocalLearner:
         if isinstance(self.config.replay, FromRollout) and batch.routing is not None:
             _check_source(batch.routing, self.config.replay)
         if self.config.scores_old:
-            batch = self._score(batch, replay=True, live=self.config.train.reuse_scoring_forward)
+            batch = self._score(batch, replay=True, graph=self.config.train.reuse_scoring_forward)
         if (reference := self.reference) is not None:
             logp = self._per_slot(batch, lambda micro: self._forward(micro, reference).logp)
             batch = batch.replace(logp_ref=logp)
@@ -79,10 +78,10 @@ class LocalLearner:
         return batch
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
-        return self._score(batch, replay=True, live=False)
+        return self._score(batch, replay=True, graph=False)
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
-        return self._score(batch, replay=False, live=False)
+        return self._score(batch, replay=False, graph=False)
 
     def step(self, batch: TokenBatch) -> dict[str, float]:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
@@ -98,7 +97,7 @@ class LocalLearner:
         if self._replaced:
             metrics["train/soft_replaced"] = float(torch.stack(self._replaced).mean())
             self._replaced.clear()
-        metrics |= self._live_report(kept, slots)
+        metrics |= self._live.report(kept, slots)
         if self.critic is not None:
             metrics["train/value_explained"] = explained_variance(batch)
         if not self.config.scores_old:
@@ -112,18 +111,18 @@ class LocalLearner:
         objective, slots = self.config.objective, batch.num_trainable
         batch = batch.replace(share=slot_shares(batch, objective, max_tokens=self.config.rollout.sampling.max_tokens))
         seen = None if self.config.scores_old or self.seen is not None else Scores(batch)
-        live, self._live = self._live, []
+        graphs, self._graphs = self._graphs, []
         if self.config.train.reuse_scoring_forward:
-            assert live, "score() comes before step() when its forward is reused"
-        for chosen, scored in live or ((c, None) for c in self._micro_batches(batch)):
+            assert graphs, "score() comes before step() when its forward is reused"
+        for chosen, scored in graphs or ((c, None) for c in self._micro_batches(batch)):
             micro = batch.select(chosen).to(self.device)
             with self._replaying(micro, native=seen is not None) if scored is None else nullcontext() as tape:
                 new = self._timed_forward(micro) if scored is None else scored
                 self._count_replaced(tape, counts=scored is None)
                 if seen is not None:
                     seen.put(chosen, new, tape)
-                micro = self._corrected(new, micro)
-                loss, parts = self._loss(new, micro)
+                micro, centre = self._live.apply(new, micro)
+                loss, parts = self._loss(new, micro, centre)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
             sums.update({"loss": loss.item() * slots} | {name: value.item() for name, value in parts.items()})
             if self.critic is not None:
@@ -132,47 +131,21 @@ class LocalLearner:
             self.seen = self._checked(seen.filled(self.routers))
         return self._update(mini_step)
 
-    def _corrected(self, new: Scored, micro: TokenBatch) -> TokenBatch:
-        """With the weights and rejections that need the new policy, if the correction has any."""
-        if (live_part := self.config.correction.live_part) is None:
-            return micro
-        live = live_weights(
-            new.logp,
-            micro.logp_rollout,
-            micro.trainable,
-            live_part,
-            segment=micro.segment,
-            turn=micro.turn,
-            advantage=micro.advantage,
-        )
-        assert micro.weight is not None
-        assert micro.keep is not None
-        self._live_sums.append(live.sums)
-        return micro.replace(weight=micro.weight * live.weight, keep=micro.keep & live.keep)
-
-    def _loss(self, new: Scored, micro: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, new: Scored, micro: TokenBatch, centre: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         loss, sums = policy_loss(
             new.logp,
             micro,
             config=self.config.objective,
             anchor=None if self.config.scores_old else micro.logp_rollout,
             entropy=new.entropy,
+            centre=centre,
             protect=self.config.correction.protect,
         )
         assert micro.keep is not None
-        return loss, sums | {"kept": micro.keep.sum()}
-
-    def _live_report(self, kept: float, slots: int) -> dict[str, float]:
-        """Of the correction that needs the new policy: all of it, or the gates it adds to what was fixed before."""
-        part, sums = self.config.correction.live_part, self._live_sums
-        if part is None:
-            return {}
-        numbers = report(part, combine(sums))
-        sums.clear()
-        if self.config.correction.ratio == "new/rollout":
-            return numbers
-        gates = {f"{name}.new": value for name, value in numbers.items() if name.startswith("correction/rejected/")}
-        return gates | {"correction/kept": kept, "correction/rejected": 1 - kept / slots}
+        sums["kept"] = micro.keep.sum()
+        if centre is not None and micro.top_logp_rollout is not None:
+            sums["head_mass"] = micro.top_logp_rollout[micro.trainable].exp().sum()
+        return loss, sums
 
     def _timed_forward(self, micro: TokenBatch) -> Scored:
         start = time.perf_counter()
@@ -201,20 +174,20 @@ class LocalLearner:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _score(self, batch: TokenBatch, *, replay: bool, live: bool) -> TokenBatch:
+    def _score(self, batch: TokenBatch, *, replay: bool, graph: bool) -> TokenBatch:
         scores = Scores(batch)
         replay = replay and isinstance(self.config.replay, FromRollout)
-        if live:
-            self._live = []
-        entropy_graph = live and self.config.objective.entropy_coef > 0
+        if graph:
+            self._graphs = []
+        entropy_graph = graph and self.config.objective.entropy_coef > 0
         for chosen in self._micro_batches(batch):
             micro = batch.select(chosen).to(self.device)
-            with torch.set_grad_enabled(live), self._replaying(micro, native=True, replay=replay) as tape:
+            with torch.set_grad_enabled(graph), self._replaying(micro, native=True, replay=replay) as tape:
                 scored = self._forward(micro, self.model, entropy_graph=entropy_graph)
-                self._count_replaced(tape, counts=live)
+                self._count_replaced(tape, counts=graph)
             scores.put(chosen, scored, tape)
-            if live:
-                self._live.append((chosen, scored))
+            if graph:
+                self._graphs.append((chosen, scored))
         return self._checked(scores.filled(self.routers)) if replay else scores.filled(self.routers)
 
     def _checked(self, scored: TokenBatch) -> TokenBatch:

@@ -17,6 +17,7 @@ class Scores:
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
+        self.top = None if batch.top_ids is None else torch.zeros(batch.top_ids.shape)
         self.native: Tensor | None = None  # [T, L, K], experts the trainer would choose
         self.mass: Tensor | None = None  # [T, L], how good the replayed experts are to the trainer
 
@@ -24,6 +25,9 @@ class Scores:
         """The micro-batch of samples `chosen`; `tape` recorded its forward."""
         slots = self.batch.slots_of(chosen)
         self.logp[slots], self.entropy[slots] = scored.logp.detach().cpu(), scored.entropy.detach().cpu()
+        if self.top is not None:
+            assert scored.top is not None
+            self.top[slots] = scored.top.detach().cpu()
         if tape is None:
             return
         ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
@@ -36,9 +40,15 @@ class Scores:
             self.mass[slots] = mass
 
     def filled(self, routers: Routers | None) -> TokenBatch:
-        """The batch with logp_old, entropy, routing_native and gate_mass."""
+        """The batch with logp_old, entropy, top_logp_old, routing_native and gate_mass."""
         trace = None
         if self.native is not None and routers is not None:
             valid = torch.ones(len(self.native), dtype=torch.bool)
             trace = RoutingTrace(self.native, valid, routers.layers, routers.num_experts)
-        return self.batch.replace(logp_old=self.logp, entropy=self.entropy, routing_native=trace, gate_mass=self.mass)
+        return self.batch.replace(
+            logp_old=self.logp,
+            entropy=self.entropy,
+            top_logp_old=self.top,
+            routing_native=trace,
+            gate_mass=self.mass,
+        )
