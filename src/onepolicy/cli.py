@@ -92,7 +92,10 @@ def parser() -> argparse.ArgumentParser:
     audit.add_argument(
         "--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of ours under another name"
     )
-    audit.add_argument("--out", type=Path, metavar="FOLDER", help="write FOLDER/audit.html and FOLDER/audit.json")
+    audit.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write FOLDER/audit.html, audit.json and figures/*.json"
+    )
+    audit.add_argument("--png", action="store_true", help="and figures/*.png (with kaleido, in the system's Chromium)")
 
     config = _command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
     config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
@@ -227,7 +230,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     from onepolicy.audit import run, schema
 
     paths = [path for path in (arguments.dump, arguments.other) if path is not None]
-    run.run_audit(paths, schema.parse_map(arguments.map), arguments.out, Console())
+    run.run_audit(paths, schema.parse_map(arguments.map), arguments.out, Console(), png=arguments.png)
 
 
 def run_config(arguments: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
+from onepolicy.report.png import write_figures
 from onepolicy.report.words import number
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
@@ -86,13 +87,17 @@ def as_tree(each: Audited) -> dict[str, Any]:
     return result
 
 
-def write_report(folder: Path, audited: Sequence[Audited]) -> list[Path]:
-    """FOLDER/audit.json and audit.html. UsageError: plotly is not installed, or the folder cannot be written."""
+def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False) -> list[Path]:
+    """FOLDER/audit.json, audit.html and figures/. UsageError: plotly (png: kaleido or its browser) is missing, or the
+    folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        drawn = [f for f in figures(audited) if isinstance(f, Figure)]
         trees = [as_tree(each) for each in audited]
         text = json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False)
-        return [_write(folder / "audit.json", text), _write(folder / "audit.html", _page(audited))]
+        written = [_write(folder / "audit.json", text), _write(folder / "audit.html", _page(audited))]
+        write_figures(folder / "figures", drawn, png=png)
+        return [*written, folder / "figures"]
     except OSError as error:
         raise UsageError(f"{folder}: cannot write the report ({error.strerror}); name another with --out") from None
 

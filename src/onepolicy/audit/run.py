@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from onepolicy.audit.judge import Audited, judge
 from onepolicy.audit.report import show, write_report
 from onepolicy.audit.tally import tally
+from onepolicy.config import UsageError
 
 
 def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -> Audited:
@@ -18,8 +19,12 @@ def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -
     return judge(tally(path, mapping), label or path.name)
 
 
-def run_audit(paths: Sequence[Path], mapping: Mapping[str, str], out: Path | None, console: Console) -> list[Audited]:
-    """One or two dumps: terminal summary, and OUT/audit.html and audit.json if a folder is given."""
+def run_audit(
+    paths: Sequence[Path], mapping: Mapping[str, str], out: Path | None, console: Console, *, png: bool = False
+) -> list[Audited]:
+    """One or two dumps: terminal summary; if a folder is given OUT/audit.html, audit.json and figures/."""
+    if png and out is None:
+        raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
     names = [path.name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(path) for path in paths]
     if len(set(labels)) < len(labels):
@@ -33,6 +38,6 @@ def run_audit(paths: Sequence[Path], mapping: Mapping[str, str], out: Path | Non
             audited.append(judge(found, label))
     show(console, audited)
     if out is not None:
-        for written in write_report(out, audited):
+        for written in write_report(out, audited, png=png):
             console.print(f"wrote {written}", highlight=False, soft_wrap=True)
     return audited

@@ -1,7 +1,7 @@
 """What every figure shares: the three looks, axes, and a log axis on which zero stays visible.
 
 Figures are plain plotly JSON. A colour `@name` is resolved in the browser from the page's CSS variables, so that one
-figure serves the light and the dark theme.
+figure serves the light and the dark theme; report/png.py resolves it from the light palette.
 """
 
 from __future__ import annotations
@@ -15,6 +15,27 @@ Spec = dict[str, Any]
 
 TAU = "\N{GREEK SMALL LETTER TAU}"
 RHO = "\N{GREEK SMALL LETTER RHO}"
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+AXIS: Spec = {
+    "gridcolor": "@line",
+    "linecolor": "@line",
+    "zeroline": False,
+    "automargin": True,
+    "tickfont": {"color": "@muted"},
+    "title": {"font": {"size": 13, "color": "@muted"}, "standoff": 8},
+}
+LAYOUT: Spec = {
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "barmode": "group",
+    "bargap": 0.25,
+    "hovermode": "closest",
+    "font": {"family": FONT, "size": 12.5, "color": "@ink"},
+    "margin": {"l": 58, "r": 14, "t": 26, "b": 46},
+    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+    "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "@line", "activecolor": "@muted"},
+    "hoverlabel": {"bgcolor": "@paper", "bordercolor": "@line", "font": {"color": "@ink"}},
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,15 @@ class Figure:
     data: list[Spec]
     layout: Spec
     width: Literal["third", "half", "wide"] = "half"  # of the page
+    square: bool = False
+
+    def spec(self) -> Spec:
+        """{data, layout} for plotly, with everything that all figures share; colours still as @name."""
+        axes = {
+            name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})}
+            for name, own in ((name, self.layout.get(name, {})) for name in ("xaxis", "yaxis"))
+        }
+        return {"data": self.data, "layout": LAYOUT | self.layout | axes}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from onepolicy.report.run import Run, Tree, load_run
 from onepolicy.report.words import COMPARISON_HEADER, compared, comparison, factor, number, time_shares, verdict
 
 SHOWN_SAMPLES = 8
-SQUARE = {"scatter", "scatter_native"}
 
 
 def write_report(run: Path) -> Path:
@@ -49,7 +48,7 @@ FOOTER = "Rollout red, trainer blue, replay green, in every figure."
 
 def document(title: str, body: str, figures: list[Figure], *, footer: str = FOOTER) -> str:
     """One HTML file with everything in it. UsageError: plotly is not installed."""
-    specs = [{"name": f.name, "data": f.data, "layout": f.layout} for f in figures]
+    specs = [{"name": f.name, **f.spec()} for f in figures]
     # "<" as an escape: no text of a run can close the script element
     data = json.dumps(plain(specs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!doctype html>
@@ -187,7 +186,7 @@ def section(title: str, question: str, items: list[Figure | Absent]) -> str:
 
 
 def _card(figure: Figure) -> str:
-    shape = f"{figure.width} square" if figure.name in SQUARE else figure.width
+    shape = f"{figure.width} square" if figure.square else figure.width
     return (
         f'<div class="card figure {shape}"><h3>{escape(figure.title)}</h3><p class="note">{escape(figure.note)}</p>'
         f'<div class="plot" id="fig-{figure.name}" role="img" aria-label="{escape(figure.title)}. '

@@ -128,7 +128,7 @@ def _scatter(run: Run, name: str, tensor: str, label: str, look: Look, budget: i
     found = run.probe.mismatch(tensor)
     pearson = f"{found.pearson:.6f}" if math.isfinite(found.pearson) else "undefined"
     note = f"{shown} of probe step {run.probe.step}. Correlation {pearson}, largest difference {found.max_dp:.3g}."
-    return Figure(name, f"Points should hug the diagonal: {label}", note, data, layout)
+    return Figure(name, f"Points should hug the diagonal: {label}", note, data, layout, square=True)
 
 
 def subsample(difference: Array, budget: int) -> Array:

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-CSS = """
-:root { color-scheme: light dark;
-  --page: #f5f6f8; --paper: #ffffff; --ink: #1d2430; --muted: #667085; --line: #e4e7ec;
-  --rollout: #d33f49; --rollout-soft: #ec9aa0;
-  --trainer: #2f6fde; --trainer-soft: #94b8f5; --replay: #1f9254; --bad: #b42318; --good: #1f7a48; }
-@media (prefers-color-scheme: dark) { :root {
-  --page: #0f1217; --paper: #181d25; --ink: #e6e9ee; --muted: #98a2b3; --line: #2b323d;
-  --rollout: #ff6b74; --rollout-soft: #a5484f;
-  --trainer: #6ea1ff; --trainer-soft: #3b5f9e; --replay: #45c983; --bad: #ff8a80; --good: #5ad28f; } }
+from onepolicy.report.figure import FONT
+
+LIGHT = {
+    "page": "#f5f6f8",
+    "paper": "#ffffff",
+    "ink": "#1d2430",
+    "muted": "#667085",
+    "line": "#e4e7ec",
+    "rollout": "#d33f49",
+    "rollout-soft": "#ec9aa0",
+    "trainer": "#2f6fde",
+    "trainer-soft": "#94b8f5",
+    "replay": "#1f9254",
+    "bad": "#b42318",
+    "good": "#1f7a48",
+}
+DARK = {
+    "page": "#0f1217",
+    "paper": "#181d25",
+    "ink": "#e6e9ee",
+    "muted": "#98a2b3",
+    "line": "#2b323d",
+    "rollout": "#ff6b74",
+    "rollout-soft": "#a5484f",
+    "trainer": "#6ea1ff",
+    "trainer-soft": "#3b5f9e",
+    "replay": "#45c983",
+    "bad": "#ff8a80",
+    "good": "#5ad28f",
+}
+
+
+def _variables(palette: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {color};" for name, color in palette.items())
+
+
+CSS = (
+    f"""
+:root {{ color-scheme: light dark; {_variables(LIGHT)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}
+body {{ font: 15px/1.5 {FONT}; }}
+"""
+    + """
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink); }
 main { max-width: 1240px; margin: 0 auto; padding: 32px 20px 64px; }
 h1 { font-size: 28px; line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 10px; overflow-wrap: anywhere; }
 h2 { font-size: 19px; letter-spacing: -0.01em; margin: 44px 0 4px; }
@@ -68,6 +101,7 @@ footer { color: var(--muted); font-size: 13px; margin-top: 40px; }
 }
 @media print { .card { break-inside: avoid; } }
 """
+)
 
 # Draws every figure, again when the theme changes. body[data-figures] tells a test (and the reader) how it went.
 SCRIPT = """
@@ -75,25 +109,13 @@ SCRIPT = """
   const specs = JSON.parse(document.getElementById("figures").textContent);
   const style = getComputedStyle(document.documentElement);
   const paint = (v) =>
-    typeof v === "string" ? (v.startsWith("@") ? style.getPropertyValue("--" + v.slice(1)).trim() : v)
+    typeof v === "string" ? (v.startsWith("@") ? style.getPropertyValue("--" + v.slice(1)).trim() || v : v)
     : Array.isArray(v) ? v.map(paint)
     : v !== null && typeof v === "object" ? Object.fromEntries(Object.entries(v).map(([k, w]) => [k, paint(w)]))
     : v;
-  const axis = { gridcolor: "@line", linecolor: "@line", zeroline: false, automargin: true,
-    tickfont: { color: "@muted" }, title: { font: { size: 13, color: "@muted" }, standoff: 8 } };
-  const merge = (base, own) => ({ ...base, ...own, title: { ...base.title, ...own.title } });
-  const complete = (layout) => ({
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", barmode: "group", bargap: 0.25, hovermode: "closest",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: "@ink" },
-    margin: { l: 58, r: 14, t: 26, b: 46 },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: "@line", activecolor: "@muted" },
-    hoverlabel: { bgcolor: "@paper", bordercolor: "@line", font: { color: "@ink" } },
-    ...layout, xaxis: merge(axis, layout.xaxis), yaxis: merge(axis, layout.yaxis),
-  });
   const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage"]] };
   const draw = () => Promise.all(specs.map((spec) =>
-    Plotly.react("fig-" + spec.name, paint(spec.data), paint(complete(spec.layout)), config)));
+    Plotly.react("fig-" + spec.name, paint(spec.data), paint(spec.layout), config)));
   const run = () => draw().then(() => { document.body.dataset.figures = "drawn"; });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", run);
   run();
