@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -42,6 +42,7 @@ class VLLMEngineConfig(Frozen):
 
 
 EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+ENGINE_KINDS = tuple(config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0]))
 
 
 class SamplingConfig(Frozen):

@@ -15,7 +15,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.measure.routing import routing_agreement
-from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.checks import Misaligned
 from onepolicy.types import RoutingTrace
 
 WINDOW = 16  # rows looked at together
@@ -30,7 +30,7 @@ def check_alignment(
     *,
     least: float = MIN_AGREEMENT,
 ) -> None:
-    """RoutingError, naming the likely cause, unless the replayed experts are mostly the routers' own choice.
+    """Misaligned, naming the likely cause, unless the replayed experts are mostly the routers' own choice.
 
     Two tests over the rows valid in `replayed`: every layer over all rows (a layer that is wrong hides in a mean over
     layers), and every window of about 16 rows of a sample over all layers (a sample, or a part of one, that is wrong
@@ -49,9 +49,8 @@ def check_alignment(
         where = f"layer {replayed.layers[first]} agree in {layers[first]:.0%}" + (
             f" ({len(bad)} of {len(layers)} layers are below {least:.0%})" if len(layers) > 1 else ""
         )
-        raise RoutingError(
-            _message(where, least, _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean())))
-        )
+        cause, of_layers = _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean()))
+        raise Misaligned(_message(where, least, cause), of_layers=of_layers)
     starts = windows(bounds)
     cell = torch.searchsorted(starts, rows.cpu(), right=True) - 1
     counts = torch.bincount(cell, minlength=len(starts))
@@ -64,7 +63,7 @@ def check_alignment(
         where = (
             f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
         )
-        raise RoutingError(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)))
+        raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)), of_layers=False)
 
 
 def _checked(bounds: Tensor, rows: int) -> Tensor:  # [S + 1] int64, CPU
@@ -93,14 +92,16 @@ def _message(where: str, least: float, cause: str) -> str:
     )
 
 
-def _cause_of_layers(replayed: RoutingTrace, native: RoutingTrace, bad: list[int], as_is: float) -> str:
-    found = list(_shifts(replayed, native)) + list(_layer_rolls(replayed, native))
-    score, cause = max(found, default=(0.0, ""))
+def _cause_of_layers(replayed: RoutingTrace, native: RoutingTrace, bad: list[int], as_is: float) -> tuple[str, bool]:
+    """The likely cause, and whether it lies in the layers and not in the rows."""
+    found = [(score, cause, False) for score, cause in _shifts(replayed, native)]
+    found += [(score, cause, True) for score, cause in _layer_rolls(replayed, native)]
+    score, cause, of_layers = max(found, default=(0.0, "", False))
     if _fits(score, as_is):
-        return f"{cause} (agreement then: {score:.0%})"
+        return f"{cause} (agreement then: {score:.0%})", of_layers
     if len(bad) < len(replayed.layers) or len(replayed.layers) == 1:
-        return _cause_of_one_layer(replayed, native, bad[0])
-    return _unknown("every layer is wrong")
+        return _cause_of_one_layer(replayed, native, bad[0]), True
+    return _unknown("every layer is wrong"), False
 
 
 def _shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[float, str]]:

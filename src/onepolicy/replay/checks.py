@@ -21,6 +21,14 @@ class RoutingError(TrainingError):
     """A router did not do what record or replay needs. The message names the decoder layer."""
 
 
+class Misaligned(RoutingError):
+    """Replayed routes that are not those of a forward. of_layers: the rows are right, a layer is not."""
+
+    def __init__(self, message: str, *, of_layers: bool) -> None:
+        super().__init__(message)
+        self.of_layers = of_layers
+
+
 def is_moe(hf_config: Any) -> bool:
     """Does this transformers config describe a model with more than one routed expert? Reads no weights."""
     text = hf_config.get_text_config()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +17,15 @@ def summary_table(summary: Tree) -> Table:
     table.add_column(overflow="fold")
     for name, text in _rows(summary):
         table.add_row(name, Text.assemble(*text) if isinstance(text, list) else Text(text))
+    return table
+
+
+def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
+    """What was asked of an engine: (name, passed or None, what was measured, what to do)."""
+    states = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("not applicable", "dim")}
+    table = Table("check", "result", "measured")
+    for name, passed, measured, mend in checks:
+        table.add_row(name, states[passed], Text(f"{measured}. To do: {mend}" if mend else measured))
     return table
 
 

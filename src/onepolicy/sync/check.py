@@ -24,9 +24,9 @@ MARGIN = 4
 
 async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:
     """The first sync: engine still holds the weights that learner started from. TrainingError if it moves anything."""
-    before, again = await _probe(engine, vocab), await _probe(engine, vocab)
+    before, again = await probe(engine, vocab), await probe(engine, vocab)
     await push_weights(learner, engine)
-    after = await _probe(engine, vocab)
+    after = await probe(engine, vocab)
     noise, moved = float((again - before).abs().max()), float((after - before).abs().max())
     if not moved <= MARGIN * noise:  # also if either is NaN
         raise TrainingError(
@@ -37,7 +37,7 @@ async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -
     await engine.reset_cache()
 
 
-async def _probe(engine: RolloutEngine, vocab: int) -> Tensor:
+async def probe(engine: RolloutEngine, vocab: int) -> Tensor:
     """Log-probabilities of the most likely next token of random prompts, nothing cached: [PROMPTS] float32."""
     length = min(LENGTH, engine.caps.max_len - 1)
     prompts = torch.randint(vocab, (PROMPTS, length), generator=torch.Generator().manual_seed(0)).tolist()

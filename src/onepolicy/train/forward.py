@@ -28,17 +28,7 @@ def forward(
     """
     device = batch.input_ids.device
     slots = batch.trainable.nonzero()[:, 0]
-    cast: AbstractContextManager = torch.autocast(device.type, autocast) if autocast else nullcontext()
-    with cast:
-        logits = model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=slots,
-            packing=Packing.of(batch.cu_seqlens, device),
-        ).logits[0]
-    logits = logits.float() / batch.temperature[batch.segment[slots], None]
-    logps = torch.log_softmax(logits, -1)  # [n, vocabulary]
+    logps = torch.log_softmax(tempered_logits(model, batch, slots, autocast=autocast), -1)
     picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = -(logps.exp() * logps).sum(-1)
@@ -48,3 +38,24 @@ def forward(
         ids = batch.top_ids[slots].long()
         top = zeros.new_zeros(batch.top_ids.shape).index_copy(0, slots, logps.gather(-1, ids))
     return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top)
+
+
+def tempered_logits(
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    slots: Tensor,  # [n] int64
+    *,
+    autocast: torch.dtype | None = None,
+) -> Tensor:
+    """[n, vocabulary] float32: the logits of these slots of a packed batch, divided by their sample's temperature."""
+    device = batch.input_ids.device
+    cast: AbstractContextManager = torch.autocast(device.type, autocast) if autocast else nullcontext()
+    with cast:
+        logits = model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=slots,
+            packing=Packing.of(batch.cu_seqlens, device),
+        ).logits[0]
+    return logits.float() / batch.temperature[batch.segment[slots], None]

@@ -1,4 +1,4 @@
-"""The command line: measure, audit, train, eval, make-policy, config. Bad input ends with one message and exit 2."""
+"""The command line: measure, audit, train, eval, make-policy, engine, config. Bad input: one message and exit 2."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import os
 import sys
 from pathlib import Path
 
+from onepolicy.cli import engine
+from onepolicy.cli.common import EPILOG, command, prepare_process
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.rollout import ENGINE_KINDS
 from onepolicy.config.stored import read_config
-
-EPILOG = """\
-settings:
-  A recipe is a TOML file; any setting can be changed behind it as a.b=value, e.g.
-    onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 out=runs/no-replay
-  `onepolicy config RECIPE [a.b=value ...]` prints the effective settings, defaults included.
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments) or 0)
     except UsageError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
         return 2
@@ -33,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; `onepolicy train --resume RUN` continues from the last checkpoint", file=sys.stderr)
         return 130
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    train = _command(commands, "train", "train a policy; resume or fork a run", run_train)
+    train = command(commands, "train", "train a policy; resume or fork a run", run_train)
     train.add_argument(
         "recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)"
     )
@@ -58,14 +53,14 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
 
-    evaluate = _command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
+    evaluate = command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
     evaluate.add_argument("recipe", help="TOML recipe whose task, sampling and eval settings are used, or a run folder")
     evaluate.add_argument(
         "--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)"
     )
     evaluate.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200")
 
-    policy = _command(
+    policy = command(
         commands, "make-policy", 'make and warm up the tiny MoE policy `model.path = "tiny"` names', run_make_policy
     )
     policy.add_argument("--out", help="folder to write to (default: the user's cache)")
@@ -73,20 +68,18 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
     )
 
-    measure = _command(
+    measure = command(
         commands, "measure", "how far apart are rollout engine and trainer, and why: a verdict", run_measure
     )
     measure.add_argument("model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)")
     measure.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. task.kind=jsonl task.path=FILE")
     measure.add_argument("--tiny", action="store_true", help="the tiny policy, or a random one if none was made")
     measure.add_argument("--recipe", help="TOML recipe whose task, sampling, engine and train settings are used")
-    measure.add_argument("--engine", choices=("hf", "vllm"), help="short for rollout.engine.kind=...")
+    measure.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
     measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
     measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
 
-    audit = _command(
-        commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit
-    )
+    audit = command(commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit)
     audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors or .pt; columns: docs/audit.md")
     audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
     audit.add_argument(
@@ -97,18 +90,12 @@ def parser() -> argparse.ArgumentParser:
     )
     audit.add_argument("--png", action="store_true", help="and figures/*.png (with kaleido, in the system's Chromium)")
 
-    config = _command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
+    engine.add(commands)
+
+    config = command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
     config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
     config.add_argument("overrides", nargs="*", metavar="a.b=value")
     return top
-
-
-def _command(commands: argparse._SubParsersAction, name: str, text: str, run: object) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    command.set_defaults(run=run)
-    return command
 
 
 def run_train(arguments: argparse.Namespace) -> None:
@@ -126,7 +113,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         _fork(Path(arguments.fork), overrides)
         return
     config = load(arguments.recipe, overrides)
-    _prepare_process(config.train.threads)
+    prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
@@ -143,7 +130,7 @@ def _resume(path: Path, overrides: list[str]) -> None:
             raise UsageError(f"--resume: only steps=N may change, not {override!r}; change settings with --from {path}")
         steps = int(value)
     config = read_config(path)
-    _prepare_process(config.train.threads)
+    prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
@@ -156,7 +143,7 @@ def _fork(source: Path, overrides: list[str]) -> None:
     if not any(override.startswith("out=") for override in overrides):
         raise UsageError("--from: give the new run a folder with out=...")
     _refuse_other_weights(overrides, f"--from {source}")
-    _prepare_process(None)
+    prepare_process(None)
     from onepolicy.loop import folder, run
     from onepolicy.loop.progress import terminal_progress
 
@@ -179,7 +166,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
     if arguments.step is not None and not path.is_dir():
         raise UsageError(f"--step: {path} is a recipe, not a run folder; set model.path=... instead")
-    _prepare_process(config.train.threads)
+    prepare_process(config.train.threads)
     from onepolicy.loop.standalone_eval import evaluate_model
 
     evaluate_model(config, path if path.is_dir() else None, arguments.step)
@@ -200,7 +187,7 @@ def run_measure(arguments: argparse.Namespace) -> None:
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
     if model:
         overrides = [f"model.path={model}", *overrides]
-    _prepare_process(tree.get("train", {}).get("threads"))
+    prepare_process(tree.get("train", {}).get("threads"))
     from rich.console import Console
 
     from onepolicy.loop import measure
@@ -217,7 +204,7 @@ def run_measure(arguments: argparse.Namespace) -> None:
 
 def run_make_policy(arguments: argparse.Namespace) -> None:
     config = resolve_as(PolicyConfig, {}, arguments.overrides)
-    _prepare_process(config.threads)
+    prepare_process(config.threads)
     from onepolicy.loop.make_policy import make_policy
 
     make_policy(config, Path(arguments.out) if arguments.out else None)
@@ -262,24 +249,9 @@ def _refuse_other_weights(overrides: list[str], command: str) -> None:
             raise UsageError(f"{override}: has no effect, {command} uses the weights of its checkpoint; leave it out")
 
 
-def _prepare_process(threads: int | None) -> None:
-    """What must be set before torch is imported. OpenMP threads that spin starve whatever else runs on the machine."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # ours are enough
-
-
 def _show(summary: dict) -> None:
     from rich.console import Console
 
     from onepolicy.report.terminal import summary_table
 
     Console().print(summary_table(summary))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

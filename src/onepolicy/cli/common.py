@@ -1,0 +1,32 @@
+"""What every command shares: its help text, and what must be set before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+EPILOG = """\
+settings:
+  A recipe is a TOML file; any setting can be changed behind it as a.b=value, e.g.
+    onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 out=runs/no-replay
+  `onepolicy config RECIPE [a.b=value ...]` prints the effective settings, defaults included.
+"""
+
+
+def command(commands: argparse._SubParsersAction, name: str, text: str, run: object) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def prepare_process(threads: int | None) -> None:
+    """What must be set before torch is imported. OpenMP threads that spin starve whatever else runs on the machine."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # ours are enough

@@ -1,0 +1,48 @@
+"""`onepolicy engine ...`: commands about one rollout engine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onepolicy.cli.common import command, prepare_process
+from onepolicy.config import UsageError, read_recipe
+from onepolicy.config.rollout import ENGINE_KINDS
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    text = "commands about one rollout engine"
+    group = commands.add_parser("engine", help=text, description=text)
+    actions = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    check = command(
+        actions, "check", "does an engine keep its contract? a table of checks; exit 0 if all pass", run_check
+    )
+    check.add_argument("model", help="TOML recipe; or a folder, a hub id, or `tiny`")
+    check.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.engine.dtype=float32")
+    check.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
+    check.add_argument("--url", help="of a server that is running: short for rollout.engine.url=...")
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """The exit status: 0 if every check that applies passes, else 1."""
+    path, overrides = Path(arguments.model), []
+    if path.suffix == ".toml" or path.is_file():
+        tree = read_recipe(path)
+    elif "=" in arguments.model and not path.exists():
+        raise UsageError(f"engine check: give a recipe or a model before {arguments.model}")
+    else:
+        tree, overrides = {}, [f"model.path={arguments.model}"]
+    if arguments.engine:
+        overrides.append(f"rollout.engine.kind={arguments.engine}")
+    if arguments.url:
+        overrides.append(f"rollout.engine.url={arguments.url}")
+    prepare_process(tree.get("train", {}).get("threads"))
+    from rich.console import Console
+
+    from onepolicy.loop.engine_check import check_engine
+    from onepolicy.report.terminal import checks_table
+
+    checks = check_engine(tree, [*overrides, *arguments.overrides])
+    Console().print(checks_table([(c.name, c.passed, c.measured, c.mend) for c in checks]))
+    return int(any(check.passed is False for check in checks))

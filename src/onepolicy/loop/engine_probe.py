@@ -1,0 +1,195 @@
+"""Requests to an engine, the same tokens scored by the trainer, and what that says of the probabilities it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.correct.diagnose import EXPLAINED, preflight
+from onepolicy.envs.episode import sample_from_completion
+from onepolicy.interfaces import RolloutEngine
+from onepolicy.loop.causes import at_temperature
+from onepolicy.measure.logprob import mismatch
+from onepolicy.train.forward import tempered_logits
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.pack import micro_batches, pack
+from onepolicy.types import Completion, Group, Sampling, TokenBatch
+
+PROMPTS, TOKENS, LONGEST = 8, 48, 160
+HOT = 1.5
+"""The temperature beside 1: above it, so that the tail of the distribution is sampled."""
+TOP_K, TOP_P = (1, 2, 3, 5, 10, 20, 40, 50, 64, 100), (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+ENOUGH = 14
+"""Tokens expected outside a narrower support before their absence means anything: Poisson, e^-14 < 1e-6."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """passed is None: does not apply, or cannot be judged before another check passes."""
+
+    name: str
+    passed: bool | None
+    measured: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Requests of one kind, and what came back for each."""
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    done: list[Completion]
+
+
+def random_prompts(tokenizer: PreTrainedTokenizerBase, max_len: int, *, seed: int = 0) -> list[list[int]]:
+    """PROMPTS prompts of ordinary token ids (none special), the longest long enough to fill a block of a cache."""
+    special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
+    ids = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
+    longest = max(2, min(LONGEST, max_len - min(TOKENS, max_len // 2)))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [max(2, longest * (i + 1) // PROMPTS) for i in range(PROMPTS)]
+    return [ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths]
+
+
+async def play(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> Played:
+    """All at once, one request per prompt."""
+    requests = (engine.generate(p, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True))
+    return Played(prompts, sampling, list(await asyncio.gather(*requests)))
+
+
+def scored(learner: LocalLearner, played: Played, *, routes: bool = False) -> TokenBatch:
+    """The tokens in one packed batch, scored by the trainer with its own routing, at the temperature asked for."""
+    samples = []
+    for prompt, done in zip(played.prompts, played.done, strict=True):
+        kept = done if routes else dataclasses.replace(done, routing=None)
+        sample = sample_from_completion(prompt, kept, 0.0, played.sampling.temperature or 1.0)
+        samples.append(dataclasses.replace(sample, outcome=0.0))
+    return learner.score_without_replay(pack([Group(i, (sample,)) for i, sample in enumerate(samples)]))
+
+
+def distance(batch: TokenBatch) -> float:
+    """k3 of the engine with the trainer [nats a token]."""
+    assert batch.logp_old is not None
+    return mismatch(batch.logp_old, batch.logp_rollout, batch.trainable).k3
+
+
+def malformed(played: Sequence[Played]) -> str | None:
+    """What keeps log-probabilities from being compared at all."""
+    for each in played:
+        for i, done in enumerate(each.done):
+            if len(done.logp) != len(done.token_ids):
+                return f"request {i}: {len(done.logp)} log-probabilities for {len(done.token_ids)} tokens"
+            if not done.logp.isfinite().all():
+                return f"request {i}: {int((~done.logp.isfinite()).sum())} log-probabilities are NaN or infinite"
+    return None
+
+
+def probabilities(
+    learner: LocalLearner, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
+) -> dict[str, Check]:
+    """Are the returned log-probabilities those of the tokens, under the distribution they were drawn from?
+
+    cold: sampled at temperature 1 and scored, warm: at HOT. limits: largest k3 expected of each with the trainer; None:
+    only faults with a known mark are named. Of a fault only the check fails that it belongs to.
+    """
+    name = "log-probabilities"
+    found = {finding.cause: finding.evidence for finding in preflight(cold).findings}
+    for cause in ("fill", "not_log", "shift"):
+        if cause in found:
+            mend = "value i must be the log-probability of token i of the completion"
+            return {name: Check(name, False, found[cause], mend)}
+    if "retokenised" in found:
+        mend = "hand over the ids that were sampled; never decode and encode them again"
+        return {"tokens": Check("tokens", False, found["retokenised"], mend)}
+    checks = {"support": support(learner, (cold, warm))}
+    if checks["support"].passed is False:
+        return checks
+    gap = distance(cold)
+    measured = f"k3 {gap:.2g} nats a token over {int(cold.trainable.sum())} tokens"
+    expected = "" if limits is None else f" (expected: at most {limits[0]:.2g})"
+    if limits is not None and not gap <= limits[0]:
+        mend = "the engine holds other weights than the trainer, another model, or changes the prompt"
+        return checks | {name: Check(name, False, measured + expected, mend)}
+    checks[name] = Check(name, True, f"one per token, aligned, {measured}{expected}")
+    return checks | {"temperature": temperature(learner, warm, None if limits is None else limits[1])}
+
+
+def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) -> Check:
+    """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
+    gap = distance(warm)
+    untempered = distance(learner.score_without_replay(at_temperature(warm, 1 / HOT)))
+    words = f"asked for at {HOT}: k3 {gap:.2g} nats a token at {HOT}, {untempered:.2g} at 1"
+    if untempered < EXPLAINED * gap and gap > 1e-3:
+        mend = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
+        return Check("temperature", False, f"{words}: they are not tempered", mend)
+    if limit is not None and not gap <= limit:
+        return Check(
+            "temperature", False, f"{words}, expected at most {limit:.2g}", "hand the temperature to the engine"
+        )
+    assert warm.logp_old is not None
+    assert warm.entropy is not None
+    surplus = (warm.logp_old + warm.entropy)[warm.trainable]  # 0 on average for draws from this distribution
+    mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
+    if abs(mean) > 6 * error + 0.02:
+        text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
+        return Check("temperature", False, text, "sample at the temperature that is asked for")
+    return Check("temperature", True, words)
+
+
+def support(learner: LocalLearner, batches: Sequence[TokenBatch]) -> Check:
+    """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
+    expected, seen = (sum(part) for part in zip(*(_outside(learner, batch) for batch in batches), strict=True))
+    names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
+    narrowed = [i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]]
+    total = sum(int(batch.trainable.sum()) for batch in batches)
+    if narrowed:
+        i = max(narrowed, key=lambda i: float(expected[i]))
+        text = f"{int(seen[i])} of {total} tokens are outside {names[i]}, {float(expected[i]):.0f} expected"
+        mend = "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
+        return Check("support", False, text, mend)
+    judged = [i for i in range(len(names)) if expected[i] >= ENOUGH]
+    if not judged:
+        return Check("support", None, f"the {total} tokens are too certain to tell a narrowed support from the whole")
+    i = min(judged, key=lambda i: float(expected[i]))
+    return Check(
+        "support",
+        True,
+        f"whole vocabulary: {int(seen[i])} tokens outside {names[i]}, {float(expected[i]):.0f} expected",
+    )
+
+
+def likeliest(learner: LocalLearner, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
+    """Share of the sampled tokens among the trainer's `top_k` likeliest, and the log of their mass, [n] float32."""
+    inside = [(ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1)) for ordered, sampled in _ordered(learner, batch)]
+    mass, found = (torch.cat(part).cpu() for part in zip(*inside, strict=True))
+    return float(found.float().mean()), mass.log().float()
+
+
+def _outside(learner: LocalLearner, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Per candidate support, over the batch: probability mass outside it, sampled tokens outside it. [C] float64."""
+    expected = torch.zeros(len(TOP_K) + len(TOP_P), dtype=torch.float64)
+    seen = torch.zeros_like(expected)
+    for ordered, sampled in _ordered(learner, batch):
+        before = ordered.cumsum(-1) - ordered  # [n, V] mass of likelier tokens
+        rank = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
+        outside = [rank >= k for k in TOP_K] + [before >= p for p in TOP_P]
+        expected += torch.stack([(ordered * out).sum() for out in outside]).cpu()
+        seen += torch.stack([(sampled & out).sum() for out in outside]).cpu()
+    return expected, seen
+
+
+@torch.no_grad()
+def _ordered(learner: LocalLearner, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per micro-batch: the trainer's probabilities, the largest first, and which was sampled: [n, V] float64, bool."""
+    for chosen in micro_batches(batch, learner.config.train.tokens_per_micro_batch):
+        micro = batch.select(chosen).to(learner.device)
+        slots = micro.trainable.nonzero()[:, 0]
+        ordered, order = tempered_logits(learner.model, micro, slots).double().softmax(-1).sort(-1, descending=True)
+        yield ordered, order == micro.target_ids[slots, None]

@@ -1,0 +1,268 @@
+"""`onepolicy engine check`: a sound engine passes every check, and each planted fault fails its own check alone."""
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from engine_support import teacher_forced
+from test_measure_command import SETTINGS
+
+from onepolicy.cli import main
+from onepolicy.loop.engine_check import NAMES, check_parts
+from onepolicy.loop.measure import measure_config
+from onepolicy.loop.setup import build_parts, resolve_model
+from onepolicy.models.load import load_model
+
+
+class Faulty:
+    """Hands everything on to a sound engine; a fault changes requests or completions on their way."""
+
+    def __init__(self, engine):
+        self.engine, self.caps = engine, engine.caps
+
+    @property
+    def version(self):
+        return self.engine.version
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await self.engine.generate(prompt_ids, sampling, seed=seed)
+
+    async def load_weights(self, weights, version):
+        await self.engine.load_weights(weights, version)
+
+    async def reset_cache(self):
+        await self.engine.reset_cache()
+
+
+def after(change):
+    """A fault of completions: change(completion) -> completion."""
+
+    class Changed(Faulty):
+        async def generate(self, prompt_ids, sampling, *, seed):
+            return change(await super().generate(prompt_ids, sampling, seed=seed))
+
+    Changed.__name__ = change.__name__
+    return Changed
+
+
+def rerouted(completion, **fields):
+    return dataclasses.replace(completion, routing=dataclasses.replace(completion.routing, **fields))
+
+
+def shifted_logp(done):
+    return dataclasses.replace(done, logp=done.logp.roll(1))
+
+
+def swapped_layers(done):
+    return rerouted(done, ids=done.routing.ids[:, [1, 0, 2]])
+
+
+def late_routes(done):
+    return rerouted(done, ids=done.routing.ids.roll(1, 0))
+
+
+def missing_rows(done):
+    return dataclasses.replace(done, routing=done.routing.rows(0, len(done.routing) - 1))
+
+
+def stripped_stop(done):
+    if done.finish != "stop" or len(done.token_ids) < 2:
+        return done
+    return dataclasses.replace(done, token_ids=done.token_ids[:-1], logp=done.logp[:-1], version=done.version[:-1])
+
+
+def retokenised(done):
+    ids = done.token_ids.clone()
+    ids[len(ids) // 2 :] = ids[len(ids) // 2 :].flip(0)
+    return dataclasses.replace(done, token_ids=ids)
+
+
+def nan_logp(done):
+    return dataclasses.replace(done, logp=done.logp.clone().index_fill_(0, torch.tensor([0]), float("nan")))
+
+
+class IgnoresSeeds(Faulty):
+    drawn = 0
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        self.drawn += 1
+        return await super().generate(prompt_ids, sampling, seed=self.drawn)
+
+
+class OneSeed(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, sampling, seed=7)
+
+
+class HiddenTopK(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, dataclasses.replace(sampling, top_k=5), seed=seed)
+
+
+class Untempered(Faulty):
+    """Samples at the temperature, reports the model's own log-probabilities."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.model = load_model(engine.source, torch.float32, torch.device("cpu"))
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        done = await super().generate(prompt_ids, sampling, seed=seed)
+        logp, _ = teacher_forced(self.model, prompt_ids, dataclasses.replace(done, routing=None))
+        return dataclasses.replace(done, logp=logp.gather(-1, done.token_ids.long()[:, None])[:, 0])
+
+    async def load_weights(self, weights, version):
+        weights = list(weights)
+        self.model.load_state_dict(dict(weights))
+        await super().load_weights(weights, version)
+
+
+class IgnoresTemperature(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(
+            prompt_ids, dataclasses.replace(sampling, temperature=min(1.0, sampling.temperature)), seed=seed
+        )
+
+
+class IgnoresTopK(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, dataclasses.replace(sampling, top_k=0), seed=seed)
+
+
+class SamplesWhenGreedy(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        hot = dataclasses.replace(sampling, temperature=sampling.temperature or 1.0)
+        return await super().generate(prompt_ids, hot, seed=seed)
+
+
+class KeepsItsWeights(Faulty):
+    async def load_weights(self, weights, version):
+        self.engine.version = version
+
+
+class DamagesExperts(Faulty):
+    async def load_weights(self, weights, version):
+        await super().load_weights(weights, version)
+        with torch.no_grad():
+            self.engine.model.model.layers[0].mlp.experts.down_proj.mul_(1.01)
+
+
+class KeepsItsCache(Faulty):
+    async def load_weights(self, weights, version):
+        driver = self.engine._driver
+        clear, driver.clear = driver.clear, lambda what: None
+        try:
+            await super().load_weights(weights, version)
+        finally:
+            driver.clear = clear
+
+
+class Recorded(Faulty):
+    """Generates every request once: the checks ask each engine the same, and scoring takes long enough."""
+
+    def __init__(self, engine, source, memory):
+        super().__init__(engine)
+        self.source, self.memory, self.loads = source, memory, 0
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        place = (self.loads, tuple(prompt_ids), sampling, seed)
+        if place not in self.memory:
+            self.memory[place] = await super().generate(prompt_ids, sampling, seed=seed)
+        return self.memory[place]
+
+    async def load_weights(self, weights, version):
+        self.loads += 1
+        await super().load_weights(weights, version)
+
+
+@pytest.fixture(scope="module")
+def sound(policy):
+    """Parts, tokenizer, and what the engine has generated so far."""
+    settings = [f"model.path={policy}", *SETTINGS, "rollout.engine.dtype=float32", "rollout.engine.max_len=96"]
+    return *build_parts(measure_config({}, settings, None)), {}
+
+
+def checked(sound, kind=Faulty, *, live=False):
+    """live: the fault is in the weights or the cache, so nothing recorded holds."""
+    parts, tokenizer, memory = sound
+    source = resolve_model(parts.config.model)
+    engine = kind(parts.engine if live else Recorded(parts.engine, source, memory))
+    parts.learner.version = 0
+
+    async def run():
+        await parts.engine.load_weights(parts.learner.named_weights(), 0)
+        return await check_parts(dataclasses.replace(parts, engine=engine), tokenizer, source)
+
+    found = asyncio.run(run())
+    assert [check.name for check in found] == list(NAMES)
+    return {check.name: check for check in found}
+
+
+def test_a_sound_engine_passes_every_check(sound):
+    found = checked(sound)
+    assert all(check.passed for check in found.values()), found
+    assert not any(check.mend for check in found.values())
+
+
+OUTPUT = [
+    (after(shifted_logp), "log-probabilities", "one token apart"),
+    (after(nan_logp), "log-probabilities", "NaN"),
+    (after(swapped_layers), "layers", "layer 0 holds the routes of layer 1"),
+    (after(late_routes), "routes", "one row late"),
+    (after(missing_rows), "routes", "it must return"),
+    (after(stripped_stop), "tokens", "finish is stop, but the last token is not"),
+    (after(retokenised), "tokens", "scored different tokens"),
+    (IgnoresSeeds, "seeds", "0 of"),
+    (OneSeed, "seeds", "with another"),
+    (HiddenTopK, "support", "outside top_k=5"),
+    (IgnoresTopK, "support", "asked for with top_k=3"),
+    (Untempered, "temperature", "they are not tempered"),
+    (IgnoresTemperature, "temperature", "they are not tempered"),
+    (SamplesWhenGreedy, "temperature", "likeliest token in"),
+]
+WEIGHTS = [
+    (KeepsItsWeights, "with the weights just pushed"),
+    (DamagesExperts, "moved the log-probabilities"),
+    (KeepsItsCache, "where prefixes were cached"),
+]
+
+
+def names(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), OUTPUT, ids=names)
+def test_a_fault_of_the_output_fails_its_own_check_alone(sound, kind, name, words):
+    found = checked(sound, kind)
+    assert [n for n in NAMES if found[n].passed is False] == [name], found
+    assert words in found[name].measured
+    assert found[name].mend
+
+
+@pytest.mark.parametrize(("kind", "words"), WEIGHTS, ids=names)
+def test_a_fault_of_the_weights_fails_the_sync_alone(sound, kind, words):
+    found = checked(sound, kind, live=True)
+    assert [n for n in NAMES if found[n].passed is False] == ["weight sync"], found
+    assert words in found["weight sync"].measured
+
+
+def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):
+    assert main(["engine", "check", str(policy), *SETTINGS]) == 0
+    printed = capsys.readouterr().out
+    assert all(name.split()[0] in printed for name in NAMES)
+    assert "FAIL" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollout.engine.kind=hf"], "give a recipe or a model before"),
+        (["nowhere.toml"], "no such recipe"),
+        (["./nowhere"], "no folder"),
+        (["./nowhere", "--url", "http://localhost:1"], "rollout.engine.hf.url: unknown setting"),
+    ],
+)
+def test_bad_input_ends_with_one_message(arguments, message, capsys):
+    assert main(["engine", "check", *arguments]) == 2
+    assert message in capsys.readouterr().err
