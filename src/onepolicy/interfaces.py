@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,19 @@ from torch import Tensor
 from onepolicy.types import Completion, Sample, Sampling, TokenBatch
 
 Weights = Iterable[tuple[str, Tensor]]
-SampleFn = Callable[[Sequence[int]], Awaitable[Completion]]
+
+
+class SampleFn(Protocol):
+    """One model turn: samples after `tokens`, at most max_tokens (None: what the run allows a turn)."""
+
+    async def __call__(
+        self, tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
+    ) -> Completion: ...
+
+
+class EpisodeError(Exception):
+    """An episode could not be played to its end (a tool or an environment failed). It is retried, then dropped."""
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,9 @@ class Environment(Protocol):
         """Before a run: raise UsageError if a prompt cannot be fed or a right response could not fit."""
         ...
 
-    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> Sample:
-        """Play one episode: render the prompt, call `sample` for every model turn, grade the result."""
+    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> tuple[Sample, ...]:
+        """Play one episode: render the prompt, call `sample` for every model turn, grade the result.
+
+        One sample, or several of one reward if the history was rewritten on the way. EpisodeError if it cannot end.
+        """
         ...

@@ -15,7 +15,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-Finish = Literal["stop", "length", "aborted"]
+Finish = Literal["stop", "length", "aborted", "turns", "time"]
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
 
 
@@ -132,6 +132,7 @@ class Sampling:
     top_k: int = 0  # 0 = whole vocabulary
     stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
     top_logprobs: int = 0  # log-probabilities of this many of the likeliest tokens, with every sampled one
+    routes_from: int = 0  # first slot whose route is wanted; an engine may return earlier ones as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,7 @@ class Sample:
     reward: float
     finish: Finish
     routing: RoutingTrace | None = None
+    episode: int | None = None  # within its group, shared by the samples of a rewritten history; None: its own
     outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
     top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
     top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
@@ -192,6 +194,11 @@ class Group:
     samples: tuple[Sample, ...]
     answer: str = ""  # of the problem, for logs
 
+    @property
+    def episodes(self) -> list[int]:
+        """Of each sample: which episode of the group it comes from."""
+        return [i if sample.episode is None else sample.episode for i, sample in enumerate(self.samples)]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -211,6 +218,7 @@ class TokenBatch:
     group: Tensor  # [S] int64
     top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
     top_logp_rollout: Tensor | None = None  # [T, k] float32, 0 where not trainable
+    episode: Tensor | None = None  # [S] int64, within the group; None: every sample is one of its own
     routing: RoutingTrace | None = None
     routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
@@ -264,7 +272,7 @@ class TokenBatch:
                 out[field.name] = None
             elif isinstance(value, RoutingTrace):
                 out[field.name] = value.at(slots)
-            elif field.name in ("temperature", "outcome", "group"):
+            elif field.name in ("temperature", "outcome", "group", "episode"):
                 out[field.name] = value[chosen]
             else:
                 out[field.name] = value[slots] if field.name != "cu_seqlens" else value

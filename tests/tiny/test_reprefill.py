@@ -13,7 +13,7 @@ from models import make
 from test_learner import batch_of, learner_of
 
 from onepolicy.config import UsageError
-from onepolicy.envs.episode import sample_from_completion
+from onepolicy.envs.trajectory import Trajectory
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.train.pack import pack
@@ -30,10 +30,11 @@ def _groups(name: str = "qwen3_moe") -> list[Group]:
     """Two groups of two samples, with the routes of the embedded engine in float32."""
     requests = ragged(prompts(4))
     done = run(build(name), requests)
-    samples = [
-        dataclasses.replace(sample_from_completion(prompt, completion, 0.0, 1.0), outcome=0.0)
-        for (prompt, _, _), completion in zip(requests, done, strict=True)
-    ]
+    samples = []
+    for (prompt, _, _), completion in zip(requests, done, strict=True):
+        path = Trajectory(prompt)
+        path.sampled(completion)
+        samples.append(dataclasses.replace(path.sample(reward=0.0, temperature=1.0), outcome=0.0))
     return [Group(0, tuple(samples[:2])), Group(1, tuple(samples[2:]))]
 
 

@@ -30,7 +30,7 @@ def make_tokenizer(characters=PRINTABLE, template=None):
 def scripted(tokenizer, text, finish="stop", seen=None):
     """A SampleFn that answers every prompt with `text` (and eos if it stops)."""
 
-    async def sample(prompt_ids):
+    async def sample(prompt_ids, **how):
         if seen is not None:
             seen.append(list(prompt_ids))
         ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * (finish == "stop")

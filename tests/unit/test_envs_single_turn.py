@@ -12,7 +12,8 @@ from onepolicy.interfaces import Environment, Problem
 
 
 def play(environment, problem, sample, temperature=1.0):
-    return asyncio.run(environment.episode(problem, sample, temperature))
+    (only,) = asyncio.run(environment.episode(problem, sample, temperature))
+    return only
 
 
 def test_render_without_a_template_is_the_plain_ids():

@@ -11,6 +11,7 @@ from onepolicy.config.objective import (
     ObjectiveConfig,
     ReplayConfig,
     ReplayOff,
+    RowPolicy,
     SoftReplay,
     WeightsReplay,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "ReplayConfig",
     "ReplayOff",
     "RolloutConfig",
+    "RowPolicy",
     "RunConfig",
     "SamplingConfig",
     "SoftReplay",

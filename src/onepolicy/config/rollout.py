@@ -59,6 +59,23 @@ class RolloutConfig(Frozen):
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
+    episode_retries: int = Field(1, ge=0)
+    """How often an episode whose tool or environment failed is played again before it is dropped."""
+    min_survivors: PositiveInt | None = None
+    """A group with fewer episodes left is dropped whole; unset: half of group_size, at least 2 if there are 2."""
+
+    @property
+    def survivors(self) -> int:
+        return self.min_survivors or max(min(2, self.group_size), self.group_size // 2)
+
+    @model_validator(mode="after")
+    def _survivors_exist(self) -> Self:
+        if self.min_survivors is not None and self.min_survivors > self.group_size:
+            raise ValueError(
+                f"rollout.min_survivors: {self.min_survivors} of rollout.group_size {self.group_size} episodes can never "
+                "be left; lower it"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -8,8 +8,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.episode import sample_from_completion
 from onepolicy.envs.render import check_length, decode, render, source
+from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import Problem, SampleFn
 from onepolicy.types import Sample
 
@@ -45,14 +45,15 @@ class SingleTurn:
     def held_out(self, count: int) -> list[Problem]:
         return self.task.held_out(count)
 
-    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> Sample:
+    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> tuple[Sample, ...]:
         """A response that did not end by itself (cut at max_tokens, aborted) earns 0 in every task: a cut text is not
         an answer, and rewarding one teaches the policy not to stop."""
-        prompt_ids = render(self.tokenizer, problem.prompt)
-        completion = await sample(prompt_ids)
+        path = Trajectory(render(self.tokenizer, problem.prompt))
+        completion = await sample(path.tokens)
+        path.sampled(completion)
         text = decode(self.tokenizer, completion.token_ids.tolist())
         reward = float(self.task.grade(problem, text)) if completion.finish == "stop" else 0.0
-        return sample_from_completion(prompt_ids, completion, reward, temperature)
+        return (path.sample(reward=reward, temperature=temperature),)
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""

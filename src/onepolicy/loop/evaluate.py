@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig
@@ -32,9 +33,8 @@ async def evaluate(
     sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
 
     async def attempt(problem: Problem, sampling: Sampling, member: int) -> Sample:
-        sample = await play(
-            engine, environment, problem, sampling, lambda turn: seed_of(seed, problem.id, -1, member, turn)
-        )
+        seeds = functools.partial(seed_of, seed, problem.id, -1, member)
+        *_, sample = await play(engine, environment, problem, sampling, seeds)
         advance()
         return sample
 

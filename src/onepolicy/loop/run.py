@@ -153,11 +153,12 @@ def _write_samples(
     log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
     """The first sample of the first groups as text, with both engines' mean log-probability."""
-    batch, rollout = result.batch, parts.config.rollout
+    batch, first_of_group = result.batch, 0
     assert batch.logp_old is not None
-    for g, group in enumerate(result.groups[: parts.config.log.samples_per_step]):
+    for group in result.groups[: parts.config.log.samples_per_step]:
         sample = group.samples[0]
-        slots = (batch.segment == g * rollout.group_size) & batch.trainable
+        slots = (batch.segment == first_of_group) & batch.trainable
+        first_of_group += len(group.samples)
         first = int(sample.trainable.nonzero()[0, 0]) + 1
         log.sample(
             {

@@ -42,7 +42,7 @@ def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 
         )
     if config.kl.where == "loss":
         unit = torch.tensor([g for g, group in enumerate(groups) for _ in group.samples])
-        rewards = compare(rewards, unit, config)
+        rewards = compare(rewards, unit, config, episode=torch.tensor([e for group in groups for e in group.episodes]))
     values = iter(rewards.tolist())
     return [
         dataclasses.replace(group, samples=tuple(dataclasses.replace(s, outcome=next(values)) for s in group.samples))
@@ -59,8 +59,12 @@ def compare(
     reward: Tensor,  # [S] float64
     group: Tensor,  # [S] int64
     config: ObjectiveConfig,
+    *,
+    episode: Tensor | None = None,  # [S] int64, of each sample within its group; None: each its own
 ) -> Tensor:
     """[S] float64: each reward against its group's, as `baseline` and `normalise` say.
+
+    Several samples of one episode count once, by the reward of the first.
 
     group: R - mean, GRPO (DeepSeekMath section 4.1.2) with normalise = std: / (std + 1e-6), the sample standard
     deviation (n - 1) as in TRL and verl, the paper does not say. leave-one-out: R - mean of the others (RLOO,
@@ -71,17 +75,25 @@ def compare(
     _, unit = group.unique(return_inverse=True)
     units = int(unit.max()) + 1
     zeros = reward.new_zeros(units)
-    count = zeros.index_add(0, unit, torch.ones_like(reward))
-    centred = reward - (zeros.index_add(0, unit, reward) / count)[unit]
+    counts = torch.ones_like(reward) if episode is None else _first_of_each(unit, episode).double()  # [S] 1 or 0
+    count = zeros.index_add(0, unit, counts)
+    centred = reward - (zeros.index_add(0, unit, counts * reward) / count)[unit]
     least = zeros.scatter_reduce(0, unit, reward, "amin", include_self=False)
     most = zeros.scatter_reduce(0, unit, reward, "amax", include_self=False)
     others = (count - 1).clamp(min=1)
     if config.baseline == "leave-one-out":
         centred = centred * (count / others)[unit]
     elif config.normalise == "std":
-        std = (zeros.index_add(0, unit, centred.square()) / others).sqrt()
+        std = (zeros.index_add(0, unit, counts * centred.square()) / others).sqrt()
         centred = centred / (std + STD_EPS)[unit]
     return torch.where((least == most)[unit], 0.0, centred)
+
+
+def _first_of_each(unit: Tensor, episode: Tensor) -> Tensor:  # [S] bool
+    _, which = torch.stack([unit, episode]).unique(dim=1, return_inverse=True)
+    order = torch.arange(len(which))
+    first = torch.full((int(which.max()) + 1,), len(which)).scatter_reduce(0, which, order, "amin")
+    return order == first[which]
 
 
 def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
@@ -98,7 +110,7 @@ def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
         outcome = batch.outcome
         if kl is not None:
             total = outcome.new_zeros(batch.num_samples).index_add(0, batch.segment, kl)
-            outcome = compare((outcome - total).double(), batch.group, config).float()
+            outcome = compare((outcome - total).double(), batch.group, config, episode=batch.episode).float()
         advantage = torch.where(batch.trainable, outcome[batch.segment], 0.0)
         return batch.replace(advantage=_normalised(advantage, batch, config))
     reward = _at_last_slot(batch)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.interfaces import Environment, Problem, RolloutEngine
+from onepolicy.interfaces import Environment, EpisodeError, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteRules, check_completion, with_routes
 from onepolicy.types import Completion, Group, Sample, Sampling
 
 
-def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 0) -> int:
+def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0) -> int:
     """Seed of one request: a pure function of its place in the run, so that a resumed run draws the same numbers."""
-    place = repr((run_seed, problem_id, step, member, turn)).encode()
+    key = (run_seed, problem_id, step, member, turn, attempt)
+    place = repr(key if attempt else key[:-1]).encode()
     return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "little")
 
 
@@ -28,18 +31,21 @@ async def play(
     *,
     routes: RouteRules | None = None,
     name: str = "",
-) -> Sample:
+) -> tuple[Sample, ...]:
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
     turn = 0
 
-    async def sample(prompt_ids: Sequence[int]) -> Completion:
+    async def sample(tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0) -> Completion:
         nonlocal turn
         turn += 1
-        completion = await engine.generate(prompt_ids, sampling, seed=seeds(turn - 1))
-        check_completion(completion, prompt_ids, routes, f"{name}, turn {turn - 1}")
+        limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
+        asked = dataclasses.replace(sampling, max_tokens=limit, routes_from=routes_from)
+        completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
+        check_completion(completion, tokens, routes, f"{name}, turn {turn - 1}")
         return completion
 
-    return with_routes(await environment.episode(problem, sample, sampling.temperature), routes, name)
+    samples = await environment.episode(problem, sample, sampling.temperature)
+    return tuple(with_routes(sample, routes, name) for sample in samples)
 
 
 async def collect(
@@ -56,27 +62,48 @@ async def collect(
     rounds: int = 0,
     top_logprobs: int = 0,
 ) -> tuple[list[Group], dict[str, float]]:
-    """The groups of step `step`, in problem order, and what refilling took. `advance` is called per episode (progress).
+    """The groups of step `step`, in problem order, and what became of the episodes. `advance` is called per episode.
 
-    Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further problems, up to `rounds`
-    more times. Step s owns the problems from s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A
-    step may come out smaller than prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes
-    break `routes` (None: a dense model), naming problem, sample, layer and row. top_logprobs: see Sampling.
+    An episode that fails (EpisodeError) is played again with other seeds, config.episode_retries times, then dropped;
+    a group with fewer than config.min_survivors left is dropped whole. Dynamic sampling (DAPO section 3.2): groups that
+    `accept` refuses are replaced by further problems, up to `rounds` more times. Step s owns the problems from
+    s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may come out smaller than
+    prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `routes` (None: a dense
+    model), naming problem, sample, layer and row. top_logprobs: see Sampling.
     """
     sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop, top_logprobs=top_logprobs)
     wanted, size = config.prompts_per_step, config.group_size
     index = step * wanted * (1 + rounds)
+    counts: Counter[str] = Counter()
+    failure = ""
 
-    async def member(problem: Problem, m: int) -> Sample:
-        seeds = functools.partial(seed_of, seed, problem.id, step, m)
+    async def member(problem: Problem, m: int) -> tuple[Sample, ...]:
+        nonlocal failure
         name = f"problem {problem.id}, sample {m}"
-        sample = await play(engine, environment, problem, sampling, seeds, routes=routes, name=name)
+        for attempt in range(1 + config.episode_retries):
+            seeds = functools.partial(seed_of, seed, problem.id, step, m, attempt=attempt)
+            try:
+                samples = await play(engine, environment, problem, sampling, seeds, routes=routes, name=name)
+            except EpisodeError as error:
+                counts["rollout/episodes_failed"] += 1
+                failure = f"{name}: {error}"
+                continue
+            advance()
+            return tuple(dataclasses.replace(sample, episode=m) for sample in samples)
+        counts["rollout/episodes_dropped"] += 1
         advance()
-        return sample
+        return ()
 
     async def play_groups(problems: list[Problem]) -> list[Group]:
-        samples = await asyncio.gather(*(member(problem, m) for problem in problems for m in range(size)))
-        return [Group(p.id, tuple(samples[i * size : (i + 1) * size]), p.answer) for i, p in enumerate(problems)]
+        played = await asyncio.gather(*(member(problem, m) for problem in problems for m in range(size)))
+        groups = []
+        for i, problem in enumerate(problems):
+            episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
+            if len(episodes) >= config.survivors:
+                groups.append(Group(problem.id, tuple(s for samples in episodes for s in samples), problem.answer))
+            else:
+                counts["rollout/groups_dropped"] += 1
+        return groups
 
     kept: list[Group] = []
     played = used = 0
@@ -85,11 +112,16 @@ async def collect(
         groups = await play_groups(problems)
         kept += groups if accept is None else filter(accept, groups)
         played, used = played + len(problems), used + 1
+    if not kept and counts["rollout/groups_dropped"]:
+        raise TrainingError(
+            f"step {step + 1}: no group has {config.survivors} episodes that could be played to their end; "
+            f"{counts['rollout/episodes_failed']} attempts failed, the last one: {failure}"
+        )
     if not kept:
         raise TrainingError(
             f"objective.dynamic_sampling: all {played} problems of step {step + 1} had equal rewards; "
             "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
         )
-    if accept is None:
-        return kept, {}
-    return kept, {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
+    if accept is not None:
+        counts |= {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
+    return kept, dict(counts)

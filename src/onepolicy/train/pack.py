@@ -44,6 +44,7 @@ def pack(groups: list[Group]) -> TokenBatch:
                 for s in samples
             ]
         ),
+        episode=torch.tensor([e for group in groups for e in group.episodes]),
         routing=None if missing else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
     )
 

@@ -4,8 +4,14 @@ import math
 import pytest
 import torch
 
-from onepolicy.envs.episode import sample_from_completion
+from onepolicy.envs.trajectory import Trajectory
 from onepolicy.types import Completion, RouteSpan, RoutingTrace
+
+
+def sample_from_completion(prompt_ids, completion, reward, temperature):
+    path = Trajectory(prompt_ids)
+    path.sampled(completion)
+    return path.sample(reward=reward, temperature=temperature)
 
 
 def trace(rows, spans=()):
