@@ -25,7 +25,6 @@ class EpisodeError(Exception):
     """An episode could not be played to its end (a tool or an environment failed). It is retried, then dropped."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class EngineCaps:
     """What an engine can do, so that a setting it cannot honour is refused before work starts."""

@@ -34,6 +34,18 @@ class RouteSpan:
     version: int
 
 
+def spans_of(cached: int, prompt: int, fed: int, version: int, *, start: int = 0) -> tuple[RouteSpan, ...]:
+    """Of one request's rows [start, fed): the first `cached` came from the cache, those of the other prompt tokens from
+    its prefill. Offsets count from `start`."""
+    parts: dict[RouteSource, tuple[int, int]] = {
+        "cache": (0, cached),
+        "prefill": (cached, prompt),
+        "decode": (prompt, fed),
+    }
+    ranges = [(source, max(a, start), b) for source, (a, b) in parts.items()]
+    return tuple(RouteSpan(a - start, b - a, source, version) for source, a, b in ranges if b > a)
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingTrace:
     """Which experts processed each slot's input token, as the engine chose them (column order included)."""

@@ -67,3 +67,11 @@ def test_seed_and_stop():
     assert short.finish == "stop"
     assert short.token_ids.tolist() == long.token_ids.tolist()[: first + 1]
     assert other.token_ids.tolist() != long.token_ids.tolist()
+
+
+def test_only_the_routes_asked_for_are_returned():
+    (path,) = prompts(1, 9, 10)
+    (whole,) = run(engine_of(make("lfm2_moe")), [(path, Sampling(1.0, 4), 4)])
+    (part,) = run(engine_of(make("lfm2_moe")), [(path, Sampling(1.0, 4, routes_from=8), 4)])
+    assert (part.first_slot, part.routing.spans) == (8, whole.routing.rows(8, 12).spans)
+    assert torch.equal(part.routing.ids, whole.routing.ids[8:])

@@ -124,3 +124,14 @@ def test_spans_follow_a_compacted_row():
     done = run(engine, [(path, Sampling(1.0, 3 if i < 7 else 30), i) for i in range(8)])
     assert [(s.source, s.length) for s in done[7].routing.spans] == [("cache", 20), ("decode", 29)]
     assert done[0].routing.spans[0].source == "prefill"
+
+
+def test_only_the_routes_asked_for_are_returned():
+    (path,) = prompts(1, 20, 21)
+    (whole,) = run(build("qwen3_moe"), [(path, Sampling(1.0, 6), 3)])
+    (part,) = run(build("qwen3_moe"), [(path, Sampling(1.0, 6, routes_from=17), 3)])
+    assert (whole.first_slot, part.first_slot) == (0, 17)
+    assert torch.equal(part.routing.ids, whole.routing.ids[17:])
+    assert part.routing.spans == whole.routing.rows(17, 25).spans
+    with pytest.raises(ValueError, match="routes_from: 20 is not a slot of the 20 prompt tokens"):
+        run(build("qwen3_moe"), [(path, Sampling(1.0, 6, routes_from=20), 3)])

@@ -183,10 +183,12 @@ def collect(
     """Two groups of two wanted; the problems in `solved` are partially solved, the others by none."""
     played: list[int] = []
 
-    async def play(engine: None, environment: Numbered, problem: Problem, *_: object, **__: object) -> Sample:
+    async def play(
+        engine: None, environment: Numbered, problem: Problem, *_: object, **__: object
+    ) -> tuple[Sample, ...]:
         first = problem.id not in played
         played.append(problem.id)
-        return group([1.0 if first and problem.id in solved else 0.0]).samples[0]
+        return group([1.0 if first and problem.id in solved else 0.0]).samples
 
     monkeypatch.setattr(collecting, "play", play)
     config = RolloutConfig(prompts_per_step=2, group_size=2)

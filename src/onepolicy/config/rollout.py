@@ -72,8 +72,8 @@ class RolloutConfig(Frozen):
     def _survivors_exist(self) -> Self:
         if self.min_survivors is not None and self.min_survivors > self.group_size:
             raise ValueError(
-                f"rollout.min_survivors: {self.min_survivors} of rollout.group_size {self.group_size} episodes can never "
-                "be left; lower it"
+                f"rollout.min_survivors: {self.min_survivors} of rollout.group_size {self.group_size} episodes can "
+                "never be left; lower it"
             )
         return self
 

@@ -1,7 +1,7 @@
 """A token path as it grows turn by turn: what was sampled, what was observed, and the route of every fed token.
 
 Token ids in, token ids out: nothing here knows text. Everything is kept per token, so that cutting, forking and joining
-never shift anything; slots (`types.py`) appear when the path becomes a `Sample`. A token's route exists once some forward
+never shift anything; slots (`types.py`) appear when the path becomes a `Sample`. A token's route exists once a forward
 has fed that token, so the last token has none until the next turn's prefill brings it.
 """
 
@@ -111,7 +111,7 @@ class Trajectory:
         )
 
     def _top(self, which: int, fill: float, length: int) -> Tensor | None:
-        """[length - 1, k]: top_ids (0) or top_logp (1) of the token each slot predicts, `fill` where it was observed."""
+        """[length - 1, k]: top_ids (0) or top_logp (1) of the token a slot predicts, `fill` where it was observed."""
         if not self._tops:
             return None
         absent = torch.full_like(next(iter(self._tops.values()))[which], fill)

@@ -103,6 +103,9 @@ METRICS: dict[str, str] = {
         for q in ("01", "50", "99")
         for what, text in (("ratio", "rho before any bound"), ("weight", "the kept slots' weights"))
     },
+    "rollout/episodes_failed": "attempts at an episode that a tool or an environment failed [episodes]",
+    "rollout/episodes_dropped": "episodes given up after their retries [episodes]",
+    "rollout/groups_dropped": "groups left out because too few of their episodes survived [groups]",
     "rollout/groups_played": "groups sampled in the step, refills included (dynamic sampling) [groups]",
     "rollout/groups_kept": "of these, with a signal and trained on [groups]",
     "rollout/refills": "rounds of further problems after the first [rounds]",

@@ -144,6 +144,8 @@ def check_request(
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab:
         raise UsageError(f"prompt_ids: expected at least one token id in 0..{vocab - 1}")
+    if not 0 <= sampling.routes_from < len(prompt):
+        raise UsageError(f"routes_from: {sampling.routes_from} is not a slot of the {len(prompt)} prompt tokens")
     if len(prompt) + sampling.max_tokens > max_len:
         raise UsageError(
             f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {max_len}; "

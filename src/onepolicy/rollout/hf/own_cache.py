@@ -20,7 +20,7 @@ from onepolicy.replay.contexts import Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
-from onepolicy.types import Completion, RouteSpan, RoutingTrace, id_dtype
+from onepolicy.types import Completion, RoutingTrace, id_dtype, spans_of
 
 SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
@@ -140,15 +140,15 @@ class OwnCacheBatch:
         request = self._requests[i]
         trace, (top_ids, top_logp) = self._trace(i, len(request.prompt), version), request.stacked_top()
         finish = request.finish(int(tokens[-1]))
-        return Completion(tokens, logp, versions, finish, trace, top_ids=top_ids, top_logp=top_logp)
+        first = request.sampling.routes_from
+        return Completion(tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp)
 
     def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
         if self.routers is None:
             return None
         ids = torch.cat([routes[i] for routes in self._routes]).cpu().to(id_dtype(self.routers.num_experts))
-        spans = [RouteSpan(0, size, "prefill", version)]
-        if len(ids) > size:
-            spans.append(RouteSpan(size, len(ids) - size, "decode", version))
+        spans = spans_of(0, size, len(ids), version)
         valid = torch.ones(len(ids), dtype=torch.bool)
         weights = torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None
-        return RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, tuple(spans), weights)
+        trace = RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, spans, weights)
+        return trace.rows(self._requests[i].sampling.routes_from, len(ids))

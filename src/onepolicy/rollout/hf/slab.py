@@ -50,14 +50,14 @@ class Slab:
                 self.weights = torch.zeros(self.routes.shape, dtype=weights[0].dtype, device=self.device)
             self.weights.flatten(0, 1).index_copy_(0, flat, torch.stack(weights, 1))
 
-    def read_routes(self, row: int, length: int, num_experts: int) -> Tensor:
-        """[length, L, K] uint8 | uint16, a copy on the CPU."""
+    def read_routes(self, row: int, positions: slice, num_experts: int) -> Tensor:
+        """[n, L, K] uint8 | uint16, a copy on the CPU."""
         assert self.routes is not None
-        return self.routes[row, :length].cpu().clone().view(id_dtype(num_experts))
+        return self.routes[row, positions].cpu().clone().view(id_dtype(num_experts))
 
-    def read_weights(self, row: int, length: int) -> Tensor | None:
-        """[length, L, K] in the router's dtype, a copy on the CPU; None if they are not kept."""
-        return None if self.weights is None else self.weights[row, :length].cpu().clone()
+    def read_weights(self, row: int, positions: slice) -> Tensor | None:
+        """[n, L, K] in the router's dtype, a copy on the CPU; None if they are not kept."""
+        return None if self.weights is None else self.weights[row, positions].cpu().clone()
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Rows `target` become rows `source` on their first `length` positions; all are read before any is written."""

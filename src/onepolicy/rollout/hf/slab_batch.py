@@ -14,7 +14,7 @@ from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.forward import SlabForward, Span
 from onepolicy.rollout.hf.rows import MIN_SHARED, Rows
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
-from onepolicy.types import Completion, RouteSpan, RoutingTrace
+from onepolicy.types import Completion, RoutingTrace, spans_of
 
 
 class SlabBatch:
@@ -166,6 +166,7 @@ class SlabBatch:
             torch.full((len(tokens),), version, dtype=torch.int32),
             request.finish(int(tokens[-1])),
             self._trace(row, size, fed, version),
+            request.sampling.routes_from,
             top_ids=top_ids,
             top_logp=top_logp,
         )
@@ -176,11 +177,10 @@ class SlabBatch:
         routers = self.forward.routers
         if routers is None:
             return None
-        shared = int(self.shared[row])
-        parts = ((0, shared, "cache"), (shared, size, "prefill"), (size, fed, "decode"))
-        spans = tuple(RouteSpan(a, b - a, source, version) for a, b, source in parts if b > a)  # type: ignore[arg-type]
-        ids = self.slab.read_routes(row, fed, routers.num_experts)
-        valid, weights = torch.ones(fed, dtype=torch.bool), self.slab.read_weights(row, fed)
+        wanted = slice(self.rows.active[row].sampling.routes_from, fed)
+        spans = spans_of(int(self.shared[row]), size, fed, version, start=wanted.start)
+        ids = self.slab.read_routes(row, wanted, routers.num_experts)
+        valid, weights = torch.ones(len(ids), dtype=torch.bool), self.slab.read_weights(row, wanted)
         return RoutingTrace(ids, valid, routers.layers, routers.num_experts, spans, weights)
 
 

@@ -27,7 +27,7 @@ from onepolicy.config import UsageError
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.vllm.known_bad import ALL_ZERO, NEWEST, Version, parse_version
-from onepolicy.types import RouteSource, RouteSpan, RoutingTrace
+from onepolicy.types import RoutingTrace, spans_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +101,8 @@ def trace_of(
         axis=contract.axis,
         valid=torch.from_numpy(captured),
     )
-    spans = _spans(prompt, cached, first, first + len(rows), version)
+    spans = spans_of(cached, prompt, first + len(rows), version, start=first)
     return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, spans)
-
-
-def _spans(prompt: int, cached: int, first: int, end: int, version: int) -> tuple[RouteSpan, ...]:
-    """Where the rows of slots [first, end) came from."""
-    parts: dict[RouteSource, tuple[int, int]] = {
-        "cache": (first, cached),
-        "prefill": (max(first, cached), prompt),
-        "decode": (max(first, prompt), end),
-    }
-    return tuple(RouteSpan(a - first, b - a, source, version) for source, (a, b) in parts.items() if b > a)
 
 
 def _of_completion(output: Any) -> np.ndarray | None:

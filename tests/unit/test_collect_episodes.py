@@ -1,0 +1,123 @@
+"""Episodes that fail: played again with other seeds, dropped and counted; groups with too few left go whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from objective_support import group
+
+from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
+from onepolicy.interfaces import EpisodeError, Problem
+from onepolicy.objective.advantages import compare, outcomes
+from onepolicy.rollout.collect import collect, seed_of
+from onepolicy.train.pack import pack
+from onepolicy.types import Completion, Group, Sampling
+
+
+class Engine:
+    """Answers with its seed, so that a test sees which seeds were used."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def generate(self, tokens: list[int], sampling: Sampling, *, seed: int) -> Completion:
+        self.seeds.append(seed)
+        one = torch.ones(1, dtype=torch.int32)
+        return Completion(one, torch.tensor([-1.0]), one, "stop")
+
+
+class Failing:
+    """`failures`: of each problem, which of its episodes fail, counted in the order they start."""
+
+    def __init__(self, failures: dict[int, set[int]]) -> None:
+        self.failures, self.started = failures, dict.fromkeys(range(9), 0)
+
+    def train_problem(self, index: int) -> Problem:
+        return Problem(index, "", "")
+
+    async def episode(self, problem, sample, temperature):
+        started = self.started[problem.id]
+        self.started[problem.id] += 1
+        await sample([1, 2])
+        if started in self.failures.get(problem.id, set()):
+            raise EpisodeError(f"tool died in episode {started}")
+        return group([float(problem.id)]).samples
+
+
+def run(failures, **settings):
+    engine, environment = Engine(), Failing(failures)
+    config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
+    groups, metrics = asyncio.run(collect(engine, environment, config, stop=(), step=3, seed=5))
+    return groups, metrics, engine
+
+
+def test_a_failed_episode_is_played_again_with_other_seeds():
+    groups, metrics, engine = run({6: {0, 2}})
+    assert [len(g.samples) for g in groups] == [4, 4]
+    assert metrics == {"rollout/episodes_failed": 2}
+    again = {seed_of(5, 6, 3, m, attempt=1) for m in (0, 1)}  # started 0 and 2: a retry starts at once
+    assert again < set(engine.seeds)
+    assert len(set(engine.seeds)) == 10
+
+
+def test_an_episode_that_keeps_failing_is_dropped_and_counted():
+    groups, metrics, _ = run({6: {1}}, episode_retries=0)
+    assert [g.problem_id for g in groups] == [6, 7]
+    assert [g.episodes for g in groups] == [[0, 2, 3], [0, 1, 2, 3]]
+    assert metrics == {"rollout/episodes_failed": 1, "rollout/episodes_dropped": 1}
+
+
+def test_a_group_with_too_few_survivors_goes_whole():
+    groups, metrics, _ = run({6: {0, 1, 2}}, episode_retries=0)
+    assert [g.problem_id for g in groups] == [7]
+    counted = {"rollout/episodes_failed": 3, "rollout/episodes_dropped": 3, "rollout/groups_dropped": 1}
+    assert metrics == counted
+    groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_survivors=1)
+    assert [len(g.samples) for g in groups] == [1, 4]
+
+
+def test_nothing_left_stops_the_run_and_says_why():
+    everything = {i: set(range(99)) for i in range(9)}
+    with pytest.raises(
+        TrainingError, match=r"step 4: no group has 2 episodes .* 16 attempts failed, the last one: .*died"
+    ):
+        run(everything)
+
+
+def test_more_survivors_than_episodes_are_refused():
+    with pytest.raises(ValueError, match=r"rollout.min_survivors: 5 of rollout.group_size 4"):
+        RolloutConfig(group_size=4, min_survivors=5)
+
+
+def forked(rewards: list[float], episodes: list[int]) -> Group:
+    samples = group(rewards).samples
+    return Group(0, tuple(dataclasses.replace(s, episode=e) for s, e in zip(samples, episodes, strict=True)))
+
+
+def test_samples_of_one_episode_count_once_in_the_baseline():
+    """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2; the deviation that of three episodes."""
+    made = forked([1, 1, 0, 0], [0, 0, 1, 2])
+    mean = [s.outcome for s in outcomes([made], ObjectiveConfig(normalise="none"))[0].samples]
+    assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    std = [s.outcome for s in outcomes([made], ObjectiveConfig())[0].samples]
+    assert std == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
+    loo = [s.outcome for s in outcomes([made], ObjectiveConfig(baseline="leave-one-out", normalise="none"))[0].samples]
+    assert loo == pytest.approx([1, 1, -0.5, -0.5])
+
+
+def test_without_forks_episodes_change_nothing():
+    reward, unit = torch.tensor([1.0, 0.0, 3.0, 3.0]).double(), torch.tensor([0, 0, 4, 4])
+    episode = torch.tensor([1, 0, 0, 1])
+    assert torch.equal(
+        compare(reward, unit, ObjectiveConfig()), compare(reward, unit, ObjectiveConfig(), episode=episode)
+    )
+
+
+def test_a_batch_knows_its_episodes():
+    groups = outcomes([forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig())
+    batch = pack(groups)
+    assert batch.episode.tolist() == [0, 0, 2, 0, 1]
+    assert batch.select([4, 2]).episode.tolist() == [1, 2]

@@ -1,0 +1,295 @@
+"""Trajectories against a plain list of tokens that each remember everything: thousands of random edit sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onepolicy.envs.trajectory import SOURCES, Trajectory
+from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sample
+
+EXPERTS, LAYERS, TOP_K, VOCABULARY = 32, (1, 3), 2, 3
+
+
+@dataclass
+class Token:
+    """The model's idea of a token: nothing is ever computed from its position."""
+
+    id: int
+    turn: int = -1
+    logp: float = math.nan
+    version: int = -1
+    route: tuple[int, ...] | None = None  # [L * K]
+    route_version: int = 0
+    source: str = ""
+
+
+class Plain:
+    """The list-of-rows model."""
+
+    def __init__(self, prompt: list[int], policy: str) -> None:
+        self.policy = policy
+        self.path = [Token(i) for i in prompt]
+        self.open = False  # the last turn was aborted and can go on
+
+    @property
+    def turns(self) -> int:
+        return max((t.turn for t in self.path), default=-1) + 1
+
+    def observe(self, ids: list[int]) -> None:
+        self.path += [Token(i) for i in ids]
+        self.open = self.open and not ids
+
+    def sampled(self, made: Completion) -> None:
+        turn = self.turns - 1 if self.open else self.turns
+        fresh = zip(made.token_ids.tolist(), made.logp.tolist(), made.version.tolist(), strict=True)
+        self.path += [Token(i, turn, logp, version) for i, logp, version in fresh]
+        self.open = made.finish == "aborted"
+        trace = made.routing
+        for row in range(len(trace)) if trace is not None else ():
+            span = next(s for s in trace.spans if s.start <= row < s.start + s.length)
+            token = self.path[made.first_slot + row]
+            if trace.valid[row] and self.replaces(token, span.version):
+                token.route = tuple(trace.ids[row].flatten().tolist())
+                token.route_version, token.source = span.version, span.source
+
+    def replaces(self, token: Token, version: int) -> bool:
+        if token.route is None or self.policy == "as-cached":
+            return True
+        return self.policy == "newest" and version > token.route_version
+
+    def truncate(self, length: int) -> None:
+        self.path, self.open = self.path[:length], False
+
+    def rewritten(self, ids: list[int]) -> None:
+        shared = next((i for i, t in enumerate(self.path) if i >= len(ids) or t.id != ids[i]), len(self.path))
+        self.truncate(shared)
+        self.observe(ids[shared:])
+
+    def check(self, got: Sample) -> None:
+        last = max(i for i, t in enumerate(self.path) if t.turn >= 0)
+        path = self.path[: last + 1]
+        assert got.tokens.tolist() == [t.id for t in path]
+        assert got.turn.tolist() == [t.turn for t in path[1:]]
+        assert got.version.tolist() == [t.version for t in path[1:]]
+        assert got.trainable.tolist() == [t.turn >= 0 for t in path[1:]]
+        for slot, token in enumerate(path[1:]):
+            logp = float(got.logp_rollout[slot])
+            assert logp == token.logp or (math.isnan(logp) and math.isnan(token.logp))
+        if got.routing is None:
+            assert all(t.route is None for t in path)
+            return
+        named: dict[int, RouteSpan] = {}
+        for span in got.routing.spans:
+            named |= dict.fromkeys(range(span.start, span.start + span.length), span)
+        for row, token in enumerate(path[:-1]):
+            assert bool(got.routing.valid[row]) == (token.route is not None)
+            if token.route is None:
+                assert row not in named
+            else:
+                assert tuple(got.routing.ids[row].flatten().tolist()) == token.route
+                assert (named[row].version, named[row].source) == (token.route_version, token.source)
+
+
+class Engine:
+    """Makes up completions of a path: every forward has routes of its own, so a row that moved would show."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.draw, self.version, self.forwards = data.draw, 0, 0
+
+    def complete(self, path: Trajectory) -> Completion:
+        self.forwards += 1
+        if self.draw(st.integers(0, 3)) == 0:
+            self.version += 1
+        new = self.draw(st.integers(1, 3))
+        fed = len(path.tokens) + new - 1
+        first = self.draw(st.sampled_from([0, path.next_route]))
+        ids = torch.tensor(self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new)))
+        return Completion(
+            ids.int(),
+            -torch.arange(1.0, new + 1) / self.forwards,
+            torch.full((new,), self.version, dtype=torch.int32),
+            self.draw(st.sampled_from(["stop", "length", "aborted"])),
+            self.trace(first, fed, len(path.tokens)) if self.draw(st.integers(0, 7)) else None,
+            first,
+        )
+
+    def trace(self, first: int, fed: int, prompt: int) -> RoutingTrace:
+        rows = torch.arange(first, fed)[:, None, None]
+        ids = (rows * 7 + self.forwards * 3 + torch.arange(4).view(2, 2)) % EXPERTS
+        cached = self.draw(st.integers(first, max(first, prompt - 1)))
+        parts = (("cache", first, cached), ("prefill", cached, prompt), ("decode", prompt, fed))
+        spans = tuple(
+            RouteSpan(a - first, b - a, s, self.version - (s == "cache" and self.version > 0))
+            for s, a, b in parts
+            if b > a
+        )
+        valid = torch.ones(fed - first, dtype=torch.bool)
+        if self.draw(st.integers(0, 4)) == 0 and len(valid):
+            valid[self.draw(st.integers(0, len(valid) - 1))] = False
+        return RoutingTrace(ids.to(torch.uint8), valid, LAYERS, EXPERTS, spans)
+
+
+IDS = st.lists(st.integers(0, VOCABULARY - 1), max_size=4)
+
+
+POLICIES = pytest.mark.parametrize("policy", ["as-sampled", "as-cached", "newest"])
+
+
+@POLICIES
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_random_edits_against_a_list_of_rows(policy: str, data: st.DataObject) -> None:
+    compare(policy, data)
+
+
+@pytest.mark.slow
+@POLICIES
+@given(data=st.data())
+@settings(max_examples=4000, deadline=None)
+def test_thousands_of_random_edits(policy: str, data: st.DataObject) -> None:
+    compare(policy, data)
+
+
+def compare(policy: str, data: st.DataObject) -> None:
+    prompt = [0, *data.draw(IDS)]
+    path, plain, engine = Trajectory(prompt, rows=policy), Plain(prompt, policy), Engine(data)  # type: ignore[arg-type]
+    for _ in range(data.draw(st.integers(1, 14))):
+        match data.draw(st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])):
+            case "turn":
+                made = engine.complete(path)
+                path.sampled(made)
+                plain.sampled(made)
+            case "observe":
+                ids = data.draw(IDS)
+                path.observe(ids)
+                plain.observe(ids)
+            case "truncate":
+                length = data.draw(st.integers(1, len(path.tokens)))
+                path.truncate(length)
+                plain.truncate(length)
+            case "fork":  # the branch must leave the trunk alone, whatever it does
+                branch = path.fork()
+                branch.sampled(engine.complete(branch))
+                branch.truncate(1)
+            case "rewrite":
+                kept = data.draw(st.integers(1, len(path.tokens)))
+                ids = path.tokens[:kept] + data.draw(IDS)
+                path = path.rewritten(ids)
+                plain.rewritten(ids)
+                assert path.tokens == ids
+        assert path.tokens == [t.id for t in plain.path]
+        assert path.turns == plain.turns
+        missing = (i for i, t in enumerate(plain.path) if t.route is None)
+        assert path.next_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
+        if path.turns:
+            plain.check(path.sample(reward=0.0, temperature=1.0))
+
+
+def completion(ids: list[int], *, rows: int, first: int, expert: int, version: int, prompt: int, cached: int = 0):
+    trace = RoutingTrace(
+        torch.full((rows, 1, 1), expert, dtype=torch.uint8),
+        torch.ones(rows, dtype=torch.bool),
+        (0,),
+        8,
+        tuple(
+            RouteSpan(a - first, b - a, s, version)
+            for s, a, b in (
+                ("cache", first, cached),
+                ("prefill", max(first, cached), prompt),
+                ("decode", prompt, first + rows),
+            )
+            if b > a
+        ),
+    )
+    count = len(ids)
+    return Completion(
+        torch.tensor(ids, dtype=torch.int32),
+        torch.full((count,), -0.5),
+        torch.full((count,), version, dtype=torch.int32),
+        "aborted" if version == 3 else "stop",
+        trace,
+        first,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "experts", "versions"),
+    [
+        ("as-sampled", [1, 1, 1, 2, 2], [3, 3, 3, 4, 4]),
+        ("as-cached", [2, 2, 2, 2, 2], [4, 4, 4, 4, 4]),
+        ("newest", [2, 2, 2, 2, 2], [4, 4, 4, 4, 4]),
+    ],
+)
+def test_an_update_in_the_middle_of_a_turn(policy, experts, versions) -> None:
+    """Prompt 5 6, two tokens of version 3, abort, update, then the rest under version 4 after a new prefill."""
+    path = Trajectory([5, 6], rows=policy)
+    path.sampled(completion([7, 0], rows=3, first=0, expert=1, version=3, prompt=2))
+    assert path.next_route == 3
+    path.sampled(completion([1, 2], rows=5, first=0, expert=2, version=4, prompt=4))
+    sample = path.sample(reward=1.0, temperature=1.0)
+    assert path.turns == 1
+    assert sample.turn.tolist() == [-1, 0, 0, 0, 0]
+    assert sample.version.tolist() == [-1, 3, 3, 4, 4]
+    assert sample.routing.ids.flatten().tolist() == experts
+    named = [s.version for s in sample.routing.spans for _ in range(s.length)]
+    assert named == versions
+
+
+def test_newest_keeps_its_row_against_an_older_cache() -> None:
+    """A prefix-cache hit may bring rows of older weights: newest ignores them, as-cached takes them."""
+    for policy, expert in (("as-sampled", 1), ("newest", 1), ("as-cached", 2)):
+        path = Trajectory([5, 6], rows=policy)  # type: ignore[arg-type]
+        path.sampled(completion([7], rows=2, first=0, expert=1, version=9, prompt=2))
+        path.observe([4])
+        path.sampled(completion([0], rows=4, first=0, expert=2, version=2, prompt=4, cached=3))
+        rows = path.sample(reward=0.0, temperature=1.0).routing.ids.flatten().tolist()
+        assert rows == [expert, expert, 2, 2], policy
+
+
+def test_only_new_rows_travel() -> None:
+    """Every turn asks from the first unknown token on: the last sampled one, whose route the next prefill brings."""
+    path = Trajectory([1, 2, 3])
+    moved = 0
+    for turn in range(5):
+        first = path.next_route
+        assert first == (0 if turn == 0 else len(path.tokens) - 2)  # the turn's last token, then one observed
+        rows = len(path.tokens) + 2 - 1 - first
+        path.sampled(completion([1, 2], rows=rows, first=first, expert=3, version=1, prompt=len(path.tokens)))
+        moved += rows
+        path.observe([4])
+    assert moved == len(path.sample(reward=0.0, temperature=1.0).trainable)
+    assert path.sample(reward=0.0, temperature=1.0).routing.valid.all()
+
+
+def test_top_log_probabilities_follow_their_tokens() -> None:
+    path = Trajectory([1, 2])
+    made = completion([3, 4], rows=3, first=0, expert=1, version=1, prompt=2)
+    tops = {
+        "top_ids": torch.tensor([[3, 0], [4, 1]], dtype=torch.int32),
+        "top_logp": torch.tensor([[-0.1, -3.0], [-0.2, -2.0]]),
+    }
+    path.sampled(dataclasses.replace(made, **tops))
+    path.observe([0])
+    path.sampled(
+        dataclasses.replace(
+            completion([5], rows=2, first=3, expert=1, version=1, prompt=5),
+            top_ids=tops["top_ids"][:1],
+            top_logp=tops["top_logp"][:1],
+        )
+    )
+    sample = path.sample(reward=0.0, temperature=1.0)
+    assert sample.top_ids.tolist() == [[0, 0], [3, 0], [4, 1], [0, 0], [3, 0]]
+    assert torch.isnan(sample.top_logp_rollout[[0, 3]]).all()
+    path.truncate(4)
+    assert path.sample(reward=0.0, temperature=1.0).top_ids.tolist() == [[0, 0], [3, 0], [4, 1]]
+
+
+def test_sources_are_those_of_a_span() -> None:
+    assert set(SOURCES) == {"decode", "prefill", "cache", "reprefill"}
