@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
-SAMPLE_FIELDS = ("temperature", "outcome", "group")
+SAMPLE_FIELDS = ("temperature", "outcome", "group", "episode")
 TRACES = ("routing", "routing_native")
 OPTIONAL = [f.name for f in dataclasses.fields(TokenBatch) if f.default is None and f.name not in TRACES]
 
@@ -30,6 +30,7 @@ def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
     extra = {name: real + k for k, name in enumerate(OPTIONAL)} if filled else {}
     if filled:
         extra |= {"keep": slots % 3 == 0, "routing": routing, "routing_native": routing, "gate_mass": real[:, None]}
+        extra["episode"] = torch.arange(count) % 2
     return TokenBatch(
         input_ids=slots,
         target_ids=slots + 1,
