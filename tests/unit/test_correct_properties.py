@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import onepolicy.correct.slots as slots_module
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import presets
 from onepolicy.correct.histogram import histogram, quantiles
@@ -183,6 +185,23 @@ def test_chunks_of_sequences_on_several_ranks_are_the_whole(config: CorrectionCo
         torch.testing.assert_close(weight, whole.weight[home == p], rtol=2e-7, atol=0)
         assert torch.equal(keep, whole.keep[home == p])
         same(report, whole.report)
+
+
+@EVERY
+@pytest.mark.parametrize("average", ["slots", "sequences"])
+@given(seed=SEEDS, size=st.integers(1, 12))
+@FEW
+def test_the_slots_worked_on_at_once_change_nothing(
+    config: CorrectionConfig, average: str, seed: int, size: int
+) -> None:
+    batch = random_batch(seed)
+    whole = batch.reweight(config, average=average)
+    with mock.patch.object(slots_module, "CHUNK", size):
+        chunked = batch.reweight(config, average=average)
+    torch.testing.assert_close(chunked.weight, whole.weight, rtol=2e-7, atol=0)
+    assert torch.equal(chunked.keep, whole.keep)
+    assert chunked.denominator == whole.denominator
+    same(chunked.report, whole.report)
 
 
 @EVERY

@@ -215,7 +215,7 @@ class CorrectionConfig(Frozen):
                 raise ValueError(f"correction.gates {gate.label}: ratio is {gate.ratio} anyway; leave it out")
             if gate.aggregate == "budget" and self._is_live(gate):
                 raise ValueError(f"correction.gates {gate.label}: a budget ranks the whole step; it needs old/rollout")
-        if self.live and (self.normalise == "self" or self.denominator == "kept"):
+        if self.live and self.scales:
             name = "normalise = self" if self.normalise == "self" else "denominator = kept"
             raise ValueError(
                 f"correction: {name} needs every weight of the step before the loss runs, but the new policy's ratio "
@@ -228,6 +228,11 @@ class CorrectionConfig(Frozen):
     @property
     def rejects(self) -> bool:
         return bool(self.gates) or self.weight.rejects
+
+    @property
+    def scales(self) -> bool:
+        """Whether all weights get a factor that depends on the whole step."""
+        return self.normalise == "self" or self.denominator == "kept"
 
     @property
     def live(self) -> bool:

@@ -272,7 +272,7 @@ def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None
             f"correction: {name} makes the rollout the anchor of the surrogate's ratio, but pg has none, so nothing "
             "would be corrected; choose pg-tis or one with old/rollout"
         )
-    if objective.reduction == "prompt-mean" and (correction.normalise == "self" or correction.denominator == "kept"):
+    if objective.reduction == "prompt-mean" and correction.scales:
         raise ValueError(
             f"objective.reduction: {name} scales all weights by a mean over slots or samples; prompt-mean has neither"
         )

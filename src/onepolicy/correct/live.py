@@ -10,9 +10,9 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import Weight
 from onepolicy.correct.receipt import Sums
-from onepolicy.correct.slots import slots
+from onepolicy.correct.slots import Fields
 from onepolicy.correct.statistics import inside
-from onepolicy.correct.weights import partials
+from onepolicy.correct.weights import evaluate
 
 SMALLEST_TAIL = 1e-5
 """Probability outside the head, of float32 log-probabilities whose sum is only known to about 1e-6."""
@@ -43,9 +43,8 @@ def live_weights(
     """
     if config.ratio != "new/rollout":
         raise UsageError(f"live_weights: correction {config.name} is for reweight; give its `live_part`")
-    part = partials(config, slots(logp_new, logp_rollout, mask, segment=segment, turn=turn, advantage=advantage))
-    scatter = part.slots.scatter
-    return Live(scatter(part.weight.float()), scatter(part.keep), scatter(part.passed), part.sums)
+    found = evaluate(config, Fields(logp_new.detach(), logp_rollout, mask, segment, turn, advantage))
+    return Live(found.weight, found.keep, found.passed, found.sums)
 
 
 def centered_score(

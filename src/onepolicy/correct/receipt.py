@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -48,19 +49,19 @@ class Sums:
         return torch.where(part > 0, self.mass / part, 1.0)
 
 
+_NAMES = tuple(field.name for field in fields(Sums))
+
+
 def combine(parts: Iterable[Sums]) -> Sums:
     """Sums of the whole from sums of its parts (micro-batches, ranks)."""
-    first, *others = parts
-    result = {field.name: getattr(first, field.name) for field in fields(Sums)}
-    for part in others:
-        for name, value in result.items():
-            other = getattr(part, name)
-            if name.endswith("_max"):
-                result[name] = torch.maximum(value, other)
-            elif name.endswith("_min"):
-                result[name] = torch.minimum(value, other)
-            else:
-                result[name] = value + other
+    return functools.reduce(_combine_two, parts)
+
+
+def _combine_two(one: Sums, other: Sums) -> Sums:
+    result = {}
+    for name in _NAMES:
+        how = torch.maximum if name.endswith("_max") else torch.minimum if name.endswith("_min") else torch.add
+        result[name] = how(getattr(one, name), getattr(other, name))
     return Sums(**result)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from onepolicy.config import UsageError
 
 LOG_RATIO_LIMIT = 80.0
 """|log rho| of a slot or unit beyond this is taken as this: exp stays finite in float32, far above any bound."""
+
+CHUNK = 1 << 15
+"""Slots that are worked on at once, so that what a correction holds at a time does not grow with the batch."""
 
 Layout = Tensor | Sequence[Tensor]
 """[T] packed, [B, T] padded on either side, or one [T_i] per sequence."""
@@ -53,14 +57,7 @@ def slots(
     turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
 ) -> Slots:
     """Pick the trainable slots. Raises UsageError if shapes differ."""
-    for name, field in {"logp_rollout": logp_rollout, "segment": segment, "turn": turn, "advantage": advantage}.items():
-        if field is not None and field.shape != logp_trainer.shape:
-            raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(logp_trainer.shape)}")
-    if mask.shape != logp_trainer.shape or mask.dtype != torch.bool or mask.dim() != 1:
-        raise UsageError(
-            f"log-probabilities {list(logp_trainer.shape)} and mask {list(mask.shape)} {mask.dtype} must have one "
-            "shape, the mask bool"
-        )
+    Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage).check()
     where = mask.nonzero()[:, 0]
     trainer, rollout = logp_trainer.detach()[where], logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
@@ -83,6 +80,52 @@ def slots(
         sequences,
         turns,
     )
+
+
+class Fields(NamedTuple):
+    """A batch as it is given, see `slots`."""
+
+    logp_trainer: Tensor  # [T]
+    logp_rollout: Tensor  # [T]
+    mask: Tensor  # [T] bool
+    segment: Tensor | None = None  # [T] int64
+    turn: Tensor | None = None  # [T] int64
+    advantage: Tensor | None = None  # [T]
+
+    def check(self) -> None:
+        """Raises UsageError if shapes differ."""
+        shape, mask = self.logp_trainer.shape, self.mask
+        for name in ("logp_rollout", "segment", "turn", "advantage"):
+            field = getattr(self, name)
+            if field is not None and field.shape != shape:
+                raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}")
+        if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
+            raise UsageError(
+                f"log-probabilities {list(shape)} and mask {list(mask.shape)} {mask.dtype} must have one shape, the "
+                "mask bool"
+            )
+
+    def chunks(self) -> Iterator[tuple[slice, Slots]]:
+        """The trainable slots of CHUNK slots at a time, and where those lie. A sequence may span several."""
+        self.check()
+        sequences, turns = _extent(self.segment, self.mask), _extent(self.turn, self.mask)
+        for place in _places(len(self.mask)):
+            trainer, rollout, mask = self.logp_trainer[place], self.logp_rollout[place], self.mask[place]
+            segment, turn, advantage = (None if x is None else x[place] for x in self[3:])
+            more = {"segment": segment, "turn": turn, "advantage": advantage}
+            yield place, slots(trainer, rollout, mask, **more, sequences=sequences, turns=max(1, turns))
+
+
+def _places(size: int) -> Iterator[slice]:
+    for start in range(0, max(size, 1), CHUNK):
+        yield slice(start, min(start + CHUNK, size))
+
+
+def _extent(ids: Tensor | None, mask: Tensor) -> int:
+    """One more than the largest id on the mask; 0 without any."""
+    if ids is None or not len(ids):
+        return 0
+    return 1 + int(torch.stack([torch.where(mask[p], ids[p], -1).amax() for p in _places(len(mask))]).amax())
 
 
 def flatten(values: Layout) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
     `turns` given, `combine_units`, and hand the result to `partials`.
     """
     units: Units = {}
-    for key, name, scope in _needed(config):
+    for key, name, scope in needed(config):
         if key not in units:
             index, count = unit_index(slots, scope)
             units[key] = _sums(statistic(name, slots), index, count)
@@ -114,21 +115,22 @@ def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
 
 def combine_units(parts: Iterable[Units]) -> Units:
     """Of all chunks. Every part must have come from the same config and the same `sequences`."""
-    first, *others = parts
-    result = dict(first)
-    for part in others:
-        for key, sums in part.items():
-            mine = result[key]
-            result[key] = UnitSums(
-                mine.total + sums.total,
-                mine.slots + sums.slots,
-                torch.maximum(mine.largest, sums.largest),
-                torch.minimum(mine.smallest, sums.smallest),
-            )
-    return result
+    return functools.reduce(_combine_two, parts)
 
 
-def _needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
+def _combine_two(one: Units, other: Units) -> Units:
+    return {
+        key: UnitSums(
+            mine.total + other[key].total,
+            mine.slots + other[key].slots,
+            torch.maximum(mine.largest, other[key].largest),
+            torch.minimum(mine.smallest, other[key].smallest),
+        )
+        for key, mine in one.items()
+    }
+
+
+def needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
     """(key, statistic, scope) of the weight and of each gate that looks at more than one slot."""
     needed = []
     if config.weight.level not in ("none", "token"):
@@ -188,28 +190,41 @@ def inside(values: Tensor, low: float | None, high: float | None, *, log: bool =
     return result
 
 
-def within_budget(values: Tensor, budget: float) -> Tensor:
-    """Drop the largest values until the mean of the rest is at most `budget` (M2PO). Equal values go together."""
-    finite = values.isfinite()
-    ordered = torch.where(finite, values, torch.inf).sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=values.device)
+Edges = dict[str, Tensor]
+"""Of each budget gate, by its label: the largest value that stays."""
+
+
+def budget_edges(config: CorrectionConfig, parts: Callable[[], Iterable[Slots]]) -> Edges:
+    """`parts`: all slots of the step."""
+    edges: Edges = {}
+    for gate in config.gates:
+        if gate.aggregate == "budget":
+            assert gate.high is not None
+            edges[gate.label] = budget_edge(torch.cat([statistic(gate.statistic, p) for p in parts()]), gate.high)
+    return edges
+
+
+def budget_edge(values: Tensor, budget: float) -> Tensor:
+    """Scalar: drop the largest of [n] values >= 0 until the mean of the rest is at most `budget` (M2PO), and this is
+    the largest that stays; -1 if none does. Equal values go together, values that are not finite go."""
+    ordered = values.masked_fill(~values.isfinite(), torch.inf).sort().values
+    means = ordered.cumsum(0).div_(torch.arange(1, len(ordered) + 1, device=values.device))
     last = (means <= budget).sum()  # means of ascending values never fall
+    nothing = values.new_tensor(-1.0)
     if last == 0:
-        return torch.zeros_like(finite)
+        return nothing
     edge = ordered[last - 1]
-    if last < len(ordered):  # do not split ties at the edge
-        edge = torch.where(
-            ordered[last] == edge, ordered[ordered < edge].amax() if (ordered < edge).any() else -1, edge
-        )
-    return finite & (values <= edge)
+    if last < len(ordered) and ordered[last] == edge:  # do not split ties at the edge
+        below = torch.searchsorted(ordered, edge)
+        return ordered[below - 1] if below > 0 else nothing
+    return edge
 
 
-def gate_keeps(gate: Gate, slots: Slots, units: Units) -> Tensor:
+def gate_keeps(gate: Gate, slots: Slots, units: Units, edges: Edges) -> Tensor:
     """[n] bool: which slots pass. A slot or unit whose statistic is not finite does not."""
     values = value_of(gate, slots, units)
     if gate.aggregate == "budget":
-        assert gate.high is not None
-        return within_budget(values, gate.high)
+        return values.isfinite() & (values <= edges[gate.label])
     log = gate.statistic == "ratio"
     if gate.when == "always":
         return inside(values, gate.low, gate.high, log=log)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar, overload
+from typing import Generic, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
-from onepolicy.correct.receipt import Sums, report, sums
-from onepolicy.correct.slots import Layout, Slots, flatten, restore, rows, slots
-from onepolicy.correct.statistics import Units, gate_keeps, inside, unit_sums, weight_log_ratio
+from onepolicy.correct.receipt import Sums, combine, report, sums
+from onepolicy.correct.slots import Fields, Layout, Slots, flatten, restore, rows
+from onepolicy.correct.statistics import (
+    Edges,
+    Units,
+    budget_edges,
+    combine_units,
+    gate_keeps,
+    inside,
+    needed,
+    unit_sums,
+    weight_log_ratio,
+)
 
 Average = Literal["slots", "sequences"]
 """What the loss averages over: all slots (token mean), or sequences (mean over sequences of their token means)."""
@@ -89,7 +99,7 @@ def reweight(
             "the loss only; give reweight its `fixed_part` and call live_weights with its `live_part` there"
         )
     _same_shape(logp_old, logp_rollout, mask)
-    flat = slots(
+    flat = Fields(
         flatten(logp_old),
         flatten(logp_rollout),
         flatten(mask),
@@ -97,11 +107,41 @@ def reweight(
         turn=None if turn is None else flatten(turn),
         advantage=None if advantage is None else flatten(advantage),
     )
-    if flat.count == 0:
-        raise UsageError(f"reweight: the mask selects none of {flat.size} slots; there is nothing to train on")
-    part = _evaluate(config, flat, None, average)
-    weight, keep, numbers = finish(config, part, part.sums)
-    return Applied(restore(weight, mask), restore(keep, mask), flat.count, numbers)
+    if not (count := int(flat.mask.sum())):
+        raise UsageError(f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to train on")
+    found = evaluate(config, flat, average=average)
+    numbers = _checked_report(config, found.sums)
+    weight = found.weight.mul_(found.sums.scale(config)).float()
+    return Applied(restore(weight, mask), restore(found.keep, mask), count, numbers)
+
+
+class Evaluated(NamedTuple):
+    """Of a whole batch, before what its sums scale."""
+
+    weight: Tensor  # [T] float32, float64 if the config scales it; 0 where not kept
+    keep: Tensor  # [T] bool
+    passed: Tensor  # [T] bool, `keep` before the weight's bounds reject
+    sums: Sums
+
+
+def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "slots") -> Evaluated:
+    """Weights and gates of a whole step (live: of whole samples), a chunk of slots at a time."""
+    units: Units = {}
+    if average == "sequences" or needed(config):
+        units = combine_units(unit_sums(config, part) for _, part in fields.chunks())
+    edges = budget_edges(config, lambda: (part for _, part in fields.chunks()))
+    new = fields.logp_trainer.new_zeros
+    weight = new(len(fields.mask), dtype=torch.float64 if config.scales else torch.float32)
+    keep = torch.zeros_like(fields.mask)
+    passed = torch.zeros_like(fields.mask) if config.weight.rejects else keep
+    total = None
+    for place, part in fields.chunks():
+        found = _evaluate(config, part, units, edges, average)
+        weight[place][part.where] = found.weight.to(weight.dtype)
+        keep[place][part.where], passed[place][part.where] = found.keep, found.passed
+        total = found.sums if total is None else combine([total, found.sums])
+    assert total is not None, "there is always a chunk, if an empty one"
+    return Evaluated(weight, keep, passed, total)
 
 
 @torch.no_grad()
@@ -114,26 +154,30 @@ def partials(
     """
     if any(gate.aggregate == "budget" for gate in config.gates):
         raise UsageError("partials: a budget gate ranks all slots of the step against each other; use reweight")
-    return _evaluate(config, slots, units, average)
+    return _evaluate(config, slots, unit_sums(config, slots) if units is None else units, {}, average)
 
 
 @torch.no_grad()
 def finish(config: CorrectionConfig, part: Partial, total: Sums) -> tuple[Tensor, Tensor, dict[str, float]]:
     """weight [T] float32 and keep [T] bool of this part, and the report of the step whose sums are `total`."""
+    numbers = _checked_report(config, total)
+    weight = (part.weight * total.scale(config)).float()
+    return part.slots.scatter(weight), part.slots.scatter(part.keep), numbers
+
+
+def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
     numbers = report(config, total)
     if numbers["correction/nonfinite"] > config.max_nonfinite:
         raise UsageError(
             f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the slots, more than "
             f"correction.max_nonfinite = {config.max_nonfinite}; mend the engine that returned such log-probabilities"
         )
-    weight = (part.weight * total.scale(config)).float()
-    return part.slots.scatter(weight), part.slots.scatter(part.keep), numbers
+    return numbers
 
 
-def _evaluate(config: CorrectionConfig, slots: Slots, units: Units | None, average: Average) -> Partial:
-    units = unit_sums(config, slots) if units is None else units
+def _evaluate(config: CorrectionConfig, slots: Slots, units: Units, edges: Edges, average: Average) -> Partial:
     raw = weight_log_ratio(config, slots, units)
-    gates = [gate_keeps(gate, slots, units) for gate in config.gates]
+    gates = [gate_keeps(gate, slots, units, edges) for gate in config.gates]
     bounds = config.weight
     passed = slots.log_ratio.isfinite() & raw.isfinite()
     for passes in gates:

@@ -1,0 +1,34 @@
+"""A correction holds little beside its inputs and outputs, whatever the batch."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from peak import Peak
+
+import onepolicy.correct.slots as slots_module
+from onepolicy.correct.live import live_weights
+from onepolicy.correct.presets import preset
+from onepolicy.correct.weights import reweight
+
+
+@pytest.mark.parametrize("name", ["tis", "mis", "trm", "kpop", "m2po", "pg-tis"])
+def test_less_than_ten_fields_of_the_batch(name):
+    """In [T] float32 fields, with T many times what is worked on at once; the weight and keep returned are 1.25."""
+    count, config = 40_000, preset(name)
+    rollout = -torch.rand(count) * 3
+    old = rollout + 0.05 * torch.randn(count)
+    given = [old, rollout, torch.rand(count) < 0.9]
+    segment = torch.arange(count) // 1000
+    more = {"segment": segment, "turn": torch.zeros_like(segment), "advantage": torch.randn(count)}
+    with mock.patch.object(slots_module, "CHUNK", 2048), Peak([*given, *more.values()]) as peak:
+        if (live := config.live_part) is not None:
+            live_weights(*given, live, **more)
+        else:
+            reweight(*given, config, **more, average="sequences")
+    assert 1.25 < peak.peak / (4 * count) < 10
