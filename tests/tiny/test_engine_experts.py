@@ -20,10 +20,10 @@ def experts_of(name):
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 @pytest.mark.parametrize("skew", [0.0, 2.0, 50.0])
 @pytest.mark.parametrize(
-    ("dense", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
-)  # loops, mixed, padded, dense
-def test_same_sums(name, tokens, skew, dense, call, monkeypatch):
-    monkeypatch.setattr(decode_experts, "DENSE", dense)
+    ("bags", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
+)  # loops, mixed, padded, by rows
+def test_same_sums(name, tokens, skew, bags, call, monkeypatch):
+    monkeypatch.setattr(decode_experts, "BAGS", bags)
     monkeypatch.setattr(decode_experts, "CALL", call)
     model, experts = experts_of(name)
     torch.manual_seed(1)
@@ -44,8 +44,9 @@ def test_bfloat16_is_close_to_exact(monkeypatch):
     with torch.no_grad():
         exact = experts(hidden, index, weights)
         experts.to(torch.bfloat16)
-        for slow in (True, False):
+        for slow, bags in ((True, 0), (False, 0), (False, 10**12)):
             monkeypatch.setattr(decode_experts, "slow_bfloat16", lambda slow=slow: slow)
+            monkeypatch.setattr(decode_experts, "BAGS", bags)
             rounded = experts(hidden.bfloat16(), index, weights.bfloat16())
             assert rounded.dtype == torch.bfloat16
             torch.testing.assert_close(rounded.float(), exact, atol=0.02 * float(exact.abs().max()), rtol=0.05)

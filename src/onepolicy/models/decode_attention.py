@@ -2,7 +2,8 @@
 
 A forward carries T tokens in one row, decoding (one token of many sequences) or prefilling (many tokens of several).
 Which slab row and position each token has travels as an explicit attention argument (`slab_step=`); no mask is built
-per layer. With one query per sequence two plain batched matmuls beat every fused CPU kernel; scores are float32.
+per layer. Scores are float32. On a CPU, decoding reads keys and values as tables of rows (`bags`), which needs no
+copy and skips rows that are not running; prefilling and other devices use two plain batched matmuls.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from onepolicy.models.bags import weighted_rows
+
+BLOCK = 64  # positions of one key table row; a slab's rows are a multiple of this long on the CPU
+SHARED = 8  # most query heads per key that read it as a table; with more, a matmul is faster
 NAME = "onepolicy_slab"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask", "head_mask", "indices", "topk_indices", "block_indices")
 
@@ -30,7 +35,8 @@ class SlabStep:
     queries: Tensor | None = None  # [V, Q] int64, prefilling: the tokens of each row, short rows repeat their last
     unpad: Tensor | None = None  # [T] int64, prefilling: where in the flattened [V * Q] each token is
     even: bool = False  # decoding: all rows have S keys, so there is nothing to mask
-    _bias: dict[int | None, Tensor] = field(default_factory=dict)
+    _bias: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
+    _tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def spread(self, x: Tensor, rows: int) -> Tensor:
         """[T, ...] -> [V, Q, ...]"""
@@ -46,22 +52,46 @@ class SlabStep:
             return x.flatten(0, 1).index_select(0, self.unpad)
         return x[:, 0] if self.place is None else x[:, 0].index_select(0, self.place)
 
-    def bias(self, window: int | None, rows: int) -> Tensor | None:
-        """[V, 1, 1, Q, S] float32, 0 where the query sees the key, else -inf. None: every query sees every key."""
+    def bias(self, window: int | None, rows: int | None) -> Tensor | None:
+        """[V, 1, 1, Q, S] float32, 0 where the query sees the key, else -inf. None: every query sees every key.
+
+        rows: V; None for the packed tokens of a decode, [T, 1, 1, 1, S].
+        """
         if window is not None and window >= self.keys:
             window = None
         if self.even and window is None:
             return None
-        if window not in self._bias:
-            query = self.spread(self.positions, rows)[..., None]  # [V, Q, 1]
+        if (window, rows is None) not in self._bias:
+            query = (self.positions[:, None] if rows is None else self.spread(self.positions, rows))[..., None]
             key = torch.arange(self.keys, device=query.device)
-            seen = key <= query
+            seen = key <= query  # [V, Q, S]
             if window is not None:
                 seen &= key > query - window
-            self._bias[window] = torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, float("-inf"))[
-                :, None, None
-            ]
-        return self._bias[window]
+            bias = torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, float("-inf"))
+            self._bias[window, rows is None] = bias[:, None, None]
+        return self._bias[window, rows is None]
+
+    def table_rows(self, groups: int, shared: int, width: int, length: int) -> tuple[Tensor, Tensor]:
+        """Decoding: where the keys and values of every token lie, as rows of tables; the same for all layers.
+
+        keys [T * G * blocks * R, D] of [V * G * D * length / BLOCK, BLOCK], one row of the index for every query head
+        and block of positions; values [T * G * R, S] of [V * G * length, Dv]. R = shared, D = width.
+        """
+        if (groups, shared, width, length) not in self._tables:
+
+            def count(n: int, step: int, *shape: int) -> Tensor:
+                return torch.arange(0, n * step, step, dtype=torch.int32).view(shape)
+
+            row, blocks = self.rows.to(torch.int32) * groups, -(-self.keys // BLOCK)
+            first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1, 1) * (width * length // BLOCK)
+            keys = (
+                first + count(blocks, 1, blocks, 1, 1) + count(width, length // BLOCK, width)
+            )  # [T * G, blocks, 1, D]
+            keys = keys.expand(-1, -1, shared, -1).reshape(-1, width)
+            first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1) * length
+            values = (first + count(self.keys, 1, self.keys)).expand(-1, shared, -1).reshape(-1, self.keys)
+            self._tables[groups, shared, width, length] = keys, values
+        return self._tables[groups, shared, width, length]
 
 
 def slab_attention(
@@ -87,11 +117,45 @@ def slab_attention(
         raise ValueError(
             f"{name}: slab attention does not know {refused or ('dropout' if dropout else 'attention_mask')}"
         )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query[0].transpose(0, 1)  # [T, heads, D]
+    if _in_table(q, key, slab_step):
+        bias = slab_step.bias(sliding_window, None)
+        return _attend_in_table(q, key, value, slab_step, bias=bias, scale=scale, sinks=s_aux)[None].to(q.dtype), None
     rows = len(key)
-    q = slab_step.spread(query[0].transpose(0, 1), rows)  # [V, Q, heads, D]
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _attend(q, key, value, bias=slab_step.bias(sliding_window, rows), scale=scale, sinks=s_aux)
+    bias = slab_step.bias(sliding_window, rows)
+    out = _attend(slab_step.spread(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux)
     return slab_step.collect(out)[None].to(query.dtype), None
+
+
+def _in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
+    """Whether `key` is the slab's own memory, its rows whole blocks, and reading it as a table is the faster way."""
+    (_, groups, _, width), length = key.shape, key.stride(3)
+    whole = length > 1 and length % BLOCK == 0 and key.stride() == (groups * width * length, width * length, 1, length)
+    decodes = step.queries is None and isinstance(step.view, slice) and step.view.start == 0
+    return (
+        (key.device.type, key.dtype) == ("cpu", torch.float32) and whole and decodes and q.shape[1] <= SHARED * groups
+    )
+
+
+def _attend_in_table(
+    q: Tensor, key: Tensor, value: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """q [T, heads, D], key [V, G, S, D], value [V, G, S, Dv], bias [T, 1, 1, 1, S] -> [T, heads, Dv]."""
+    (tokens, heads, width), (rows, groups, keys, _), length = q.shape, key.shape, key.stride(3)
+    shared, blocks = heads // groups, -(-keys // BLOCK)
+    key_rows, value_rows = step.table_rows(groups, shared, width, length)
+    lanes = (q.to(key.dtype) * scale).reshape(tokens, groups, 1, shared, width).expand(-1, -1, blocks, -1, -1)
+    table = key.as_strided((rows * groups * width * length // BLOCK, BLOCK), (BLOCK, 1))
+    scores = weighted_rows(table, key_rows, lanes).view(tokens, groups, blocks, shared, BLOCK).transpose(2, 3)
+    scores = scores.reshape(tokens, groups, shared, 1, blocks * BLOCK)[..., :keys]
+    if bias is not None:
+        scores = scores + bias
+    table = value.as_strided((rows * groups * length, value.shape[3]), (value.shape[3], 1))
+    out = weighted_rows(table, value_rows, scores.softmax(-1)).view(tokens, groups, shared, 1, -1)
+    if sinks is not None:
+        out = out * _kept(scores, sinks)
+    return out.view(tokens, heads, -1)
 
 
 def _attend(
@@ -108,10 +172,14 @@ def _attend(
         scores.view(rows, groups, per_group, queries, keys).add_(bias)
     out = torch.bmm(scores.softmax(-1).to(value.dtype), value.flatten(0, 1))
     out = out.view(rows, groups, per_group, queries, -1)
-    if sinks is not None:  # a sink adds exp(sink) to the softmax's denominator
-        total = scores.logsumexp(-1).view(rows, groups, per_group, queries, 1)
-        out = out * torch.sigmoid(total - sinks.float().view(groups, per_group, 1, 1)).to(out.dtype)
+    if sinks is not None:
+        out = out * _kept(scores.view(rows, groups, per_group, queries, keys), sinks).to(out.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
+
+
+def _kept(scores: Tensor, sinks: Tensor) -> Tensor:
+    """What a sink, which adds exp(sink) to the softmax's denominator, leaves: scores [V, G, R, Q, S] -> [..., 1]."""
+    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.float().view(*scores.shape[1:3], 1, 1))
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

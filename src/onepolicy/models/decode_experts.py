@@ -1,13 +1,14 @@
-"""Experts of an inference forward on the CPU: a few large matmuls instead of a small one per expert.
+"""Experts of an inference forward on the CPU: a few large calls instead of a small one per expert.
 
-Few tokens go through all experts at once, with weight 0 where they were not routed. With more, rows are sorted by
-expert; the first `width` rows of every expert go through one batched matmul, padded where an expert has fewer, and what
-busy experts have beyond that takes one matmul each. `width` follows the row counts of every call, so even and uneven
-routing are both fast. Other devices and expert parallelism go to transformers' `grouped_mm`: safe for any model.
+Few tokens read the rows of their experts' weights where they lie (`bags`). With more, rows are sorted by expert; the
+first `width` rows of every expert go through one batched matmul, padded where an expert has fewer, and what busy
+experts have beyond that takes one matmul each. `width` follows the row counts of every call, so even and uneven routing
+are both fast. Other devices and expert parallelism go to transformers' `grouped_mm`: safe for any model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,9 +20,13 @@ from torch.nn.functional import embedding_bag
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from onepolicy.models.bags import weighted_rows
+
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 NAME = "onepolicy_decode"
 CALL = 1_000_000  # multiplications that one more matmul call is worth, up and down together
-DENSE = 7_000_000  # multiplications up to which all experts on all tokens beat sorting
+BAGS = 14_000_000  # multiplications up to which reading weights row by row beats sorting
 READ = 4
 
 
@@ -99,35 +104,47 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     """
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    up, down, up_bias, down_bias = _weights(module)
     activate = module._apply_gate if module.has_gate else module.act_fn
-    x, scale = hidden.to(up.dtype), top_k_weights.to(up.dtype)
-    row_cost = up[0].numel() + down[0].numel()
-    if len(x) * len(up) * row_cost <= DENSE:
-        dense = x.new_zeros(len(x), len(up)).scatter_(1, top_k_index, scale)  # [N, E]
-        inner = torch.bmm(x.expand(len(up), -1, -1), up)  # [E, N, I']
-        inner = activate(inner if up_bias is None else inner + up_bias[:, None]) * dense.t()[..., None]
-        out = inner.transpose(0, 1).flatten(1) @ down.flatten(0, 1)
-        return (out if down_bias is None else out + dense @ down_bias).to(hidden.dtype)
+    weights = _weights(module)
+    row_cost = weights[0][0].numel() + weights[1][0].numel()
+    if top_k_index.numel() * row_cost <= BAGS:
+        return _by_rows(weights, activate, hidden, top_k_index, top_k_weights)
+    if weights[0].dtype == torch.bfloat16 and slow_bfloat16():
+        weights = tuple(weight if weight is None else weight.float() for weight in weights)  # type: ignore[assignment]
+    up, down, up_bias, down_bias = weights
     layout = Layout.of(top_k_index, len(up), row_cost)
-    inner = _multiply(x.index_select(0, layout.token), up, layout)
+    inner = _multiply(hidden.to(up.dtype).index_select(0, layout.token), up, layout)
     inner = activate(inner if up_bias is None else inner + up_bias[layout.experts()])
     out = _multiply(inner, down, layout)
     out = out if down_bias is None else out + down_bias[layout.experts()]
+    scale = top_k_weights.to(up.dtype)
     return embedding_bag(layout.back, out, mode="sum", per_sample_weights=scale).to(hidden.dtype)
 
 
-def _weights(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _by_rows(
+    weights: Weights, activate: Callable[[Tensor], Tensor], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Every (token, expert) row sums the rows of its expert's weights; down sums the token's experts in the same go."""
+    up, down, up_bias, down_bias = weights
+    (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
+    expert, scale = top_k_index.reshape(-1, 1).to(torch.int32), top_k_weights.to(up.dtype)
+    x = hidden.to(up.dtype)[:, None].expand(-1, top_k, -1)
+    inner = weighted_rows(up.flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x)
+    inner = activate(inner if up_bias is None else inner + up_bias[expert[:, 0]]) * scale.reshape(-1, 1)
+    index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
+    out = weighted_rows(down.flatten(0, 1), index, inner)
+    return (out if down_bias is None else out + weighted_rows(down_bias, top_k_index, scale)).to(hidden.dtype)
+
+
+def _weights(module: Any) -> Weights:
     """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    weights = [getattr(module, name), module.down_proj]
+    up, down = getattr(module, name), module.down_proj
     if not module.is_transposed:
-        weights = [weight.transpose(1, 2) for weight in weights]
-    weights += [getattr(module, f"{name}_bias"), module.down_proj_bias] if module.has_bias else [None, None]
-    if weights[0].dtype == torch.bfloat16 and slow_bfloat16():
-        weights = [weight if weight is None else weight.float() for weight in weights]
-    up, down, up_bias, down_bias = weights
-    return up, down, up_bias, down_bias
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    if not module.has_bias:
+        return up, down, None, None
+    return up, down, getattr(module, f"{name}_bias"), module.down_proj_bias
 
 
 @cache

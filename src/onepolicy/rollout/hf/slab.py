@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.models.decode_attention import SlabStep
+from onepolicy.models.decode_attention import BLOCK, SlabStep
 from onepolicy.types import id_dtype
 
 
@@ -27,7 +27,6 @@ class Slab:
         self.routes: Tensor | None = None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
         self.weights: Tensor | None = None  # like routes, in the router's dtype; made by the first write
         self._step: SlabStep | None = None
-        self._places: dict[tuple[int, int], Tensor] = {}  # flat places of this step's tokens, per layer shape
 
     def keep_routes(self, layers: int, top_k: int, num_experts: int) -> None:
         dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
@@ -36,7 +35,6 @@ class Slab:
     def begin(self, step: SlabStep) -> None:
         """The next forward writes and reads what `step` says."""
         self._step = step
-        self._places.clear()
 
     def write_routes(self, taken: list[Tensor], weights: list[Tensor] | None = None) -> None:
         """The routes [T, K] of every MoE layer of the forward just run, and their combine weights if those are kept."""
@@ -79,11 +77,8 @@ class Slab:
         if layer_idx not in self.keys:
             self._allocate(layer_idx, key, value)
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        groups, width = keys.shape[1:3]
-        fresh = key[0].transpose(0, 1).to(self.dtype)  # [T, G, D]
-        keys.view(-1).index_copy_(0, self._key_places(groups, width), fresh.reshape(-1))
-        fresh = value[0].transpose(0, 1).to(self.dtype)
-        values.view(-1, values.shape[3]).index_copy_(0, self._value_places(values.shape[1]), fresh.flatten(0, 1))
+        keys[step.rows, :, :, step.positions] = key[0].transpose(0, 1).to(self.dtype)  # [T, G, D]
+        values[step.rows, :, step.positions] = value[0].transpose(0, 1).to(self.dtype)
         if isinstance(step.view, slice):
             seen_keys, seen_values = keys[step.view, :, :, : step.keys], values[step.view, :, : step.keys]
         else:
@@ -105,21 +100,6 @@ class Slab:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(self.slots, *shape, device=self.device, dtype=self.dtype)
 
-        self.keys[layer] = zeros(key.shape[1], key.shape[3], self.max_len)
-        self.values[layer] = zeros(value.shape[1], self.max_len, value.shape[3])
-
-    def _key_places(self, groups: int, width: int) -> Tensor:  # [T * G * D]
-        if (groups, width) not in self._places:
-            assert self._step is not None
-            lane = torch.arange(groups * width, device=self.device) * self.max_len
-            first = self._step.rows * (groups * width * self.max_len) + self._step.positions
-            self._places[groups, width] = (first[:, None] + lane).view(-1)
-        return self._places[groups, width]
-
-    def _value_places(self, groups: int) -> Tensor:  # [T * G]
-        if (groups, 0) not in self._places:
-            assert self._step is not None
-            lane = torch.arange(groups, device=self.device) * self.max_len
-            first = self._step.rows * (groups * self.max_len) + self._step.positions
-            self._places[groups, 0] = (first[:, None] + lane).view(-1)
-        return self._places[groups, 0]
+        length = -(-self.max_len // BLOCK) * BLOCK if self.device.type == "cpu" else self.max_len
+        self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
+        self.values[layer] = zeros(value.shape[1], length, value.shape[3])

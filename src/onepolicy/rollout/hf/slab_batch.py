@@ -197,7 +197,7 @@ class _Decoding:
         self.flat = self.rows * max_len + self.position
         self.longest = int(lengths.max())
         self.place = None if len(rows) == self.last_row + 1 else self.rows
-        self.even = self.place is None and bool((lengths == lengths[0]).all())
+        self.even = bool((lengths == lengths[0]).all())
         self.sampling = SamplingRows.of([r.sampling for r in requests], device)
         self.asking = [(i, request) for i, request in enumerate(requests) if request.sampling.top_logprobs]
         self._limits = np.array([r.limit for r in requests])

@@ -1,0 +1,66 @@
+"""Decode attention over a slab against softmax(q k) v of every token by itself, as tables of rows and as matmuls."""
+
+import pytest
+import torch
+from torch import nn
+
+from onepolicy.models import decode_attention
+from onepolicy.models.bags import weighted_rows
+from onepolicy.models.decode_attention import SlabStep, slab_attention
+
+SLOTS, GROUPS, SHARED, WIDTH, VALUE, LENGTH = 4, 2, 3, 8, 5, 192
+
+
+def alone(q, key, value, scale, window, sinks):
+    """q [heads, D], key [S, G, D], value [S, G, Dv] -> [heads, Dv]"""
+    out = []
+    for head, vector in enumerate(q):
+        keys, values = (x[-window:, head // SHARED].double() for x in (key, value))
+        weight = (keys @ vector.double() * scale).exp()
+        out.append(weight @ values / (weight.sum() + (sinks[head].double().exp() if sinks is not None else 0)))
+    return torch.stack(out).float()
+
+
+@pytest.mark.parametrize("shared", [8, 0])  # tables, matmuls
+@pytest.mark.parametrize("lengths", [{0: 3, 1: 70, 3: 130}, {0: 1, 1: 64, 2: 65, 3: 7}, {1: 129, 2: 129}])
+@pytest.mark.parametrize("window", [None, 5, 66])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
+    monkeypatch.setattr(decode_attention, "SHARED", shared)
+    torch.manual_seed(0)
+    keys, values = torch.randn(SLOTS, GROUPS, WIDTH, LENGTH), torch.randn(SLOTS, GROUPS, LENGTH, VALUE)
+    rows, sizes = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
+    last, longest = int(rows.max()) + 1, int(sizes.max())
+    even = bool((sizes == sizes[0]).all())
+    place = None if len(rows) == last else rows
+    step = SlabStep(rows, sizes - 1, longest, slice(0, last), place, even=even)
+    query = torch.randn(1, GROUPS * SHARED, len(rows), WIDTH)
+    s_aux = torch.randn(GROUPS * SHARED) if sinks else None
+    key, value = keys[:last, :, :, :longest].transpose(2, 3), values[:last, :, :longest]
+    out, _ = slab_attention(
+        nn.Module(), query, key, value, None, slab_step=step, scaling=0.3, sliding_window=window, s_aux=s_aux
+    )
+    for i, (row, size) in enumerate(lengths.items()):
+        seen = keys[row, :, :, :size].permute(2, 0, 1), values[row, :, :size].transpose(0, 1)
+        expected = alone(query[0, :, i], *seen, 0.3, window or LENGTH, s_aux)
+        torch.testing.assert_close(out[0, i], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_only_whole_blocks_of_the_slab_are_read_as_a_table():
+    def taken(keys, **step):
+        view = keys.transpose(2, 3)[:, :, :10]
+        where = SlabStep(torch.arange(2), torch.full((2,), 9), 10, **{"view": slice(0, 2), **step})
+        return decode_attention._in_table(torch.zeros(2, 4, 8), view, where)
+
+    assert taken(torch.zeros(2, 2, 8, 128))
+    assert not taken(torch.zeros(2, 2, 8, 100))
+    assert not taken(torch.zeros(2, 2, 8, 128, dtype=torch.bfloat16))
+    assert not taken(torch.zeros(2, 2, 128, 8).transpose(2, 3))  # not the slab's layout
+    assert not taken(torch.zeros(2, 2, 8, 128), view=torch.tensor([1, 0]))  # gathered
+    assert not taken(torch.zeros(2, 2, 8, 128), queries=torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_weighted_rows():
+    table = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+    index, weight = torch.tensor([[0, 2], [1, 1]], dtype=torch.int32), torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    assert weighted_rows(table, index, weight).tolist() == [[7.0, 70.0], [-1.0, -10.0]]
