@@ -233,10 +233,10 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     assert 'id="fig-f2"' not in page  # no token is off by more than a factor of 2
     for figure in ("log_ratio", "f_tau", "k3", "reward"):
         assert f'id="fig-{figure}"' in page
-    assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "mask=ours"]) == 0
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--columns", "mask=ours"]) == 0
     assert main(["audit", str(tmp_path / "b.jsonl")]) == 2
     assert "column mask is missing" in capsys.readouterr().err
-    assert main(["audit", str(tmp_path / "b.jsonl"), "--map", "masks=ours"]) == 2
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--columns", "masks=ours"]) == 2
 
 
 def test_an_identical_dump_is_reported_too(tmp_path) -> None:

@@ -156,8 +156,8 @@ def test_wrong_lengths(tmp_path, suffix, name) -> None:
 def test_missing_empty_and_truncated(tmp_path) -> None:
     rows = gaussian_rows(1e-3, rows=20)
     (tmp_path / "folder.parquet").mkdir()
-    for name in ("none.parquet", "folder.parquet"):
-        with pytest.raises(UsageError, match=f"{name}: cannot be opened"):
+    for name, fault in (("none.parquet", "cannot be opened"), ("folder.parquet", "no dump in this folder")):
+        with pytest.raises(UsageError, match=f"{name}: {fault}"):
             audit(tmp_path / name, {})
     with pytest.raises(UsageError, match="unknown kind of dump"):
         audit(tmp_path / "dump.csv", {})

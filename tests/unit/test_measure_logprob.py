@@ -159,3 +159,22 @@ def test_bad_input_is_refused() -> None:
         mismatch(fine, fine, mask.float())
     with pytest.raises(UsageError, match=r"tau = 0\.5"):
         mismatch(fine, fine, mask).extreme(0.5)
+
+
+def test_divergences_that_are_not_the_one_they_are_called():
+    """AReaL's k3 and NeMo-RL's policy_kl_error by their formulas. Rollout q, trainer p over two symbols, drawn
+    from q in proportion: means are expectations."""
+    q, p = torch.tensor([0.8, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
+    drawn = torch.tensor([0] * 8 + [1] * 2)
+    found = mismatch(p.log()[drawn], q.log()[drawn], torch.ones(10, dtype=torch.bool))
+    kl = float((q * (q / p).log()).sum())
+    assert (found.k1, found.k3) == pytest.approx((kl, kl))  # both estimate KL(rollout || trainer)
+    rho = (p / q)[drawn]
+    areal = float((1 / rho - 1 + rho.log()).mean())
+    assert areal == pytest.approx(float((q**2 / p).sum() - 1) - kl)  # chi2(q || p) - KL(q || p)
+    nemo = float((1 / rho - 1 - (1 / rho).log()).mean())  # k3 with the sides swapped, drawn from q all the same
+    assert nemo == pytest.approx(areal)
+    reverse = float((p * (p / q).log()).sum())
+    assert float((rho * rho.log() - rho + 1).mean()) == pytest.approx(reverse)  # what KL(trainer || rollout) takes
+    assert abs(nemo - reverse) > 0.04
+    assert found.chi2 == pytest.approx(float((p**2 / q).sum() - 1))

@@ -53,8 +53,8 @@ def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
 
 
-def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    """A dict of tensors. torch.load runs no code with weights_only=True; what it refuses, we do."""
+def load_pt(path: Path) -> dict[Any, Any]:
+    """A torch.save file of a dict. torch.load runs no code with weights_only=True; what it refuses, we do."""
     damaged = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError)
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -63,6 +63,17 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         raise UsageError(f"{path}: not tensors only, or damaged ({reason}); write it as safetensors") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: holds {type(found).__name__}; expected a dict of tensors by column")
+    return found
+
+
+def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    """A dict of tensors."""
+    found = load_pt(path)
+    if {"samples", "rollout_data"} & found.keys():
+        raise UsageError(
+            f"{path}: a training dump of slime or miles; python -m onepolicy.audit.export.slime FOLDER OUT turns a "
+            "folder of them into a dump"
+        )
     wanted = {*choose(str(path), found.keys(), mapping).values(), "length"}
     tensors = {name: value for name, value in found.items() if name in wanted}
     for name, value in tensors.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from onepolicy.audit.arrays import read_npz, read_pt, read_safetensors
 from onepolicy.audit.check import assemble
+from onepolicy.audit.own import is_run, read_run
 from onepolicy.audit.schema import COLUMNS, VERSION, VERSION_KEY, Array, Block, Ragged, choose, require_pyarrow
 from onepolicy.config import UsageError
 
@@ -20,26 +22,42 @@ PARQUET_ROWS = 64
 
 
 def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    """Blocks of a file by its suffix. Every fault of the content is a UsageError that names row and column."""
-    readers = {
-        ".parquet": read_parquet,
-        ".jsonl": read_jsonl,
-        ".npz": read_npz,
-        ".safetensors": read_safetensors,
-        ".pt": read_pt,
-    }
-    if path.suffix not in readers:
-        raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {', '.join(readers)}")
+    """Blocks of a file by its suffix, of every such file of a folder, or of a run folder of ours. Every fault of the
+    content is a UsageError that names file, row (counted within the file) and column; a block's rows are counted over
+    the whole dump."""
+    if is_run(path):
+        yield from read_run(path, mapping)
+        return
+    files = _files(path)
+    rows, columns = 0, set[str]()
+    for number, file in enumerate(files):
+        last = 0
+        for block in READERS[file.suffix](file, mapping):
+            columns = columns or set(block.columns)
+            if other := sorted(columns ^ block.columns.keys()):
+                raise UsageError(f"{file}: column {other[0]}: in some files of the dump only; all need the same")
+            done = (number + block.done) / len(files)
+            yield dataclasses.replace(block, first_row=rows + block.first_row, done=done)
+            last = block.first_row + len(block.lengths)
+        rows += last
+    if rows == 0:
+        raise UsageError(f"{path}: empty; a dump has at least one row")
+
+
+def _files(path: Path) -> list[Path]:
+    known = ", ".join(READERS)
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+        if not found:
+            raise UsageError(f"{path}: no dump in this folder; a file of one ends in {known}")
+        return found
+    if path.suffix not in READERS:
+        raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {known}")
     try:
         path.open("rb").close()
     except OSError as error:
         raise UsageError(f"{path}: cannot be opened ({error.strerror})") from None
-    rows = 0
-    for block in readers[path.suffix](path, mapping):
-        rows += len(block.lengths)
-        yield block
-    if rows == 0:
-        raise UsageError(f"{path}: empty; a dump has at least one row")
+    return [path]
 
 
 def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
@@ -168,3 +186,12 @@ def from_rows(source: str, first: int, rows: list[dict[str, Array]], done: float
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+READERS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Block]]] = {
+    ".parquet": read_parquet,
+    ".jsonl": read_jsonl,
+    ".npz": read_npz,
+    ".safetensors": read_safetensors,
+    ".pt": read_pt,
+}

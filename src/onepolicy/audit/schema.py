@@ -71,16 +71,34 @@ class Block:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
-def parse_map(pairs: Sequence[str]) -> dict[str, str]:
-    """`ours=theirs` of the command line -> {ours: theirs}."""
+KNOWN_NAMES = {
+    "prime-rl": {  # its trainer.enable_token_export
+        "tokens": "token_ids",
+        "mask": "loss_mask",
+        "logp_rollout": "inference_logprobs",
+        "logp_trainer": "trainer_logprobs",
+    }
+}
+"""Frameworks whose own files hold everything, under other names."""
+
+
+def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
+    """`ours=theirs` of the command line, or a name of KNOWN_NAMES -> {ours: theirs}."""
     mapping: dict[str, str] = {}
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
-        if not (equals and theirs) or ours not in COLUMNS:
-            raise UsageError(f"--map {pair}: expected ours=theirs with ours one of {', '.join(COLUMNS)}")
-        if ours in mapping:
-            raise UsageError(f"--map {pair}: {ours} is already mapped to {mapping[ours]}; give it once")
-        mapping[ours] = theirs
+        if pair in KNOWN_NAMES:
+            found = KNOWN_NAMES[pair]
+        elif equals and theirs and ours in COLUMNS:
+            found = {ours: theirs}
+        else:
+            raise UsageError(
+                f"--columns {pair}: expected ours=theirs with ours one of {', '.join(COLUMNS)}; "
+                f"or {', '.join(KNOWN_NAMES)}"
+            )
+        if both := sorted(found.keys() & mapping.keys()):
+            raise UsageError(f"--columns {pair}: {both[0]} is already mapped to {mapping[both[0]]}; give it once")
+        mapping |= found
     return mapping
 
 
@@ -93,7 +111,8 @@ def choose(source: str, available: Collection[str], mapping: Mapping[str, str]) 
             chosen[ours] = theirs
         elif column.required or ours in mapping:
             has = ", ".join(sorted(map(str, available))) or "none"
-            raise UsageError(f"{source}: column {theirs} is missing; it has {has}; --map {ours}=THEIRS names another")
+            mend = f"--columns {ours}=THEIRS names another"
+            raise UsageError(f"{source}: column {theirs} is missing; it has {has}; {mend}")
     routes = [name for name in ROUTES if name in chosen]
     if routes and len(routes) < len(ROUTES):
         lacking = ", ".join(name for name in ROUTES if name not in chosen)
@@ -132,5 +151,16 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
     with pq.ParquetWriter(path, schema) as writer:
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-            part = {field.name: [row.get(field.name) for row in rows[start:stop]] for field in fields}
-            writer.write_table(pa.table(part, schema=schema))
+            part = [_values(rows[start:stop], field.name) for field in fields]
+            try:
+                arrays = [pa.array(values, field.type) for values, field in zip(part, fields, strict=True)]
+            except (pa.ArrowException, OverflowError, TypeError) as error:
+                raise UsageError(f"{path}: rows {start} to {stop - 1} cannot be written: {error}") from None
+            writer.write_table(pa.table(arrays, schema=schema))
+
+
+def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    found = [row.get(name) for row in rows]
+    if COLUMNS[name].kind == "bool":  # frameworks keep masks as numbers
+        return [None if value is None else list(map(bool, value)) for value in found]
+    return found

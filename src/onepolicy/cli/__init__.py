@@ -80,10 +80,14 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
 
     audit = command(commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit)
-    audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors or .pt; columns: docs/audit.md")
+    audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md")
     audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
     audit.add_argument(
-        "--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of ours under another name"
+        "--columns",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="a column of ours under another name (repeatable); or prime-rl: the names of its token export",
     )
     audit.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write FOLDER/audit.html, audit.json and figures/*.json"
@@ -217,7 +221,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
     from onepolicy.audit import run, schema
 
     paths = [path for path in (arguments.dump, arguments.other) if path is not None]
-    run.run_audit(paths, schema.parse_map(arguments.map), arguments.out, Console(), png=arguments.png)
+    run.run_audit(paths, schema.parse_columns(arguments.columns), arguments.out, Console(), png=arguments.png)
 
 
 def run_config(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,9 @@ from onepolicy.measure.logprob import mismatch
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.types import TokenBatch
 
+PROBE_ROUTES = 2**20
+"""Expert ids of each side written with a probe: 4 MiB."""
+
 
 def measure(batch: TokenBatch) -> dict[str, float]:
     """Mismatch of a scored batch; routing disagreement too if both sides have routes."""
@@ -95,11 +98,15 @@ def counterfactual(without_replay: TokenBatch) -> dict[str, float]:
 
 
 def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None) -> None:
-    """Tensors the report draws its figures from; names ending in _native are the scoring without replay."""
+    """Tensors the report draws its figures from and `onepolicy audit RUN` reads, of the n trainable slots; names ending
+    in _native are the scoring without replay."""
     assert batch.logp_old is not None
+    assert batch.entropy is not None
     mask = batch.trainable
     tensors = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": batch.logp_old[mask]}
-    tensors |= _routing_tensors(batch, "")
+    tensors |= {"entropy": batch.entropy[mask], "version": batch.version[mask]}
+    tensors |= {"tokens": batch.target_ids[mask], "segment": batch.segment[mask]}
+    tensors |= _routing_tensors(batch, "") | _routes(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[mask]
@@ -108,6 +115,19 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
     temporary = path.with_suffix(".writing")
     save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
     temporary.rename(path)
+
+
+def _routes(batch: TokenBatch) -> dict[str, Tensor]:
+    """routes_rollout and routes_trainer (its own choice in the same forward) of the first slots, -1: not recorded."""
+    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
+        return {}
+    slots = batch.trainable.nonzero()[:, 0]
+    slots = slots[: PROBE_ROUTES // (len(batch.routing.layers) * batch.routing.top_k)]
+    tensors = {}
+    for name, trace in (("routes_rollout", batch.routing), ("routes_trainer", batch.routing_native)):
+        kept = trace.at(slots)
+        tensors[name] = torch.where(kept.valid[:, None, None], kept.ids.int(), -1)
+    return tensors
 
 
 def _routing_tensors(batch: TokenBatch, suffix: str) -> dict[str, Tensor]:

@@ -1,0 +1,21 @@
+"""What other frameworks know of a step -> files of our schema. Each module is a hook for one framework; docs/audit.md
+says where to put it. A dump is a folder with one file a step and process, so that a killed run leaves whole files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onepolicy.audit.schema import write_parquet
+
+
+def write_step(folder: Path | str, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
+    """FOLDER/step_00012_0.parquet: rows of schema version 1 of one training step. Complete or absent."""
+    path = Path(folder) / f"step_{step:05d}_{rank}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    write_parquet(temporary, rows)
+    os.replace(temporary, path)
+    return path

@@ -1,0 +1,68 @@
+"""Our own run folder as a dump: the probes of `onepolicy train` hold tokens and both sides' log-probabilities."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from onepolicy.audit.check import assemble
+from onepolicy.audit.schema import Array, Block, Ragged
+from onepolicy.config import UsageError
+
+PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
+
+
+def is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file() and (path / "config.json").is_file()
+
+
+def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+    """One block a probe, its step that of the probe; logp_trainer is of the scoring that trained."""
+    if mapping:
+        raise UsageError(f"{folder}: is a run folder of ours; its columns have one name, leave --columns out")
+    found = {path: re.fullmatch(r"step_(\d+)\.safetensors", path.name) for path in (folder / "probes").glob("*")}
+    steps = sorted((int(match[1]), path) for path, match in found.items() if match)
+    if not steps:
+        mend = "train with log.counterfactual_every=N to write one every N steps"
+        raise UsageError(f"{folder}: a run without probes; {mend}")
+    first = 0
+    for number, (step, path) in enumerate(steps, start=1):
+        block = assemble(str(path), 0, _columns(path, step), number / len(steps))
+        yield Block(first, block.lengths, block.columns, block.done)
+        first += len(block.lengths)
+
+
+def _columns(path: Path, step: int) -> dict[str, Ragged]:
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
+    if lacking := [name for name in (*PER_TOKEN, "segment") if name not in tensors]:
+        raise UsageError(f"{path}: no {', '.join(lacking)}; an older version wrote this probe, train some steps more")
+    sizes = {name: tensors[name].shape for name in (*PER_TOKEN, "segment")}
+    if len(set(sizes.values())) > 1 or len(sizes["tokens"]) != 1 or not sizes["tokens"][0]:
+        raise UsageError(f"{path}: its tensors differ in length, or are empty: {sizes}; the file is damaged")
+    lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
+    rows = len(lengths)
+    raw = {name: Ragged(tensors[name], lengths) for name in PER_TOKEN}
+    raw |= {"mask": Ragged(np.ones(lengths.sum(), bool), lengths), "step": Ragged(np.full(rows, step), None)}
+    if "routes_rollout" in tensors and "routes_trainer" in tensors:
+        both = {name: tensors[name] for name in ("routes_rollout", "routes_trainer")}
+        shapes = {each.shape for each in both.values()}
+        if len(shapes) > 1 or both["routes_rollout"].ndim != 3 or len(both["routes_rollout"]) > lengths.sum():
+            raise UsageError(f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged")
+        _, layers, k = both["routes_rollout"].shape
+        raw |= {name: Ragged(_padded(each, int(lengths.sum())), lengths * layers * k) for name, each in both.items()}
+        raw |= {"route_layers": Ragged(np.full(rows, layers), None), "route_top_k": Ragged(np.full(rows, k), None)}
+    return raw
+
+
+def _padded(routes: Array, tokens: int) -> Array:
+    """[m, L, K] -> [tokens * L * K]: what was not written is -1."""
+    rest = np.full((tokens - len(routes), *routes.shape[1:]), -1, routes.dtype)
+    return np.concatenate([routes, rest]).reshape(-1)
