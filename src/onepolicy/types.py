@@ -188,6 +188,9 @@ class Sample:
             shapes = [None if x is None else tuple(x.shape) for x in (self.top_ids, self.top_logp_rollout)]
             if shapes[0] != shapes[1] or shapes[0] is None or shapes[0][0] != slots:
                 raise ValueError(f"Sample.top_ids {shapes[0]} and top_logp_rollout {shapes[1]}: expected [{slots}, k]")
+            assert self.top_logp_rollout is not None
+            if self.top_logp_rollout[self.trainable].isnan().any():
+                raise ValueError("Sample.top_logp_rollout is missing (NaN) on a trainable slot")
         if not torch.isfinite(self.logp_rollout[self.trainable]).all():
             raise ValueError("Sample.logp_rollout is not finite on a trainable slot")
         if self.routing is not None and len(self.routing) != slots:

@@ -13,7 +13,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.critic import Critic
+from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, RoutingTrace, Sample
@@ -229,6 +229,20 @@ def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     assert losses[-1] < 0.5 * losses[0]
     named = dict(learner.model.named_parameters())
     assert not any(parameter is other for parameter in learner.critic.values.parameters() for other in named.values())
+
+
+def test_explained_variance_by_hand():
+    """Var(R) = 1/4, Var(R - V) = 1/16 where V = R / 2. Equal returns: nothing to explain, whatever their rounding."""
+    batch = batch_of()
+    target = torch.where(batch.segment % 2 == 0, 1.0, 0.0)
+    mask = batch.trainable & (torch.cumsum(batch.trainable, 0) % 2 == 0)
+    batch = batch.replace(trainable=mask, value=target / 2, value_target=target)
+    assert explained_variance(batch) == pytest.approx(0.75)
+    same = torch.full_like(target, 0.7)
+    noise = 1e-7 * torch.randn(len(same), generator=torch.Generator().manual_seed(0))
+    assert explained_variance(batch.replace(value_target=same)) is None
+    assert explained_variance(batch.replace(value_target=same + noise)) is None
+    assert explained_variance(batch.replace(value_target=0 * same, value=0 * same)) is None
 
 
 def test_an_unprotected_value_term_leaves_out_what_the_loss_rejects():

@@ -57,6 +57,8 @@ def test_top_logprobs_lie_on_the_slots_of_the_response():
     assert sample.top_logp_rollout[:2].isnan().all()
     with pytest.raises(ValueError, match=r"top_ids \(1, 2\) and top_logp_rollout \(4, 2\)"):
         dataclasses.replace(sample, top_ids=top_ids[:1])
+    with pytest.raises(ValueError, match="top_logp_rollout is missing"):
+        dataclasses.replace(sample, top_logp_rollout=torch.full((4, 2), float("nan")))
 
 
 def test_prompt_of_one_token_has_no_untrained_slot():

@@ -40,7 +40,7 @@ def test_defaults_are_grpo_with_clip_higher_and_token_mean() -> None:
 
 
 def test_another_preset_drops_the_old_ones_settings() -> None:
-    tree = {**MINIMAL, "objective": {"preset": "gspo", "clip_low": 1e-3}}
+    tree = {**MINIMAL, "objective": {"preset": "gspo", "clip_low": 1e-3, "mini_steps": 2}}
     assert resolve(tree).objective.clip_low == 1e-3
     assert resolve(tree, ["objective.preset=ppo"]).objective.clip_low == 0.2
 
@@ -92,6 +92,12 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         (["objective.reduction=prompt-mean", "correction.preset=mis"], "prompt-mean has neither"),
         (["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'], "leaves out value"),
         (["rollout.group_size=1"], "a group of 1 never has an advantage"),
+        (["objective.clip_high=0.4"], "clip_high: 0.4 has no effect with objective.mini_steps = 1"),
+        (["objective.preset=cispo", "objective.clip_low=0.5"], "clip_low: 0.5 has no effect with objective.mini_steps"),
+        (["objective.dual_clip=3.0", "correction.preset=opsm"], "dual_clip: 3.0 has no effect with objective.mini_ste"),
+        (["objective.preset=sapo", "objective.tau_negative=2.0"], "tau_negative: 2.0 has no effect with objective.min"),
+        (["objective.preset=ppo", "objective.critic.clip=0.5"], "critic.clip: 0.5 has no effect with objective.mini_"),
+        (["objective.preset=ppo", "objective.critic.clip=0.5", "correction.preset=ppo-is"], "critic.clip: 0.5 has no"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
@@ -99,6 +105,23 @@ def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) ->
     with pytest.raises(UsageError) as error:
         resolve(MINIMAL, overrides)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective.clip_high=0.4", "objective.mini_steps=2"],
+        ["objective.clip_high=0.4", "correction.preset=ppo-is"],  # new / rollout is not 1 in the first update either
+        ["objective.preset=sapo", "objective.tau_negative=2.0", "correction.preset=ppo-is"],
+        ["objective.preset=ppo", "objective.critic.clip=0.5", "objective.mini_steps=4"],
+        *([f"objective.preset={name}"] for name in objective_presets()),
+        ["objective.preset=gspo", "objective.clip_low=3e-4"],  # what it is anyway
+    ],
+    ids=" ".join,
+)
+def test_clips_that_can_take_effect_and_those_of_presets_stand(overrides: list[str]) -> None:
+    stored = resolve(MINIMAL, overrides).model_dump_json()
+    assert RunConfig.model_validate_json(stored).model_dump_json() == stored  # a run folder's settings are all set
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce++", "ppo"])

@@ -9,7 +9,16 @@ from pydantic import Field, PositiveInt, model_validator
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.objective import R2, R3, FromRollout, ObjectiveConfig, ReplayConfig, WeightsReplay, check_pair
+from onepolicy.config.objective import (
+    R2,
+    R3,
+    CriticConfig,
+    FromRollout,
+    ObjectiveConfig,
+    ReplayConfig,
+    WeightsReplay,
+    check_pair,
+)
 from onepolicy.config.rollout import EvalConfig, RolloutConfig, VLLMEngineConfig
 from onepolicy.config.task import TaskConfig
 
@@ -116,6 +125,7 @@ class RunConfig(Frozen):
                 "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
             )
         check_pair(self.objective, self.correction)
+        self._check_clips()
         self._check_anchor()
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(
@@ -127,6 +137,31 @@ class RunConfig(Frozen):
     def scores_old(self) -> bool:
         """Whether the trainer scores a batch before the update. Not if the rollout is the anchor: there is no old."""
         return self.correction.ratio == "old/rollout"
+
+    def _check_clips(self) -> None:
+        """Bounds on how far one update has moved from the last, where there is no second update on a batch.
+
+        With one mini-step all of a batch is evaluated with the weights it was scored with: new / old is 1, and the
+        critic's new value is its old one. What a preset brings may stand: it is right for more mini-steps.
+        """
+        objective = self.objective
+        if objective.mini_steps > 1:
+            return
+        preset = ObjectiveConfig(preset=objective.preset)
+        mend = "raise objective.mini_steps, or leave it out"
+        if self.scores_old:
+            for name in ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative"):
+                if (value := getattr(objective, name)) != getattr(preset, name):
+                    raise ValueError(
+                        f"objective.{name}: {value} has no effect with objective.mini_steps = 1, where the ratio "
+                        f"new / old is 1 in the only update of a batch; {mend} (correction.preset = ppo-is bounds "
+                        "new / rollout)"
+                    )
+        if objective.critic is not None and objective.critic.clip != CriticConfig().clip:
+            raise ValueError(
+                f"objective.critic.clip: {objective.critic.clip} has no effect with objective.mini_steps = 1, where no "
+                f"value has moved before the only update of a batch; {mend}"
+            )
 
     def _check_anchor(self) -> None:
         """What would need the policy before the update, which correction.ratio = new/rollout does not score."""

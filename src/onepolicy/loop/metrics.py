@@ -70,7 +70,7 @@ METRICS: dict[str, str] = {
     "train/kl": "mean KL estimate to the reference in the loss [nats]",
     "train/value_loss": "loss of the critic, mean over trainable slots [reward^2]",
     "train/value_clipped": "trainable slots whose value was clipped [share]",
-    "train/value_explained": "1 - Var(return - value) / Var(return): what the critic knew before the update [1]",
+    "train/value_explained": "1 - Var(return - value) / Var(return) of the critic; absent if all returns are equal [1]",
     "train/head_mass": "rollout's probability of the recorded likeliest tokens (score centering), mean [share]",
     "train/soft_replaced": "replayed experts that soft replay replaced in the update, mean over micro-batches [share]",
     "train/tokens_per_second": "slots (prompts included) per second of the whole step [tokens/s]",

@@ -122,6 +122,7 @@ async def collect(
             f"objective.dynamic_sampling: all {played} problems of step {step + 1} had equal rewards; "
             "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
         )
+    metrics: dict[str, float] = dict(counts)  # a Counter would drop a refill count of 0
     if accept is not None:
-        counts |= {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
-    return kept, dict(counts)
+        metrics |= {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
+    return kept, metrics

@@ -81,10 +81,15 @@ class Critic:
 
 
 @torch.no_grad()
-def explained_variance(batch: TokenBatch) -> float:
-    """1 - Var(R - V) / Var(R) over the trainable slots: 1 if the critic knows the returns, 0 if it knows their mean."""
+def explained_variance(batch: TokenBatch) -> float | None:
+    """1 - Var(R - V) / Var(R) over the trainable slots: 1 if the critic knows the returns, 0 if it knows their mean.
+
+    None if all returns are the same (but for float32 rounding): there is no variance to explain.
+    """
     assert batch.value is not None
     assert batch.value_target is not None
     target = batch.value_target[batch.trainable].double()
-    left = (target - batch.value[batch.trainable].double()).var(correction=0)
-    return float(1 - left / target.var(correction=0))
+    value = batch.value[batch.trainable].double()
+    total, left = float(target.var(correction=0)), float((target - value).var(correction=0))
+    rounding = 1e-12 * float((target.square() + value.square()).mean())
+    return 1 - left / total if total > rounding else None

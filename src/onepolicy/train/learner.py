@@ -98,8 +98,8 @@ class LocalLearner:
             metrics["train/soft_replaced"] = float(torch.stack(self._replaced).mean())
             self._replaced.clear()
         metrics |= self._live.report(kept, slots)
-        if self.critic is not None:
-            metrics["train/value_explained"] = explained_variance(batch)
+        if self.critic is not None and (explained := explained_variance(batch)) is not None:
+            metrics["train/value_explained"] = explained
         if not self.config.scores_old:
             metrics["time/score_saved"] = self._forward_seconds
         return metrics | {"train/grad_norm": max(norms), "train/lr": self.optimizer.param_groups[0]["lr"]}
