@@ -9,7 +9,6 @@ import torch
 from models import make
 
 from onepolicy.cli import main
-from onepolicy.loop.causes import fp32_head
 from onepolicy.loop.measure import measure_config, measure_parts, to_tree
 from onepolicy.loop.setup import build_parts, resolve_model
 from onepolicy.types import RoutingTrace
@@ -170,13 +169,3 @@ def test_no_folder_for_the_engine(policy, capsys):
     few = ["rollout.prompts_per_step=1", "rollout.group_size=2"]
     assert main(["measure", "--engine-model", "/nowhere", str(policy), *SETTINGS, *few]) == 2
     assert "--engine-model: no folder /nowhere" in capsys.readouterr().err
-
-
-def test_fp32_head_is_a_float32_product():
-    model = make("qwen3_dense", dtype=torch.bfloat16).to(torch.bfloat16)
-    with torch.no_grad(), fp32_head(model):
-        out = model(torch.tensor([[3, 4, 5]]), output_hidden_states=True)
-    hidden, head = out.hidden_states[-1].float(), model.get_output_embeddings().weight.float()
-    assert out.logits.dtype == torch.float32
-    assert torch.equal(out.logits, torch.nn.functional.linear(hidden, head))
-    assert model(torch.tensor([[3]])).logits.dtype == torch.bfloat16

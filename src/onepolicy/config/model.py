@@ -16,6 +16,8 @@ class ModelConfig(Frozen):
     """Folder or hub id of a transformers causal LM with its tokenizer; `tiny` is the policy `make-policy` builds."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trained parameters."""
+    lm_head: Literal["same", "float32"] = "same"
+    """float32: the vocabulary projection alone, where parameters or autocast make what is below it bfloat16."""
     trust_remote_code: bool = False
 
 

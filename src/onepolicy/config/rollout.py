@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
+Head = Literal["same", "float32"]
+
 
 class HFEngineConfig(Frozen):
     """The embedded engine: the unmodified transformers model over a slab of keys, values and routes."""
@@ -15,12 +17,19 @@ class HFEngineConfig(Frozen):
     kind: Literal["hf"] = "hf"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the engine's own copy of the weights, whatever the trainer's."""
+    lm_head: Head = "same"
+    """float32: the vocabulary projection alone, with float32 weights (unrounded, another copy) and hidden states."""
     slots: PositiveInt = 64
     """Sequences decoded at once; a finished one makes room for the next."""
     max_len: PositiveInt | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length."""
     prefix_reuse: bool = True
     """Copy keys, values and routes of a shared prefix instead of computing them again."""
+
+    @model_validator(mode="after")
+    def _head_takes_effect(self) -> Self:
+        refuse_idle_head(self)
+        return self
 
 
 class VLLMEngineConfig(Frozen):
@@ -29,6 +38,8 @@ class VLLMEngineConfig(Frozen):
     kind: Literal["vllm"] = "vllm"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the engine's own copy of the weights, whatever the trainer's."""
+    lm_head: Head = "same"
+    """float32: the vocabulary projection alone, from the rounded weights (vLLM's head_dtype)."""
     slots: PositiveInt = 64
     """Sequences decoded at once; a finished one makes room for the next."""
     max_len: PositiveInt | None = None
@@ -39,6 +50,17 @@ class VLLMEngineConfig(Frozen):
     """Tokens of a cached block; unset: vLLM's own choice (128 on the CPU)."""
     cache_gib: PositiveFloat = 1.0
     """Memory for keys and values."""
+
+    @model_validator(mode="after")
+    def _head_takes_effect(self) -> Self:
+        refuse_idle_head(self)
+        return self
+
+
+def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig) -> None:
+    """ValueError if lm_head has no effect."""
+    if config.lm_head == "float32" and config.dtype == "float32":
+        raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
 
 
 EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]

@@ -124,6 +124,10 @@ class RunConfig(Frozen):
             raise ValueError(
                 "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
             )
+        if self.model.lm_head == "float32" and self.model.dtype == "float32" and self.train.autocast == "off":
+            raise ValueError(
+                "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
+            )
         check_pair(self.objective, self.correction)
         self._check_clips()
         self._check_anchor()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from onepolicy.config import FromRollout, ModelConfig
-from onepolicy.loop.setup import DTYPES
+from onepolicy.loop.setup import load_copy
 from onepolicy.measure.attribution import Estimate, Scoring, Waterfall, distance, excess, waterfall
-from onepolicy.models.load import load_model
-from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.types import TokenBatch
@@ -80,17 +76,13 @@ def attribute(
     trainer = score(variant(learner))
     if replay:
         steps.append(Scoring("routing", "trainer with the rollout's routes replayed", trainer))
-    dtype = config.rollout.engine.dtype
-    copy = load_model(model, DTYPES[dtype], learner.device)
-    prepare_for_training(copy, learner.device)
-    same = variant(learner, model=copy, autocast="off")
-    packed = score(same)
+    engine = config.rollout.engine
+    dtype, copy = engine.dtype, load_copy(model, engine, learner.device)
+    packed = score(variant(learner, model=copy, autocast="off"))
     if dtype != config.model.dtype:
         steps.append(
             Scoring("engine precision", f"the trainer's forward on weights and activations in {dtype}", packed)
         )
-    with fp32_head(copy):
-        head = score(same)
     single = variant(learner, tokens_per_micro_batch=1)
     single_copy = variant(learner, model=copy, autocast="off", tokens_per_micro_batch=1)
     alone = [
@@ -104,12 +96,12 @@ def attribute(
             "the same on a copy of the model in the engine's dtype",
             distance(score(single_copy), packed, mask, segment),
         ),
-        Alone(
-            "lm_head in fp32",
-            f"how much nearer a {dtype} copy comes to the trainer with its lm_head in fp32",
-            excess(packed, head, trainer, mask, segment),
-        ),
     ]
+    if dtype != "float32" and engine.lm_head == "same" and type(copy.get_output_embeddings()) is nn.Linear:
+        headed = load_copy(model, engine.model_copy(update={"lm_head": "float32"}), learner.device)
+        head = score(variant(learner, model=headed, autocast="off"))
+        how = f"how much nearer a {dtype} copy comes to the trainer with rollout.engine.lm_head=float32"
+        alone.append(Alone("lm_head in fp32", how, excess(packed, head, trainer, mask, segment)))
     if config.model.dtype == "float32":
         cast = score(variant(learner, autocast="off" if config.train.autocast == "bfloat16" else "bfloat16"))
         with_cast, without = (trainer, cast) if config.train.autocast == "bfloat16" else (cast, trainer)
@@ -117,20 +109,6 @@ def attribute(
         alone.append(Alone("trainer precision", how, excess(with_cast, without, rollout, mask, segment)))
     start = _logp(native)
     return waterfall(rollout, start, steps, mask, segment), alone
-
-
-@contextmanager
-def fp32_head(model: Any) -> Iterator[None]:
-    """The vocabulary projection computed in float32 from the layers' output as it is."""
-
-    def project(head: nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
-        bias = None if head.bias is None else head.bias.float()
-        return nn.functional.linear(inputs[0].float(), head.weight.float(), bias)
-
-    head = model.get_output_embeddings()
-    hook = head.register_forward_hook(project) if isinstance(head, nn.Linear) else nullcontext()
-    with hook:
-        yield
 
 
 def _logp(batch: TokenBatch) -> Tensor:

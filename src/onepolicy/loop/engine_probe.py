@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.correct.diagnose import EXPLAINED, preflight
-from onepolicy.envs.episode import sample_from_completion
+from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.loop.causes import at_temperature
 from onepolicy.measure.logprob import mismatch
@@ -68,8 +68,9 @@ def scored(learner: LocalLearner, played: Played, *, routes: bool = False) -> To
     """The tokens in one packed batch, scored by the trainer with its own routing, at the temperature asked for."""
     samples = []
     for prompt, done in zip(played.prompts, played.done, strict=True):
-        kept = done if routes else dataclasses.replace(done, routing=None)
-        sample = sample_from_completion(prompt, kept, 0.0, played.sampling.temperature or 1.0)
+        path = Trajectory(prompt)
+        path.sampled(done if routes else dataclasses.replace(done, routing=None))
+        sample = path.sample(reward=0.0, temperature=played.sampling.temperature or 1.0)
         samples.append(dataclasses.replace(sample, outcome=0.0))
     return learner.score_without_replay(pack([Group(i, (sample,)) for i, sample in enumerate(samples)]))
 

@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.loop.causes import variant
 from onepolicy.loop.engine_probe import Check, Played, distance, play, scored
-from onepolicy.loop.setup import DTYPES
+from onepolicy.loop.setup import load_copy
 from onepolicy.loop.step import Parts
-from onepolicy.models.load import load_model
-from onepolicy.models.prepare import prepare_for_training
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe
 from onepolicy.sync.local import push_weights
@@ -37,9 +35,9 @@ class Copy:
     """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
 
     def __init__(self, learner: LocalLearner, model: ModelConfig) -> None:
-        self._learner, self._dtype = learner, getattr(learner.config.rollout.engine, "dtype", "bfloat16")
-        self._model = load_model(model, DTYPES[self._dtype], learner.device)
-        prepare_for_training(self._model, learner.device)
+        engine = learner.config.rollout.engine
+        self._learner, self._dtype = learner, engine.dtype
+        self._model = load_copy(model, engine, learner.device)
         self._scorer = variant(learner, model=self._model, autocast="off")
 
     def follow(self) -> None:

@@ -21,6 +21,7 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import build
 from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
 from onepolicy.loop.step import Parts
+from onepolicy.models import fp32_head
 from onepolicy.models.load import (
     context_length,
     device_of,
@@ -83,8 +84,7 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     refuse_router_loss(hf_config)
     moe = is_moe(hf_config)
     environment, tokenizer, max_len = open_environment(config, model_config)
-    model = load_model(model_config, DTYPES[config.model.dtype], device)
-    prepare_for_training(model, device)
+    model = load_trained(model_config, device)
     routers = bind_routers(model) if moe else None
     learner = LocalLearner(
         model,
@@ -101,8 +101,7 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     )
     reprefill = None
     if again:
-        second = load_model(model_config, DTYPES[config.rollout.engine.dtype], device)
-        prepare_for_training(second, device)
+        second = load_copy(model_config, config.rollout.engine, device)
         reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
     top_logprobs = config.correction.top_logprobs(hf_config.get_text_config().vocab_size)
     check_engine(config, engine.caps, top_logprobs)
@@ -140,9 +139,32 @@ def build_reference(config: RunConfig, vocabulary: int, device: torch.device) ->
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
     if own != vocabulary:
         raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
-    reference = load_model(model_config, DTYPES[config.model.dtype], device)
-    prepare_for_training(reference, device)
-    return reference.requires_grad_(False)
+    return load_trained(model_config, device).requires_grad_(False)
+
+
+def load_trained(model: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples."""
+    loaded = load_model(model, DTYPES[model.dtype], device)
+    if model.lm_head == "float32":
+        fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
+    prepare_for_training(loaded, device)
+    return loaded
+
+
+def load_copy(model: ModelConfig, engine: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """The model in the engine's dtype, its lm_head too, ready for packed samples."""
+    copy, dtype = load_engine_model(model, engine, device), DTYPES[engine.dtype]
+    if engine.lm_head == "float32":
+        fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
+    copy.to(dtype)  # type: ignore[arg-type]
+    prepare_for_training(copy, device)
+    return copy
+
+
+def load_engine_model(model: ModelConfig, engine: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head needs them unrounded."""
+    dtypes = {model.dtype, engine.dtype if engine.lm_head == "same" else model.dtype}
+    return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
 
 
 def build_critic(model: ModelConfig, config: RunConfig, device: torch.device) -> Critic | None:
@@ -196,6 +218,5 @@ def build_engine(
     """
     if isinstance(config, VLLMEngineConfig):
         return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=device.type == "cpu")
-    dtypes = {model.dtype, config.dtype}  # through the trainer's dtype, so that it starts with the trainer's weights
-    own = load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
+    own = load_engine_model(model, config, device)
     return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)

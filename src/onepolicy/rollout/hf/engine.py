@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
-from onepolicy.models import decode_experts
+from onepolicy.models import decode_experts, fp32_head
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
@@ -36,7 +36,10 @@ class HFEngine:
         if not 2 <= max_len <= context:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
         self.version = 0
-        self.model: PreTrainedModel = model.to(DTYPES[config.dtype]).eval()  # type: ignore[arg-type]
+        dtype, self._head = DTYPES[config.dtype], None
+        if config.lm_head == "float32":
+            self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
+        self.model: PreTrainedModel = model.to(dtype).eval()  # type: ignore[arg-type]
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
@@ -79,6 +82,8 @@ class HFEngine:
                 if ours != theirs:
                     raise UsageError(f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}")
                 own[name].copy_(tensor)
+                if self._head is not None:
+                    self._head.take(own[name], tensor)
                 loaded.add(own[name].data_ptr())
         missing = [name for name, tensor in own.items() if tensor.data_ptr() not in loaded]  # tied names share memory
         if missing:

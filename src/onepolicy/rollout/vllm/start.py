@@ -75,6 +75,7 @@ def start(
         kv_cache_memory_bytes=int(config.cache_gib * 2**30),
         max_logprobs=top_logprobs,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from
+        hf_overrides={"head_dtype": "float32"} if config.lm_head == "float32" else {},
         enable_return_routed_experts=routes,
         async_scheduling=False if routes and found < (0, 22) else None,  # None: vLLM's choice
         enforce_eager=cpu,
@@ -85,6 +86,8 @@ def start(
     )
     with _threads_kept():
         llm = LLMEngine.from_engine_args(arguments)
+    if config.lm_head == "float32":
+        refuse_rounded_head(llm.apply_model(head_dtypes))
     if routes:
         monolithic = any(llm.apply_model(has_monolithic_kernel))
         resolved = deployment_of(llm.vllm_config, vllm.__version__, platform)
@@ -111,6 +114,20 @@ def check_version(version: str, *, cpu: bool) -> None:
 def has_monolithic_kernel(model: nn.Module) -> bool:
     """Whether some MoE layer of a vLLM model leaves the choice of experts to its kernel."""
     return any(getattr(getattr(m, "quant_method", None), "is_monolithic", False) for m in model.modules())
+
+
+def head_dtypes(model: nn.Module) -> list[str]:
+    """In what a vLLM model computes its logits: `head_dtype` of each of its logits processors."""
+    return [str(getattr(m, "head_dtype", None)) for m in model.modules() if type(m).__name__ == "LogitsProcessor"]
+
+
+def refuse_rounded_head(found: list[list[str]]) -> None:
+    """UsageError unless every worker's model (`head_dtypes`) has logits processors, and all compute in float32."""
+    if any(not each or set(each) != {"torch.float32"} for each in found):
+        raise UsageError(
+            f"rollout.engine.lm_head: float32 was asked for, but this vLLM computes the logits in {found}; it needs "
+            "https://github.com/vllm-project/vllm/pull/48390 (0.30 has it). Leave the setting out"
+        )
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""The vocabulary projection in float32 while the layers below it stay in bfloat16.
+
+A bfloat16 projection rounds logits of 10 to steps of 1/16. Largest single source of mismatch in MiniMax-M1
+(arXiv:2506.13585, section 3.2), mended there as here: float32 weights, float32 hidden states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from onepolicy.config import UsageError
+
+
+class Fp32Head:
+    """Replaces the forward of a model's output layer; its parameters and state dict stay what they are."""
+
+    def __init__(self, model: PreTrainedModel, *, field: str, copy: bool = False) -> None:
+        """copy: keep float32 weights of our own, taken now and by `take`; else those of the model, cast at every call,
+        so that gradients reach them (and, tied, the embedding). UsageError, naming `field`, for a head of another kind.
+        """
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise UsageError(
+                f"{field}: the output layer of {type(model).__name__} is {type(head).__name__}, not a plain linear "
+                "layer, so it is not known how to compute it in float32; leave the setting out"
+            )
+        self._head, self._own = head, {}
+        if copy:
+            self._own = {name: tensor.detach().float().clone() for name, tensor in head.named_parameters()}
+        head.forward = self._project  # type: ignore[method-assign, assignment]
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        """[..., H] of any dtype -> [..., V] float32."""
+        weight, bias = self._own.get("weight", self._head.weight), self._own.get("bias", self._head.bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+    def take(self, ours: Tensor, theirs: Tensor) -> None:
+        """A sync wrote `theirs` over `ours`: if that is a tensor of the head, our copy takes it over unrounded."""
+        for name, copy in self._own.items():
+            if getattr(self._head, name).data_ptr() == ours.data_ptr():
+                copy.copy_(theirs)
+
+
+def install(model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: bool = False) -> Fp32Head:
+    """Cast the model to `dtype` but for its head (Fp32Head). UsageError if its logits do not come out in float32."""
+    head = Fp32Head(model, field=field, copy=copy)
+    model.to(dtype)  # type: ignore[arg-type]
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        found = model(input_ids=token, use_cache=False).logits.dtype
+    if found != torch.float32:
+        raise UsageError(
+            f"{field}: {type(model).__name__} hands on logits in {found} whatever its output layer computes; leave the "
+            "setting out"
+        )
+    return head
