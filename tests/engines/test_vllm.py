@@ -1,8 +1,10 @@
 """vLLM itself behind the RolloutEngine protocol. One engine per session."""
 
 import asyncio
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from onepolicy.models.load import load_model, read_config
 from onepolicy.replay.checks import RouteRules, check_completion
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.vllm import weights as vllm_weights
-from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.rollout.vllm.engine import VLLMEngine, _VLLMBatch
 from onepolicy.sync.check import checked_push
 from onepolicy.train.policy import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
@@ -207,13 +209,32 @@ def test_prefix_cache_keeps_routes_until_the_weights_change(engine, models):
     assert not torch.equal(other.routing.ids[: 2 * BLOCK], first.routing.ids[: 2 * BLOCK])
 
 
-def test_synced_engine_equals_a_fresh_one_of_the_saved_checkpoint(engine, models, folders):
+def test_warm_up_finds_routes_that_are_all_zeros(engine):
+    batch = engine._driver.batch
+    broken = dataclasses.replace(batch._contract, rows=lambda output: np.zeros((3, 3, 4), np.uint8))
+    with pytest.raises(UsageError, match=r"no MoE kernel was captured .*issues/54730"):
+        _VLLMBatch(engine.llm, batch._routes, broken, 3).warm_up([3, 4, 5])
+    assert engine.llm.get_num_unfinished_requests() == 0
+
+
+def test_threads_are_still_torchs(engine):
+    """vLLM's worker replaces torch.set_num_threads by a function that does nothing."""
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+
+
+def test_synced_engine_equals_a_fresh_one_of_the_saved_checkpoint(engine, models, folders, caplog):
     requests = ragged(prompts(6))
     old = play(engine, requests)
     for version in (1, 2):  # the second reload starts from packed experts of the first
         asyncio.run(engine.load_weights(models[1].state_dict().items(), version))
     synced = play(engine, requests)
-    fresh = play(open_engine(folders[1]), requests)
+    with caplog.at_level("INFO"):
+        fresh = play(open_engine(folders[1]), requests)
+    assert "starting vLLM" in caplog.text
+    assert "warmed up in" in caplog.text
     for ours, theirs, before in zip(synced, fresh, old, strict=True):
         assert torch.equal(ours.token_ids, theirs.token_ids)
         assert torch.equal(ours.logp, theirs.logp)

@@ -100,7 +100,10 @@ def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
 
 
 def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
-    assert main(["eval", str(finished)]) == 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    assert main(["eval", str(finished), f"train.threads={before}"]) == 0
+    assert torch.get_num_threads() == before
     printed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     last = rows(finished)[-1]
     assert {k: v for k, v in printed.items() if k != "model"} == {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import sys
 
 EPILOG = """\
 settings:
@@ -21,8 +23,19 @@ def command(commands: argparse._SubParsersAction, name: str, text: str, run: obj
     return command
 
 
+class _Lines(logging.Handler):
+    """What the library logs, as lines on stderr; looked up at every line, because live bars take it over."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def prepare_process(threads: int | None) -> None:
     """What must be set before torch is imported. OpenMP threads that spin starve whatever else runs on the machine."""
+    ours = logging.getLogger("onepolicy")
+    ours.setLevel(logging.INFO)
+    if not ours.handlers:
+        ours.addHandler(_Lines())
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -73,8 +73,7 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     _check_extras(config)
     device = device_of(config.train.device)
     torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
+    use_threads(config)
     model_config = (
         resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
     )
@@ -108,6 +107,12 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     stop = (tokenizer.eos_token_id,)
     parts = Parts(config, engine, learner, environment, stop, rules, reprefill, top_logprobs)
     return parts, tokenizer
+
+
+def use_threads(config: RunConfig) -> None:
+    """train.threads for the trainer and every engine in this process: all of them compute with torch's one team."""
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
 
 
 def route_rules(config: RunConfig, routers: Routers) -> RouteRules:

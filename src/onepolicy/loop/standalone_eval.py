@@ -26,6 +26,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         checkpoint.verify(folder)
         model = model.model_copy(update={"path": str(folder)})
     model = setup.resolve_model(model)
+    setup.use_threads(config)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
     engine = setup.build_engine(model, config.rollout.engine, device, routes=None, max_len=max_len)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +22,9 @@ from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.vllm.contract import Contract, trace_of
 from onepolicy.rollout.vllm.start import start
 from onepolicy.rollout.vllm.weights import reload
-from onepolicy.types import Completion, Sampling
+from onepolicy.types import Completion, RoutingTrace, Sampling
 
+LOG = logging.getLogger(__name__)
 COLDEST = 0.01  # vLLM raises lower temperatures to this
 
 
@@ -44,6 +47,8 @@ class VLLMEngine:
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=self._vocab)
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
+        LOG.info("starting vLLM and loading %s", model.path)
+        begun = time.perf_counter()
         self.llm, contract = start(
             config,
             model.path,
@@ -53,7 +58,11 @@ class VLLMEngine:
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
         )
-        self._driver = Driver(_VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers)))
+        batch = _VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers))
+        loaded = time.perf_counter()
+        batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
+        self._driver = Driver(batch)
+        LOG.info("vLLM loaded in %.1f s, warmed up in %.1f s", loaded - begun, time.perf_counter() - loaded)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
@@ -120,6 +129,16 @@ class _VLLMBatch:
                 ended.append((request, self._completion(request, output, version)))
         return ended
 
+    def warm_up(self, prompt: list[int]) -> None:
+        """One request, so that the first real one does not pay for what vLLM does once. UsageError if its routes are
+        all zeros or not of the model's layers, which is then known before anything is sampled with them."""
+        once = _parameters(Sampling(temperature=1.0, max_tokens=1), seed=0)
+        self._llm.add_request("warm-up", {"type": "token", "prompt_token_ids": prompt}, once)
+        while self._llm.has_unfinished_requests():
+            for output in self._llm.step():
+                self._routing(output, len(prompt), version=0)
+        self.clear()
+
     def clear(self) -> None:
         """Drop running requests and everything cached."""
         self._abort(list(self._running))
@@ -144,26 +163,28 @@ class _VLLMBatch:
             top_ids = torch.tensor(done.logprobs.token_ids, dtype=torch.int32).view(logp.shape)[:, 1:].contiguous()
             top_logp = logp[:, 1:].contiguous()
         assert done.finish_reason in ("stop", "length")
-        routing = None
-        if self._routes is not None and self._contract is not None:
-            routing = trace_of(
-                self._contract.rows(output),
-                self._contract,
-                prompt=len(request.prompt),
-                completion=len(tokens),
-                cached=output.num_cached_tokens or 0,
-                rules=self._routes,
-                depth=self._depth,
-                version=version,
-            )
         return Completion(
             tokens,
             logp[:, 0].contiguous(),
             torch.full_like(tokens, version),
             done.finish_reason,
-            routing,
+            self._routing(output, len(request.prompt), version),
             top_ids=top_ids,
             top_logp=top_logp,
+        )
+
+    def _routing(self, output: Any, prompt: int, version: int) -> RoutingTrace | None:
+        if self._routes is None or self._contract is None:
+            return None
+        return trace_of(
+            self._contract.rows(output),
+            self._contract,
+            prompt=prompt,
+            completion=len(output.outputs[0].token_ids),
+            cached=output.num_cached_tokens or 0,
+            rules=self._routes,
+            depth=self._depth,
+            version=version,
         )
 
 
