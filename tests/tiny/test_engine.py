@@ -133,6 +133,20 @@ def test_calls_join_a_running_batch():
     assert ended == ["short", "long"]
 
 
+def test_calls_one_after_the_other():
+    """Each call comes as the one before ends, when the task that ran it is about to be over."""
+    engine, turn = build("qwen3_moe"), asyncio.Lock()
+
+    async def call(seed):
+        async with turn:
+            return await engine.generate([2, 3, 4], Sampling(1.0, 2), seed=seed)
+
+    async def main():
+        return await asyncio.wait_for(asyncio.gather(*map(call, range(5))), timeout=60)
+
+    assert len(asyncio.run(main())) == 5
+
+
 def test_load_weights_changes_the_policy_and_forgets():
     engine, other = build("qwen3_moe"), make("qwen3_moe", seed=1)
     requests = ragged(prompts(3, 10, 12))

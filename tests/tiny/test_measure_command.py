@@ -9,9 +9,9 @@ import torch
 from models import make
 
 from onepolicy.cli import main
-from onepolicy.loop.measure import measure_config, measure_parts, to_tree
+from onepolicy.loop.measure import measure_config, measure_parts
+from onepolicy.loop.measured import to_tree
 from onepolicy.loop.setup import build_parts, resolve_model
-from onepolicy.types import RoutingTrace
 
 SETTINGS = [
     "task.kind=chain",
@@ -27,23 +27,29 @@ SETTINGS = [
 class Planted:
     """An engine with a fault."""
 
-    def __init__(self, engine, *, temperature=1.0, late=0):
-        self.engine, self.temperature, self.late = engine, temperature, late
-        self.caps = engine.caps
+    def __init__(self, engine, *, late=0, shift=0, crowded=0.0, routers=0.0, **sampling):
+        """late: rows by which its routes are; shift: slots by which its log-probabilities are; crowded: noise on them
+        while it serves several requests; routers: noise on what its routers see; sampling: what it samples with."""
+        self.engine, self.late, self.shift, self.crowded, self.sampling = engine, late, shift, crowded, sampling
+        self.caps, self.running = engine.caps, 0
+        if routers:
+            for name, module in engine.model.named_modules():
+                if name.endswith("mlp.gate"):
+                    module.register_forward_pre_hook(lambda _, args: (args[0] + routers * args[0].roll(1, -1),))
 
     @property
     def version(self):
         return self.engine.version
 
     async def generate(self, prompt_ids, sampling, *, seed):
-        hot = dataclasses.replace(sampling, temperature=sampling.temperature * self.temperature)
-        found = await self.engine.generate(prompt_ids, hot, seed=seed)
-        if not self.late:
-            return found
-        rolled = found.routing.ids.roll(self.late, 0)
-        return dataclasses.replace(
-            found, routing=RoutingTrace(rolled, found.routing.valid, found.routing.layers, found.routing.num_experts)
-        )
+        self.running += 1
+        crowd = self.running > 1
+        found = await self.engine.generate(prompt_ids, dataclasses.replace(sampling, **self.sampling), seed=seed)
+        self.running -= 1
+        noise = self.crowded * torch.randn(len(found.logp), generator=torch.Generator().manual_seed(seed % 2**40))
+        logp = found.logp.roll(self.shift) * (noise.exp() if crowd else 1)
+        routing = dataclasses.replace(found.routing, ids=found.routing.ids.roll(self.late, 0), spans=())
+        return dataclasses.replace(found, logp=logp, routing=routing)
 
     async def load_weights(self, weights, version):
         await self.engine.load_weights(weights, version)
@@ -78,26 +84,35 @@ def clean(policy):
 
 def test_a_clean_run_is_not_accused(clean):
     assert clean.verdict.action != "bug", clean.verdict.text()
-    assert clean.look.factor == 1
+    assert clean.look.explained.scorer.factor == 1
     assert clean.look.replayed is not None
+
+
+SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")
+
+
+def bars_of(found):
+    return {bar.name: bar.removed.value for bar in found.waterfall.bars}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 11))
 def test_no_clean_run_is_accused(policy, seed, dtype):
     found = measured(policy, f"seed={seed}", f"rollout.engine.dtype={dtype}")
     assert found.verdict.action != "bug", found.verdict.text()
+    assert [bars_of(found)[name] for name in SETTINGS_OF_BOTH_SIDES] == [0, 0, 0, 0]
 
 
 def test_bars_and_remainder_make_up_the_gap(clean):
     fall = clean.waterfall
-    assert [bar.name for bar in fall.bars] == ["temperature", "routing", "engine precision"]
+    assert [bar.name for bar in fall.bars] == [*SETTINGS_OF_BOTH_SIDES, "routing", "precision", "batch shape"]
     assert fall.total.value == pytest.approx(clean.look.found.k3)
     assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(fall.total.value)
-    assert fall.bars[0].removed.value == 0
-    shape = next(a for a in clean.alone if a.name == "batch shape, trainer")
-    assert 0 <= shape.nats.value < 1e-9  # fp32
+    assert [bar.removed.value for bar in fall.bars[:4]] == [0, 0, 0, 0]
+    assert clean.repeats["engine_all/same"] == 1  # the same requests with the same seeds
+    assert clean.repeats["engine_all/k3"] == 0
+    assert clean.repeats["engine_alone/same"] > 0.9
 
 
 def test_breakdowns_account_for_every_token(clean):
@@ -110,20 +125,54 @@ def test_breakdowns_account_for_every_token(clean):
 
 
 @pytest.mark.parametrize(
-    ("fault", "causes"),
+    ("fault", "causes", "bar"),
     [
-        pytest.param({"temperature": 1.3}, ("temperature",), marks=pytest.mark.slow),
-        ({"late": 1}, ("routes",)),
-        pytest.param({"older": 0.1}, ("stale",), marks=pytest.mark.slow),
-        ({"older": 0.1, "temperature": 1.3}, ("stale", "temperature")),
+        pytest.param({"temperature": 1.3}, ("temperature",), "temperature", marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.7}, ("support",), "sampling support", marks=pytest.mark.slow),
+        pytest.param({"top_k": 2, "temperature": 1.3}, ("support", "temperature"), None, marks=pytest.mark.slow),
+        ({"top_k": 2}, ("support",), "sampling support"),
+        pytest.param({"shift": 1}, ("shift",), "misaligned tokens", marks=pytest.mark.slow),
+        pytest.param({"shift": -1, "temperature": 1.3}, ("shift", "temperature"), None, marks=pytest.mark.slow),
+        ({"late": 1}, ("routes",), None),
+        pytest.param({"older": 0.1}, ("stale",), "stale weights", marks=pytest.mark.slow),
+        ({"older": 0.1, "temperature": 1.3}, ("stale", "temperature"), None),
     ],
 )
-def test_planted_cause_is_named(policy, fault, causes):
+def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, bar):
     found = measured(policy, "rollout.engine.dtype=float32", **fault)
     assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
-    if causes == ("temperature",):
-        assert found.look.factor == pytest.approx(1.3, abs=0.02)
-        assert found.waterfall.bars[0].removed.value > 0.9 * found.waterfall.total.value
+    if "temperature" in causes and "stale" not in causes:  # a stale engine has one of its own
+        assert found.look.explained.scorer.factor == pytest.approx(1.3, abs=0.02)
+    if bar is not None:
+        assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
+    elif causes != ("routes",):
+        names = {"shift": "misaligned tokens", "stale": "stale weights", "support": "sampling support"}
+        assert {name for name, nats in bars_of(found).items() if nats > 1e-3} == {names[causes[0]], "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "setting", "bar"),
+    [
+        ({"crowded": 0.2}, "rollout.engine.dtype=float32", "batch shape"),
+        pytest.param({"routers": 0.3}, "rollout.engine.dtype=float32", "routing", marks=pytest.mark.slow),
+    ],
+)
+def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar):
+    found = measured(policy, setting, **fault)
+    assert found.verdict.action != "bug", found.verdict.text()
+    bars = bars_of(found)
+    assert max(bars, key=bars.get) == bar, bars
+    assert bars[bar] > 0.8 * found.waterfall.total.value
+
+
+@pytest.mark.slow
+def test_precision_is_the_dtypes_of_both_sides(policy):
+    """A trainer under bf16 autocast and an fp32 engine: without autocast, all that replay leaves is gone."""
+    found = measured(policy, "rollout.engine.dtype=float32", "train.autocast=bfloat16")
+    precision = next(bar for bar in found.waterfall.bars if bar.name == "precision")
+    assert precision.left.value < 1e-9 < 1e-6 < precision.removed.value
+    trainer = next(each for each in found.alone if each.name == "trainer in bfloat16")
+    assert trainer.nats.value == pytest.approx(precision.removed.value, rel=1e-3)
 
 
 def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
@@ -146,7 +195,7 @@ def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
     few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
     assert main(["measure", str(tmp_path / "dense"), *SETTINGS, *few, "--out", str(tmp_path / "d")]) == 0
     tree = json.loads((tmp_path / "d" / "measure.json").read_text())
-    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == ["temperature", "engine precision"]
+    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == [*SETTINGS_OF_BOTH_SIDES, "precision", "batch shape"]
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
     assert 'id="fig-routers"' not in (tmp_path / "d" / "report.html").read_text()

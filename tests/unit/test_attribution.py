@@ -9,11 +9,16 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.correct.diagnose import Diagnosis, Finding
 from onepolicy.correct.verdict import CAUSES, Gap, verdict
-from onepolicy.measure.attribution import Scoring, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.measure.breakdown import CLASSES, by_edges, by_label, places, token_class
+from onepolicy.measure.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
+from onepolicy.measure.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
 from onepolicy.measure.logprob import mismatch
 
 CLEAN = Diagnosis(0.01, ())
+
+
+def levels(logps, rollout, mask, segment):
+    first, *rest = [Level.of("", "", logp, rollout, mask, segment) for logp in logps]
+    return first, rest
 
 
 def test_waterfall_by_hand():
@@ -22,9 +27,7 @@ def test_waterfall_by_hand():
     start = rollout + torch.tensor([math.log(2), 0.0, 0.0, 0.0, 0.0])
     mask = torch.tensor([True, True, True, True, False])
     segment = torch.tensor([0, 0, 1, 1, 1])
-    found = waterfall(
-        rollout, start, [Scoring("a", "", start.clone()), Scoring("b", "", rollout.clone())], mask, segment
-    )
+    found = waterfall(*levels([start, start.clone(), rollout.clone()], rollout, mask, segment))
     k3 = (1 - math.log(2)) / 4
     assert found.total.value == pytest.approx(k3, rel=1e-6)
     assert [bar.removed.value for bar in found.bars] == pytest.approx([0.0, k3], rel=1e-6)
@@ -40,7 +43,7 @@ def test_bars_and_remainder_add_up_and_are_k3_of_mismatch():
     first, second = (rollout + s * torch.randn(300, generator=generator) for s in (0.2, 0.1))
     mask = torch.rand(300, generator=generator) > 0.3
     segment = torch.arange(300) // 20
-    found = waterfall(rollout, first, [Scoring("x", "", second)], mask, segment)
+    found = waterfall(*levels([first, second], rollout, mask, segment))
     assert found.total.value == pytest.approx(mismatch(first, rollout, mask).k3)
     assert found.total.value == pytest.approx(found.bars[0].removed.value + found.remainder.value)
     assert found.total.low < found.total.value < found.total.high
@@ -52,22 +55,30 @@ def test_bars_and_remainder_add_up_and_are_k3_of_mismatch():
 def test_bootstrap_draws_sequences_and_not_tokens():
     """Sequence means of variance 1 and tokens that only repeat them: the error is that of 400 draws, not of 4000."""
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(400, generator=generator, dtype=torch.float64).repeat_interleave(10)[None]
-    draws = bootstrap(values, torch.arange(400).repeat_interleave(10))[1:, 0]
+    values = torch.randn(400, generator=generator, dtype=torch.float64).repeat_interleave(10)
+    draws = bootstrap([(values, torch.arange(400).repeat_interleave(10))])[1:, 0]
     assert float(draws.std()) == pytest.approx(1 / 400**0.5, rel=0.1)
     assert float(draws.mean()) == pytest.approx(float(values.mean()), abs=0.01)
 
 
 def test_bootstrap_weighs_tokens():
-    values, segment = torch.tensor([[1.0, 1.0, 1.0, 5.0]], dtype=torch.float64), torch.tensor([3, 3, 3, 7])
-    draws = bootstrap(values, segment, draws=50)
+    values, segment = torch.tensor([1.0, 1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([3, 3, 3, 7])
+    draws = bootstrap([(values, segment)], draws=50)
     assert float(draws[0, 0]) == 2.0
     assert set(draws[1:, 0].tolist()) == {1.0, 2.0, 5.0}
 
 
+def test_bootstrap_draws_the_same_sequences_for_series_of_other_tokens():
+    """The second series has one token more of sequence 7, of the same mean: it is the same in every draw but size."""
+    first = torch.tensor([1.0, 5.0]), torch.tensor([3, 7])
+    second = torch.tensor([1.0, 1.0, 5.0, 5.0]), torch.tensor([3, 3, 7, 7])
+    draws = bootstrap([first, second], draws=50)
+    assert torch.equal(draws[:, 0], draws[:, 1])
+
+
 def test_bootstrap_without_tokens():
     with pytest.raises(UsageError, match="no tokens"):
-        bootstrap(torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64))
+        bootstrap([(torch.zeros(0), torch.zeros(0, dtype=torch.int64))])
 
 
 def test_breakdowns_split_k3():
@@ -83,7 +94,7 @@ def test_breakdowns_split_k3():
     terms = k3_terms(trainer, rollout)
     assert [row.share for row in rows] == pytest.approx((terms[[2, 1, 0, 3]] / terms.sum()).tolist())
     assert [row.mean_dlogp for row in rows] == pytest.approx([0.2, 0.5, 0.5, 0.0], abs=1e-6)
-    only = by_label(trainer, rollout, torch.tensor([2, 2, 2, 2]), CLASSES)
+    only = by_label(trainer, rollout, torch.full((4,), CLASSES.index("end")), CLASSES)
     assert [(row.name, row.share) for row in only] == [("end", 1.0)]
 
 
@@ -110,6 +121,28 @@ def test_places_count_within_a_response():
 )
 def test_token_class(text, end, name):
     assert CLASSES[token_class(text, end=bool(end))] == name
+
+
+def test_the_first_class_that_fits():
+    assert CLASSES[token_class("7", end=False, echo=True)] == "prompt echo"
+    assert CLASSES[token_class("7", end=False, echo=True, call=True)] == "tool call"
+    assert CLASSES[token_class("7", end=True, echo=True, call=True)] == "end"
+
+
+def test_an_echo_repeats_four_given_tokens():
+    given, own = False, True
+    path = [1, 2, 3, 4, 5, 9, 2, 3, 4, 5, 2, 3, 4, 9]
+    found = echoed(path, [given] * 5 + [own] * 9)
+    assert [i for i, echo in enumerate(found) if echo] == [9]  # 2 3 4 5; the second 2 3 4 ends otherwise
+    assert not any(echoed([1, 2, 3, 4, 1, 2, 3, 4], [own] * 8))  # its own words are no echo
+    tool = echoed([7, 1, 2, 3, 4, 1, 2, 3, 4], [own] + [given] * 4 + [own] * 4)
+    assert tool == [False] * 8 + [True]
+
+
+def test_tokens_of_a_tool_call():
+    texts = ["so ", "<tool", "_call>", "{x}", "</tool_call>", " end", "<|tool_call|>", "y"]
+    assert inside_calls(texts) == [False, True, True, True, True, False, True, True]
+    assert inside_calls(["a<b", " and", " c>d"]) == [False, False, False]
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):

@@ -7,12 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-from onepolicy.cli import engine
+from onepolicy.cli import engine, measure
 from onepolicy.cli.common import EPILOG, command, prepare_process
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.rollout import ENGINE_KINDS
 from onepolicy.config.stored import read_config
 
 
@@ -68,16 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
     )
 
-    measure = command(
-        commands, "measure", "how far apart are rollout engine and trainer, and why: a verdict", run_measure
-    )
-    measure.add_argument("model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)")
-    measure.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. task.kind=jsonl task.path=FILE")
-    measure.add_argument("--tiny", action="store_true", help="the tiny policy, or a random one if none was made")
-    measure.add_argument("--recipe", help="TOML recipe whose task, sampling, engine and train settings are used")
-    measure.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
-    measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
-    measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
+    measure.add(commands)
 
     audit = command(commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit)
     audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md")
@@ -174,36 +164,6 @@ def run_eval(arguments: argparse.Namespace) -> None:
     from onepolicy.loop.standalone_eval import evaluate_model
 
     evaluate_model(config, path if path.is_dir() else None, arguments.step)
-
-
-def run_measure(arguments: argparse.Namespace) -> None:
-    overrides = [*([f"rollout.engine.kind={arguments.engine}"] if arguments.engine else []), *arguments.overrides]
-    model = arguments.model
-    if model and "=" in model and not Path(model).exists():
-        model, overrides = None, [model, *overrides]  # argparse put the first override there
-    if model and arguments.tiny:
-        raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
-    if not (model or arguments.tiny or arguments.recipe):
-        raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
-    out = Path(arguments.out) if arguments.out else None
-    if out is not None and out.exists():
-        raise UsageError(f"--out: {out} already exists; choose another folder")
-    tree = read_recipe(arguments.recipe) if arguments.recipe else {}
-    if model:
-        overrides = [f"model.path={model}", *overrides]
-    prepare_process(tree.get("train", {}).get("threads"))
-    from rich.console import Console
-
-    from onepolicy.loop import measure
-    from onepolicy.report.measure import summary, write_report
-
-    found = measure.measure_model(tree, overrides, tiny=arguments.tiny, engine_model=arguments.engine_model)
-    console = Console()
-    for part in summary(measure.to_tree(found)):
-        console.print(part, highlight=False)
-    if out is not None:
-        measure.write(found, out)
-        console.print(f"written: {write_report(out)}", soft_wrap=True, highlight=False)
 
 
 def run_make_policy(arguments: argparse.Namespace) -> None:

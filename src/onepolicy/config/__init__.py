@@ -24,7 +24,7 @@ from onepolicy.config.rollout import (
     VLLMEngineConfig,
 )
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
-from onepolicy.config.task import ChainTask, GymTask, JsonlTask, TaskConfig
+from onepolicy.config.task import ChainTask, GymTask, JsonlTask, PromptsTask, TaskConfig
 
 __all__ = [
     "R2",
@@ -44,6 +44,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
+    "PromptsTask",
     "ReplayConfig",
     "ReplayOff",
     "RolloutConfig",

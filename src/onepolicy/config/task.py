@@ -1,4 +1,4 @@
-"""What is trained on: the quickstart task, a reasoning-gym data set by name, or a JSONL file."""
+"""What is trained on: the quickstart task, a reasoning-gym data set by name, a JSONL file; or prompts to measure on."""
 
 from __future__ import annotations
 
@@ -62,4 +62,12 @@ class JsonlTask(Frozen):
         return settings
 
 
-TaskConfig = Annotated[ChainTask | GymTask | JsonlTask, Field(discriminator="kind")]
+class PromptsTask(Frozen):
+    """Prompts without answers, for `onepolicy measure`: nothing is graded, so there is nothing to train on."""
+
+    kind: Literal["prompts"] = "prompts"
+    path: str
+    """Lines of text, or of {"prompt": ..., "answer": ...}; an answer is not needed and not read."""
+
+
+TaskConfig = Annotated[ChainTask | GymTask | JsonlTask | PromptsTask, Field(discriminator="kind")]

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import ChainTask, GymTask, JsonlTask, TaskConfig
+from onepolicy.config import ChainTask, GymTask, JsonlTask, PromptsTask, TaskConfig, UsageError
 from onepolicy.envs import chain, gym, jsonl
 from onepolicy.envs.chain import Chain
 from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
+from onepolicy.envs.prompts import Prompts
 from onepolicy.envs.single_turn import SingleTurn
 
 ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
@@ -25,6 +26,8 @@ def build(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> SingleTurn:
             return SingleTurn(Gym(config), tokenizer)
         case JsonlTask():
             return SingleTurn(Jsonl(config), tokenizer)
+        case PromptsTask():
+            return SingleTurn(Prompts(config), tokenizer)
 
 
 def alphabet(config: TaskConfig) -> str:
@@ -36,6 +39,8 @@ def alphabet(config: TaskConfig) -> str:
             return "".join(sorted(set(ASCII).union(*Gym(config).texts())))
         case JsonlTask():
             return "".join(sorted(set(ASCII).union(*Jsonl(config).texts())))
+        case PromptsTask():
+            return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
 
 
 def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
@@ -51,6 +56,8 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return gym.warmup_examples(config, mistakes=mistakes, seed=seed)
         case JsonlTask():
             return jsonl.warmup_examples(config, mistakes=mistakes, seed=seed)
+        case PromptsTask():
+            raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
 
 
 __all__ = ["SingleTurn", "alphabet", "build", "warmup_examples"]

@@ -86,6 +86,11 @@ class Jsonl:
 
 def read_problems(path: str, field: str) -> list[Problem]:
     """The file's lines in order, `id` the line number. Any line that is not a problem raises."""
+    return [_problem(path, number, line) for number, line in enumerate(read_lines(path, field), start=1)]
+
+
+def read_lines(path: str, field: str) -> list[bytes]:
+    """The file's lines, without blank ones at its end; at least one."""
     file = Path(path)
     if not file.is_file():
         raise UsageError(f"{field}: {path} is not a file; give the path of a JSONL file of prompts and answers")
@@ -94,11 +99,18 @@ def read_problems(path: str, field: str) -> list[Problem]:
         lines.pop()
     if not lines:
         raise UsageError(f'{field}: {path} is empty; it needs lines of {{"prompt": "...", "answer": "..."}}')
-    return [_problem(path, number, line) for number, line in enumerate(lines, start=1)]
+    return lines
 
 
 def _problem(path: str, number: int, line: bytes) -> Problem:
     where = f"{path}:{number}"
+    row = parse_line(where, line)
+    prompt, answer = (text_field(row, field, where) for field in ("prompt", "answer"))
+    return Problem(number, prompt, answer, {"source": where})
+
+
+def parse_line(where: str, line: bytes) -> dict[str, object]:
+    """The JSON object on this line; `where` names it in errors."""
     shown = line[:SHOWN].decode(errors="replace")
     try:
         row = json.loads(line)
@@ -112,11 +124,10 @@ def _problem(path: str, number: int, line: bytes) -> Problem:
         raise UsageError(f"{where}: cannot be read ({error}): {shown!r}; mend or remove the line") from None
     if not isinstance(row, dict):
         raise UsageError(f'{where}: {shown!r} is not an object; write {{"prompt": "...", "answer": "..."}}')
-    prompt, answer = (_text(row, field, where) for field in ("prompt", "answer"))
-    return Problem(number, prompt, answer, {"source": where})
+    return row
 
 
-def _text(row: dict[str, object], field: str, where: str) -> str:
+def text_field(row: dict[str, object], field: str, where: str) -> str:
     if field not in row:
         has = ", ".join(map(repr, row)) or "nothing"
         raise UsageError(f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.correct.diagnose import EXPLAINED, preflight
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.loop.causes import at_temperature
+from onepolicy.loop.scorer import Scorer
 from onepolicy.measure.logprob import mismatch
 from onepolicy.train.forward import tempered_logits
 from onepolicy.train.learner import LocalLearner
@@ -125,7 +125,7 @@ def probabilities(
 def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) -> Check:
     """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
     gap = distance(warm)
-    untempered = distance(learner.score_without_replay(at_temperature(warm, 1 / HOT)))
+    untempered = distance(Scorer(learner, factor=1 / HOT)(warm))
     words = f"asked for at {HOT}: k3 {gap:.2g} nats a token at {HOT}, {untempered:.2g} at 1"
     if untempered < EXPLAINED * gap and gap > 1e-3:
         mend = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, TrainingError, UsageError
-from onepolicy.loop.causes import variant
 from onepolicy.loop.engine_probe import Check, Played, distance, play, scored
+from onepolicy.loop.scorer import variant
 from onepolicy.loop.setup import load_copy
 from onepolicy.loop.step import Parts
 from onepolicy.sync.check import MARGIN as NOISE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import FromRollout, RunConfig, UsageError
+from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
 from onepolicy.config.stored import read_config
 from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
@@ -40,6 +40,8 @@ class Progress:
 
 def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). Returns the summary."""
+    if isinstance(config.task, PromptsTask):
+        raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
     out = Path(config.out)
     folder.check_new(out)
     if origin.step >= config.steps:

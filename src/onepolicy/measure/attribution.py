@@ -1,8 +1,8 @@
 """How much of the gap each cause accounts for: k3 of several scorings of the same tokens, compared in pairs.
 
-A waterfall starts at k3 between rollout and trainer as they are. Each step changes one more thing of the trainer's side
-and scores the same tokens again; its bar is what that took away. What no step took away is the remainder. Intervals are
-percentile bootstraps over sequences, with the same draws for every scoring, so that a bar is a paired difference.
+A waterfall starts at k3 between rollout and trainer as they are. Each step changes one more thing on one side and
+scores the same tokens again; its bar is what that took away. What no step took away is the remainder. Intervals are
+percentile bootstraps over sequences, with the same draws at every level, so that a bar is a paired difference.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ class Estimate:
         return self.low > 0 or self.high < 0
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """The gap after one more change: k3 of every token that was compared."""
+
     name: str
-    how: str  # what was changed and what was scored
-    logp: Tensor  # [T] float32
+    how: str  # what was changed
+    terms: Tensor  # [n] float64, k3_terms of the compared tokens
+    sequence: Tensor  # [n] int64; the same number is the same problem at every level
+
+    @classmethod
+    def of(cls, name: str, how: str, logp: Tensor, rollout: Tensor, mask: Tensor, segment: Tensor) -> Level:
+        """logp, rollout [T] float32; mask [T] bool, the tokens compared; segment [T] int64, sequence of each slot."""
+        return cls(name, how, k3_terms(logp, rollout)[mask], segment[mask])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +64,9 @@ class Waterfall:
         return self.bars[-1].left if self.bars else self.total
 
 
-def waterfall(
-    rollout: Tensor,  # [T] float32
-    start: Tensor,  # [T] float32, the trainer as it is
-    steps: Sequence[Scoring],  # each with one more change than the one before
-    mask: Tensor,  # [T] bool
-    segment: Tensor,  # [T] int64, sequence of each slot
-) -> Waterfall:
-    terms = torch.stack([k3_terms(logp, rollout)[mask] for logp in (start, *(step.logp for step in steps))])
-    kept = bootstrap(terms, segment[mask])
+def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
+    """start: both sides as they are; every step has one more change than the one before."""
+    kept = bootstrap([(level.terms, level.sequence) for level in (start, *steps)])
     removed = kept[:, :-1] - kept[:, 1:]
     bars = [
         Bar(step.name, step.how, _estimate(removed[:, i]), _estimate(kept[:, i + 1])) for i, step in enumerate(steps)
@@ -74,12 +76,12 @@ def waterfall(
 
 def distance(a: Tensor, b: Tensor, mask: Tensor, segment: Tensor) -> Estimate:
     """k3 of scoring `a` against `b` of the same slots [T] float32, `b` in the place of the rollout."""
-    return _estimate(bootstrap(k3_terms(a, b)[mask][None], segment[mask])[:, 0])
+    return _estimate(bootstrap([(k3_terms(a, b)[mask], segment[mask])])[:, 0])
 
 
 def excess(a: Tensor, b: Tensor, against: Tensor, mask: Tensor, segment: Tensor) -> Estimate:
     """k3 of `a` less k3 of `b`, both against the same log-probabilities [T]; paired."""
-    kept = bootstrap(torch.stack([k3_terms(x, against)[mask] for x in (a, b)]), segment[mask])
+    kept = bootstrap([(k3_terms(x, against)[mask], segment[mask]) for x in (a, b)])
     return _estimate(kept[:, 0] - kept[:, 1])
 
 
@@ -89,22 +91,26 @@ def k3_terms(logp: Tensor, rollout: Tensor) -> Tensor:
     return log_rho.expm1() - log_rho
 
 
-def bootstrap(values: Tensor, segment: Tensor, *, draws: int = DRAWS, seed: int = 0) -> Tensor:
-    """[draws + 1, B] float64: means over tokens of values [B, n], first of all sequences, then of sequences redrawn.
+def bootstrap(series: Sequence[tuple[Tensor, Tensor]], *, draws: int = DRAWS, seed: int = 0) -> Tensor:
+    """[draws + 1, B] float64: mean of each of B series, first over all sequences, then over sequences redrawn.
 
-    Sequences are drawn whole, because their tokens are not independent, with replacement, the same for every row.
+    A series is values [n] float64 and their sequences [n] int64; n may differ. Sequences are drawn whole, because their
+    tokens are not independent, with replacement, and the same for every series.
     """
-    if values.shape[1] == 0:
+    if not series or not all(len(values) for values, _ in series):
         raise UsageError("bootstrap: no tokens; the mask selects none")
-    index = segment.unique(return_inverse=True)[1]
+    index = torch.cat([sequence for _, sequence in series]).unique(return_inverse=True)[1]
     count = int(index.max()) + 1
-    sums = values.new_zeros(len(values), count).index_add(1, index, values)
-    sizes = torch.bincount(index).to(values.dtype)
     generator = torch.Generator().manual_seed(seed)
-    times = torch.ones(draws + 1, count, dtype=values.dtype)  # how often each sequence is in each draw
+    times = torch.ones(draws + 1, count, dtype=torch.float64)  # how often each sequence is in each draw
     drawn = torch.randint(count, (draws, count), generator=generator)
-    times[1:] = torch.zeros(draws, count, dtype=values.dtype).scatter_add(1, drawn, torch.ones_like(times[1:]))
-    return (times @ sums.T) / (times @ sizes)[:, None]
+    times[1:] = torch.zeros(draws, count, dtype=torch.float64).scatter_add(1, drawn, torch.ones_like(times[1:]))
+    means = []
+    for (values, _), own in zip(series, index.split([len(values) for values, _ in series]), strict=True):
+        sums = torch.zeros(count, dtype=torch.float64).index_add(0, own, values.double())
+        sizes = torch.bincount(own, minlength=count).double()
+        means.append((times @ sums) / (times @ sizes).clamp(min=1))
+    return torch.stack(means, dim=1)
 
 
 def _estimate(draws: Tensor) -> Estimate:  # [draws + 1], the first of all sequences

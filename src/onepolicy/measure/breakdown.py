@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from onepolicy.measure.attribution import k3_terms
 
 PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
-CLASSES = ("digits", "punctuation", "end", "other")
+ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
+CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
+ECHO = 4  # tokens in a row, as they stand earlier in what was given to the policy, that make the last one an echo
+CALL = re.compile(r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>.*?(?:<\|?/\1\|?>|\Z)", re.DOTALL)
+"""Markup of a tool call in a response, as chat templates write it; one that is never closed reaches to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class WorstToken:
     place: int  # in its response, from 0
     before: str
     token: str
+    after: str
     p_rollout: float
     p_trainer: float
 
@@ -64,13 +70,40 @@ def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [
     return torch.arange(len(own), device=own.device) - starts
 
 
-def token_class(text: str, *, end: bool) -> int:
-    """Index into CLASSES. Surrounding white space does not count."""
+def token_class(text: str, *, end: bool, call: bool = False, echo: bool = False) -> int:
+    """Index into CLASSES, the first that fits. Surrounding white space does not count.
+
+    end: a token that ends the response; call: within a tool call; echo: copied from the prompt.
+    """
     core = text.strip()
-    if end:
-        return CLASSES.index("end")
-    if core and all(c.isdigit() for c in core):
-        return CLASSES.index("digits")
-    if core and all(c in string.punctuation for c in core):
-        return CLASSES.index("punctuation")
-    return CLASSES.index("other")
+    fits = {
+        "end": end,
+        "tool call": call,
+        "prompt echo": echo,
+        "digits": bool(core) and all(c.isdigit() for c in core),
+        "punctuation": bool(core) and all(c in string.punctuation for c in core),
+        "other": True,
+    }
+    return CLASSES.index(next(name for name in CLASSES if fits[name]))
+
+
+def echoed(path: Sequence[int], sampled: Sequence[bool]) -> list[bool]:
+    """Of every token of a path: whether it was sampled, and it and the ECHO - 1 before it stand in a row in what was
+    given to the policy before (prompt, tool results)."""
+    given: set[tuple[int, ...]] = set()
+    out = []
+    for i, own in enumerate(sampled):
+        last = tuple(path[max(0, i - ECHO + 1) : i + 1])
+        out.append(own and last in given)
+        if len(last) == ECHO and not any(sampled[i - ECHO + 1 : i + 1]):
+            given.add(last)
+    return out
+
+
+def inside_calls(texts: Sequence[str]) -> list[bool]:
+    """Of every token, given as its text: whether any of it stands in a tool call."""
+    joined, ends = "".join(texts), list(itertools.accumulate(map(len, texts)))
+    spans = [match.span() for match in CALL.finditer(joined)]
+    return [
+        any(start < end and stop > begin for begin, end in spans) for start, stop in zip([0, *ends], ends, strict=False)
+    ]

@@ -92,8 +92,7 @@ class Driver:
         self._pending.add(request)
         self._version = version
         if self._task is None:
-            self._task = asyncio.create_task(self._drive())
-            self._task.add_done_callback(self._stopped)
+            self._start()
         try:
             return await request.future
         finally:
@@ -104,6 +103,10 @@ class Driver:
         if self._pending:
             raise RuntimeError(f"{what} while {len(self._pending)} requests are running; await them first")
         self.batch.clear()
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._drive())
+        self._task.add_done_callback(self._stopped)
 
     async def _drive(self) -> None:
         """Run the batch until nothing waits. Between two steps other coroutines run and may add requests."""
@@ -120,6 +123,8 @@ class Driver:
         self._task = None
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
+            if self._waiting:  # came between the task's last look and this call
+                self._start()
             return
         self.batch.clear()
         self._waiting.clear()

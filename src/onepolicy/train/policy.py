@@ -13,10 +13,18 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.models.load import cache_dir
@@ -47,25 +55,39 @@ def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
     torch.manual_seed(config.seed)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            vocab_size=max(32, -(-vocab_size // 16) * 16),
-            hidden_size=config.hidden_size,
+            **_shape(config, vocab_size),
             intermediate_size=2 * config.hidden_size,
-            num_hidden_layers=config.layers,
             num_experts=config.experts,
             num_experts_per_tok=config.top_k,
             moe_intermediate_size=config.expert_size,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,  # type: ignore[call-arg]
             norm_topk_prob=True,
-            tie_word_embeddings=False,
-            max_position_embeddings=config.max_len,
             router_aux_loss_coef=config.load_balance,
-            bos_token_id=None,
-            pad_token_id=0,
-            eos_token_id=1,
         )
     )
+
+
+def make_dense(config: PolicyConfig, vocab_size: int) -> Qwen3ForCausalLM:
+    """The same without experts: one feed-forward layer as wide as all experts together, so as many parameters."""
+    torch.manual_seed(config.seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(**_shape(config, vocab_size), intermediate_size=config.experts * config.expert_size)
+    )
+
+
+def _shape(config: PolicyConfig, vocab_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": max(32, -(-vocab_size // 16) * 16),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": config.max_len,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
 
 
 def warm_up(

@@ -62,7 +62,7 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
     """One token of each row. logits [B, V] float32, uniform [B] float64."""
     tempered = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None or rows.top_p is not None:
-        tempered = _narrow(tempered, rows)
+        tempered = narrow(tempered, rows)
     logp = torch.log_softmax(tempered, -1)
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
@@ -73,7 +73,7 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp)
 
 
-def _narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
+def narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
     """-inf outside the top-k tokens, then outside the smallest set of those whose probability reaches top-p."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:

@@ -1,0 +1,71 @@
+"""`onepolicy measure`: a model and an engine in, a verdict out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onepolicy.cli.common import command, prepare_process
+from onepolicy.config import UsageError, read_recipe
+from onepolicy.config.measure import engine_settings, prompt_settings
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    measure = command(
+        commands, "measure", "how far apart are rollout engine and trainer, and why: a verdict", run_measure
+    )
+    measure.add_argument("model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)")
+    measure.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=512")
+    measure.add_argument("--tiny", action="store_true", help="the tiny policy, or a random one if none was made")
+    measure.add_argument("--recipe", help="TOML recipe whose task, sampling, engine and train settings are used")
+    measure.add_argument(
+        "--engine", metavar="KIND[:URL]", help="hf (default), vllm, or a server's kind and address, as in sglang:URL"
+    )
+    measure.add_argument(
+        "--prompts",
+        metavar="FILE|TASK",
+        help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a reasoning-gym name)",
+    )
+    measure.add_argument("--dense", metavar="MODEL", help="a dense model to show beside it; `tiny` makes a random one")
+    measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
+    measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
+
+
+def run_measure(arguments: argparse.Namespace) -> None:
+    overrides = [*(engine_settings(arguments.engine) if arguments.engine else []), *arguments.overrides]
+    model = arguments.model
+    if model and "=" in model and not Path(model).exists():
+        model, overrides = None, [model, *overrides]  # argparse put the first override there
+    if model and arguments.tiny:
+        raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
+    if not (model or arguments.tiny or arguments.recipe):
+        raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
+    out = Path(arguments.out) if arguments.out else None
+    if out is not None and out.exists():
+        raise UsageError(f"--out: {out} already exists; choose another folder")
+    tree = read_recipe(arguments.recipe) if arguments.recipe else {}
+    if arguments.prompts:
+        tree["task"] = prompt_settings(arguments.prompts)
+    if model:
+        overrides = [f"model.path={model}", *overrides]
+    prepare_process(tree.get("train", {}).get("threads"))
+    from rich.console import Console
+
+    from onepolicy.loop import measure, measured
+    from onepolicy.report.measure import summary, write_report
+
+    console = Console()
+    with console.status("loading") as status:
+        found = measure.measure_model(
+            tree,
+            overrides,
+            tiny=arguments.tiny,
+            engine_model=arguments.engine_model,
+            dense=arguments.dense,
+            say=status.update,
+        )
+    for part in summary(measured.to_tree(found)):
+        console.print(part, highlight=False)
+    if out is not None:
+        measured.write(found, out)
+        console.print(f"written: {write_report(out)}", soft_wrap=True, highlight=False)

@@ -1,0 +1,45 @@
+"""What `--engine` and `--prompts` of `onepolicy measure` stand for, as settings. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from onepolicy.config.base import UsageError
+from onepolicy.config.load import parse_value, read_recipe
+from onepolicy.config.rollout import EngineConfig
+from onepolicy.config.task import TaskConfig
+
+
+def kinds(union: Any) -> dict[str, Any]:
+    """Config classes of a union of sections by their `kind`."""
+    return {each.model_fields["kind"].default: each for each in get_args(get_args(union)[0])}
+
+
+def engine_settings(text: str) -> list[str]:
+    """`KIND` or `KIND:URL` as overrides of rollout.engine."""
+    kind, colon, url = text.partition(":")
+    known = kinds(EngineConfig)
+    if kind not in known:
+        raise UsageError(f"--engine: {kind!r} is none of {', '.join(known)}")
+    if colon and "url" not in known[kind].model_fields:
+        raise UsageError(f"--engine: {kind} runs in this process and takes no address; leave out {colon}{url}")
+    return [f"rollout.engine.kind={kind}", *([f"rollout.engine.url={url}"] if colon else [])]
+
+
+def prompt_settings(text: str) -> dict[str, Any]:
+    """The `task` section: a recipe's own, prompts of a file, a task that needs no settings, or a reasoning-gym name."""
+    path, known = Path(text), kinds(TaskConfig)
+    if path.suffix == ".toml":
+        recipe = read_recipe(path)
+        if "task" not in recipe:
+            raise UsageError(f"--prompts: recipe {text} has no section task")
+        task: dict[str, Any] = recipe["task"]
+        return task
+    if path.is_file():
+        return {"kind": "prompts", "path": text}
+    if text in known and not any(f.is_required() for f in known[text].model_fields.values()):
+        return {"kind": text}
+    if path.suffix or len(path.parts) > 1:
+        raise UsageError(f"--prompts: {text} is not a file; give lines of text, JSONL with a field prompt, or a task")
+    return {"kind": "gym", "name": parse_value(text)}

@@ -1,0 +1,90 @@
+"""What `onepolicy measure` found: in memory, and as the files a report is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onepolicy.config import RunConfig
+from onepolicy.correct.diagnose import Diagnosis
+from onepolicy.correct.verdict import Verdict
+from onepolicy.loop.causes import Alone, Explained
+from onepolicy.loop.probe import measure, per_layer, save_probe
+from onepolicy.loop.scorer import mismatch_of
+from onepolicy.measure.attribution import Waterfall
+from onepolicy.measure.breakdown import Row, WorstToken
+from onepolicy.measure.logprob import Mismatch
+from onepolicy.types import Group, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One batch of rollouts, scored."""
+
+    groups: Sequence[Group]
+    native: TokenBatch  # without replay
+    replayed: TokenBatch | None  # None: a dense model, or routes that were refused
+    routes: str  # why they were refused
+    explained: Explained  # what settings of both sides explain of it
+    diagnosis: Diagnosis
+
+    @property
+    def found(self) -> Mismatch:
+        return mismatch_of(self.native)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    model: str
+    config: RunConfig
+    look: Look
+    waterfall: Waterfall
+    alone: list[Alone]
+    repeats: dict[str, float]
+    breakdowns: dict[str, list[Row]]
+    worst: list[WorstToken]
+    verdict: Verdict
+    dense: tuple[str, Look] | None = None  # name, and its own rollouts
+
+
+def to_tree(found: Measurement) -> dict[str, Any]:
+    """JSON-ready: what report/measure.py draws and prints."""
+    seen = found.look
+    return {
+        "model": found.model,
+        "dense": None if found.dense is None else found.dense[0],
+        "tokens": seen.found.tokens,
+        "sequences": seen.native.num_samples,
+        "temperature_factor": seen.explained.scorer.factor,
+        "verdict": dataclasses.asdict(found.verdict),
+        "waterfall": dataclasses.asdict(found.waterfall),
+        "alone": [dataclasses.asdict(each) for each in found.alone],
+        "metrics": numbers(found),
+        "breakdowns": {name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()},
+        "worst": [dataclasses.asdict(each) for each in found.worst],
+        "config": found.config.model_dump(mode="json"),
+    }
+
+
+def write(found: Measurement, out: Path) -> None:
+    """OUT/measure.json, and OUT/probes, the tensors the figures are drawn from."""
+    out.mkdir(parents=True, exist_ok=True)
+    seen = found.look
+    trained, plain = (seen.native, None) if seen.replayed is None else (seen.replayed, seen.native)
+    save_probe(out / "probes" / "step_00000.safetensors", trained, plain)
+    (out / "measure.json").write_text(json.dumps(to_tree(found), indent=1), encoding="utf-8")
+
+
+def numbers(found: Measurement) -> dict[str, dict[str, float]]:
+    """Every metric of each scoring, by the names of loop/metrics.py."""
+    seen = found.look
+    out = {"without_replay": measure(seen.native) | per_layer(seen.native)}
+    if seen.replayed is not None:
+        out["with_replay"] = measure(seen.replayed) | per_layer(seen.replayed)
+    if found.dense is not None:
+        out["dense"] = measure(found.dense[1].native)
+    return out | {"repeated_forward": found.repeats}
