@@ -318,11 +318,11 @@ def test_an_engine_without_what_a_mode_replays_is_refused() -> None:
     base = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
     neither, routes = EngineCaps(routing=False, max_len=8), EngineCaps(routing=True, max_len=8)
     with pytest.raises(UsageError, match=r"replay\.mode: r3 needs the rollout's routes"):
-        check_engine(resolve(base), neither)
+        check_engine(resolve(base), neither, 0)
     with pytest.raises(UsageError, match="weights needs the combine weights"):
-        check_engine(resolve(base, ["replay.mode=weights"]), routes)
-    check_engine(resolve(base), routes)
-    check_engine(resolve(base, ["replay.mode=off"]), neither)
+        check_engine(resolve(base, ["replay.mode=weights"]), routes, 0)
+    check_engine(resolve(base), routes, 0)
+    check_engine(resolve(base, ["replay.mode=off"]), neither, 0)
 
 
 def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) -> None:
