@@ -239,6 +239,8 @@ class TokenBatch:
     gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`, from score()
+    own_ids: Tensor | None = None  # [T, k] int32, the trainer's likeliest tokens, from score() if there are top_ids
+    own_logp: Tensor | None = None  # [T, k] float32, of these
     logp_ref: Tensor | None = None  # [T] float32, reference model
     value: Tensor | None = None  # [T] float32, critic before the update
     value_target: Tensor | None = None  # [T] float32, return the critic is trained on

@@ -325,6 +325,26 @@ def test_score_centering_equals_the_written_out_step():
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+def test_scoring_looks_at_the_rollouts_likeliest_tokens_and_at_its_own():
+    """Only if the batch has top_ids; against the stock model's whole distribution."""
+    batch = batch_of(temperature=0.7).replace(routing=None)
+    assert learner_of("replay.mode=off").score(batch).own_ids is None
+    ids = torch.randint(0, VOCAB, (batch.num_slots, 5), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    asked = batch.replace(top_ids=ids, top_logp_rollout=torch.full(ids.shape, -2.0))
+    scored = learner_of("replay.mode=off", "train.tokens_per_micro_batch=30").score(asked)
+    model = make("qwen3_moe")
+    for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
+        logp = (model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+        mask = batch.trainable[a:b]
+        own_ids, own_logp = scored.own_ids[a:b][mask].long(), scored.own_logp[a:b][mask]
+        torch.testing.assert_close(own_logp, logp.topk(5).values[mask], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(own_logp, logp[mask].gather(-1, own_ids), atol=1e-5, rtol=1e-5)
+        expected = logp.gather(-1, ids[a:b].long())[mask]
+        torch.testing.assert_close(scored.top_logp_old[a:b][mask], expected, atol=1e-5, rtol=1e-5)
+    assert scored.own_ids.dtype == torch.int32
+    assert (scored.top_logp_old[~batch.trainable] == 0).all()
+
+
 def test_bypass_refuses_routes_of_other_tokens_before_the_weights_change():
     learner = learner_of("correction.preset=ppo-is", "replay.min_agreement=0.9")
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}

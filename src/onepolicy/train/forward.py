@@ -17,10 +17,16 @@ class Scored(NamedTuple):
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
     entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
     top: Tensor | None  # [T, k] float32, log-probabilities of batch.top_ids, else as `logp`; None if it has none
+    own: tuple[Tensor, Tensor] | None = None  # [T, k] int32, float32: the model's likeliest tokens, if asked for
 
 
 def forward(
-    model: PreTrainedModel, batch: TokenBatch, *, autocast: torch.dtype | None = None, entropy_graph: bool = False
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    *,
+    autocast: torch.dtype | None = None,
+    entropy_graph: bool = False,
+    own_top: bool = False,
 ) -> Scored:
     """`batch` is on the model's device. Only trainable slots reach the vocabulary projection.
 
@@ -33,11 +39,14 @@ def forward(
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = -(logps.exp() * logps).sum(-1)
     zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
-    top = None
+    top = own = None
     if batch.top_ids is not None:
-        ids = batch.top_ids[slots].long()
-        top = zeros.new_zeros(batch.top_ids.shape).index_copy(0, slots, logps.gather(-1, ids))
-    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top)
+        blank = zeros.new_zeros(batch.top_ids.shape)
+        top = blank.index_copy(0, slots, logps.gather(-1, batch.top_ids[slots].long()))
+        if own_top:
+            best, ids = logps.detach().topk(blank.shape[1], -1)
+            own = blank.int().index_copy(0, slots, ids.int()), blank.index_copy(0, slots, best)
+    return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top, own)
 
 
 def tempered_logits(

@@ -183,7 +183,7 @@ class LocalLearner:
         for chosen in self._micro_batches(batch):
             micro = batch.select(chosen).to(self.device)
             with torch.set_grad_enabled(graph), self._replaying(micro, native=True, replay=replay) as tape:
-                scored = self._forward(micro, self.model, entropy_graph=entropy_graph)
+                scored = self._forward(micro, self.model, entropy_graph=entropy_graph, own_top=True)
                 self._count_replaced(tape, counts=graph)
             scores.put(chosen, scored, tape)
             if graph:
@@ -234,9 +234,9 @@ class LocalLearner:
         if counts and isinstance(tape, Replayed) and isinstance(self.config.replay, SoftReplay):
             self._replaced.append(tape.replaced())
 
-    def _forward(self, micro: TokenBatch, model: PreTrainedModel, *, entropy_graph: bool = False) -> Scored:
+    def _forward(self, micro: TokenBatch, model: PreTrainedModel, **how: bool) -> Scored:
         autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None
-        return forward(model, micro, autocast=autocast, entropy_graph=entropy_graph)
+        return forward(model, micro, autocast=autocast, **how)
 
     def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)

@@ -10,6 +10,8 @@ from onepolicy.replay.routers import Routers
 from onepolicy.train.forward import Scored
 from onepolicy.types import RoutingTrace, TokenBatch
 
+TOP = ("top_logp_old", "own_ids", "own_logp")  # fields of the batch
+
 
 class Scores:
     """Filled micro-batch by micro-batch, on the CPU."""
@@ -17,7 +19,7 @@ class Scores:
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        self.top = None if batch.top_ids is None else torch.zeros(batch.top_ids.shape)
+        self.top: dict[str, Tensor] = {}  # [T, k] each: what both engines find likely, if the batch has top_ids
         self.native: Tensor | None = None  # [T, L, K], experts the trainer would choose
         self.mass: Tensor | None = None  # [T, L], how good the replayed experts are to the trainer
 
@@ -25,9 +27,10 @@ class Scores:
         """The micro-batch of samples `chosen`; `tape` recorded its forward."""
         slots = self.batch.slots_of(chosen)
         self.logp[slots], self.entropy[slots] = scored.logp.detach().cpu(), scored.entropy.detach().cpu()
-        if self.top is not None:
-            assert scored.top is not None
-            self.top[slots] = scored.top.detach().cpu()
+        if scored.top is not None and scored.own is not None:
+            for name, rows in zip(TOP, (scored.top, *scored.own), strict=True):
+                whole = self.top.setdefault(name, torch.zeros(self.batch.num_slots, rows.shape[1], dtype=rows.dtype))
+                whole[slots] = rows.detach().cpu()
         if tape is None:
             return
         ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
@@ -40,7 +43,7 @@ class Scores:
             self.mass[slots] = mass
 
     def filled(self, routers: Routers | None) -> TokenBatch:
-        """The batch with logp_old, entropy, top_logp_old, routing_native and gate_mass."""
+        """The batch with logp_old, entropy, routing_native, gate_mass, and TOP if its forwards looked for that."""
         trace = None
         if self.native is not None and routers is not None:
             valid = torch.ones(len(self.native), dtype=torch.bool)
@@ -48,7 +51,7 @@ class Scores:
         return self.batch.replace(
             logp_old=self.logp,
             entropy=self.entropy,
-            top_logp_old=self.top,
             routing_native=trace,
             gate_mass=self.mass,
+            **self.top,
         )
