@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -57,6 +57,29 @@ class RolloutEngine(Protocol):
 
     async def reset_cache(self) -> None:
         """Forget all cached keys, values and routes."""
+        ...
+
+
+@runtime_checkable
+class LastingEngine(RolloutEngine, Protocol):
+    """An engine in a process of its own, which serves one run after another and keeps the weights of the last."""
+
+    def holds(self, path: str) -> bool:
+        """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
+        ...
+
+    def first_probe(self) -> list[float] | None:
+        """What `remember` was given since it started. UsageError if it is too late to make one."""
+        ...
+
+    async def remember(self, first_probe: list[float]) -> None: ...
+
+    async def load_folder(self, path: str | None, version: int) -> None:
+        """Take over a checkpoint, None: the one it was started with, and forget what is cached."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Requests, retries and so on since the last call (loop/metrics.py)."""
         ...
 
 

@@ -7,105 +7,20 @@ import json
 import numpy as np
 import pytest
 import torch
+from vllm_support import BLOCK, VOCAB, open_engine, play, prompts, ragged, stock
 
 from onepolicy.cli import main
-from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.config import UsageError
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.models.load import load_model, read_config
-from onepolicy.replay.checks import RouteRules, check_completion
-from onepolicy.replay.routers import bind_routers
+from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import weights as vllm_weights
-from onepolicy.rollout.vllm.engine import VLLMEngine, _VLLMBatch
+from onepolicy.rollout.vllm.engine import _VLLMBatch
 from onepolicy.sync.check import checked_push
 from onepolicy.train.policy import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 
 pytestmark = pytest.mark.vllm
-CPU, VOCAB, BLOCK = torch.device("cpu"), 32, 32
-CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size=BLOCK)
-
-
-def open_engine(path):
-    config = ModelConfig(path=str(path))
-    hf = read_config(config)
-    rules = RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
-    return VLLMEngine(config, hf, CONFIG, routes=rules, max_len=96, cpu=True)
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """Two checkpoints of one random MoE: `first`, and `second` with other weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    made = []
-    for seed, name in enumerate(("first", "second")):
-        torch.manual_seed(seed)
-        model = Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                vocab_size=VOCAB,
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=3,
-                num_experts=16,
-                num_experts_per_tok=4,
-                moe_intermediate_size=32,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                max_position_embeddings=96,
-                initializer_range=0.3,
-            )
-        )
-        made.append(tmp_path_factory.mktemp("models") / name)
-        model.save_pretrained(made[-1])
-    return made
-
-
-@pytest.fixture(scope="session")
-def models(folders):
-    return [load_model(ModelConfig(path=str(folder)), torch.float32, CPU) for folder in folders]
-
-
-@pytest.fixture(scope="session")
-def shared(folders):
-    torch.set_num_threads(1)
-    return open_engine(folders[0])
-
-
-@pytest.fixture
-def engine(shared, models):
-    """The session's engine, holding the first checkpoint and nothing cached."""
-    asyncio.run(shared.load_weights(models[0].state_dict().items(), 0))
-    return shared
-
-
-def prompts(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
-    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
-
-
-def play(engine, requests):
-    """requests: (prompt, sampling, seed), all at once."""
-
-    async def together():
-        return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
-
-    return asyncio.run(together())
-
-
-def ragged(paths, temperature=1.0):
-    return [(p, Sampling(temperature, 5 + 3 * i), i) for i, p in enumerate(paths)]
-
-
-@torch.no_grad()
-def stock(model, prompt, tokens):
-    """Logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K] of the path."""
-    path = torch.tensor([[*prompt, *tokens.tolist()]])
-    with bind_routers(model).record() as tape:
-        logits = model(input_ids=path, use_cache=False).logits[0]
-    return logits[len(prompt) - 1 : -1], tape.trace().ids[:-1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -328,6 +243,7 @@ def test_a_run_trains_on_vllm_rollouts_with_their_routes_replayed(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "mismatch/k3" in row]
     assert len(steps) == 2
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0  # vLLM loads the run's checkpoint
     for row in steps:
         assert row["mismatch/k3"] < 1e-3
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0

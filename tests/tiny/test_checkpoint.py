@@ -1,10 +1,12 @@
 """Checkpoints: bit-exact, in transformers' layout, whole or not there, and honest about damage."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from models import make
+from safetensors.torch import load_file
 from test_learner import batch_of, learner_of, one_step
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +40,15 @@ def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
     _, second, restored = one_step(again, batch_of())
     assert first == second
     assert all(torch.equal(weights[n], restored[n]) for n in weights)
+
+
+def test_the_index_keeps_engines_from_loading_the_optimizer(saved):
+    """vLLM and SGLang take every *.safetensors of a folder that an index does not leave out."""
+    _, path, _ = saved
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {"model.safetensors"}
+    assert set(index) == set(load_file(path / "model.safetensors"))
+    assert (path / checkpoint.OPTIMIZER).exists()
 
 
 def test_an_interrupted_save_leaves_the_last_one(saved, tmp_path, monkeypatch):

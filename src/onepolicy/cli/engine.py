@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from onepolicy.cli.common import command, prepare_process
-from onepolicy.config import UsageError, read_recipe
+from onepolicy.config import UsageError, VLLMEngineConfig, read_recipe
+from onepolicy.config.load import resolve_as
 from onepolicy.config.rollout import ENGINE_KINDS
 
 
@@ -22,6 +23,36 @@ def add(commands: argparse._SubParsersAction) -> None:
     check.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.engine.dtype=float32")
     check.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
     check.add_argument("--url", help="of a server that is running: short for rollout.engine.url=...")
+
+    serve = command(actions, "serve", "run a vLLM server that runs of kind vllm-server can use", run_serve)
+    serve.add_argument("model", help="folder, hub id, or `tiny`")
+    serve.add_argument("overrides", nargs="*", metavar="a=value", help="of rollout.engine of kind vllm: slots=256")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine's own)")
+    serve.add_argument("--token-env", metavar="NAME", help="variable with the token every request must bring")
+    serve.add_argument("--no-routes", action="store_true", help="do not return the experts of a MoE model")
+    serve.add_argument("--vllm", action="append", default=[], metavar="ARGUMENT", help="passed on: --vllm=--x=1")
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """The server's exit status."""
+    config = resolve_as(VLLMEngineConfig, {}, arguments.overrides)
+    prepare_process(None)
+    from rich.console import Console
+
+    from onepolicy.loop.serve import serve_model
+
+    console = Console(stderr=True)
+    return serve_model(
+        arguments.model,
+        config,
+        host=arguments.host,
+        port=arguments.port,
+        token_env=arguments.token_env,
+        routes=not arguments.no_routes,
+        extra=arguments.vllm,
+        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
 
 
 def run_check(arguments: argparse.Namespace) -> int:

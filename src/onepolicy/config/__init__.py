@@ -22,6 +22,7 @@ from onepolicy.config.rollout import (
     RolloutConfig,
     SamplingConfig,
     VLLMEngineConfig,
+    VLLMServerConfig,
 )
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import ChainTask, GymTask, JsonlTask, PromptsTask, TaskConfig
@@ -57,6 +58,7 @@ __all__ = [
     "TrainingError",
     "UsageError",
     "VLLMEngineConfig",
+    "VLLMServerConfig",
     "Weight",
     "WeightsReplay",
     "apply_override",

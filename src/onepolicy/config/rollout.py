@@ -57,13 +57,41 @@ class VLLMEngineConfig(Frozen):
         return self
 
 
-def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig) -> None:
+class VLLMServerConfig(Frozen):
+    """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
+
+    kind: Literal["vllm-server"] = "vllm-server"
+    url: str = "http://127.0.0.1:8000"
+    token_env: str | None = None
+    """Environment variable that holds the server's bearer token; needed where the server is on another machine."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the server was started with; another is refused."""
+    lm_head: Head = "same"
+    """The server's vocabulary projection, likewise."""
+    slots: PositiveInt = 64
+    """Requests in flight at once."""
+    max_len: PositiveInt | None = None
+    """Prompt + completion tokens of one sequence; unset: the model's context length."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one attempt of a request."""
+    retries: int = Field(5, ge=0)
+    """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
+    sync_dir: str | None = None
+    """Folder that server and trainer both see, for a step's weights; unset: the system's temporary folder."""
+
+    @model_validator(mode="after")
+    def _head_takes_effect(self) -> Self:
+        refuse_idle_head(self)
+        return self
+
+
+def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | VLLMServerConfig) -> None:
     """ValueError if lm_head has no effect."""
     if config.lm_head == "float32" and config.dtype == "float32":
         raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
 
 
-EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig | VLLMServerConfig, Field(discriminator="kind")]
 ENGINE_KINDS = tuple(config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0]))
 
 

@@ -19,7 +19,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
-from onepolicy.config.rollout import EvalConfig, RolloutConfig, VLLMEngineConfig
+from onepolicy.config.rollout import EvalConfig, RolloutConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.task import TaskConfig
 
 
@@ -100,9 +100,10 @@ class RunConfig(Frozen):
                 "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
             )
         engine = self.rollout.engine
-        if isinstance(engine, VLLMEngineConfig) and isinstance(replay, WeightsReplay) and replay.source == "engine":
+        vllm = isinstance(engine, VLLMEngineConfig | VLLMServerConfig)
+        if vllm and isinstance(replay, WeightsReplay) and replay.source == "engine":
             raise ValueError("replay.mode: weights needs the combine weights, which vLLM does not return; use r3")
-        if isinstance(engine, VLLMEngineConfig) and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
+        if vllm and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
             raise ValueError(
                 "rollout.engine.dtype: a float32 vLLM reads the checkpoint unrounded, but model.dtype = bfloat16 "
                 "trains it rounded; set it to bfloat16"

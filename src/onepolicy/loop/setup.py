@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from onepolicy.config import (
     RunConfig,
     UsageError,
     VLLMEngineConfig,
+    VLLMServerConfig,
     WeightsReplay,
 )
 from onepolicy.config.policy import PolicyConfig
@@ -35,6 +37,8 @@ from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.sync.check import adopt
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
@@ -223,5 +227,17 @@ def build_engine(
     """
     if isinstance(config, VLLMEngineConfig):
         return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=device.type == "cpu")
+    if isinstance(config, VLLMServerConfig):
+        server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len)
+        return asyncio.run(_connected(server, model))
     own = load_engine_model(model, config, device)
     return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)
+
+
+async def _connected(engine: VLLMServer, model: ModelConfig) -> VLLMServer:
+    """The server with the weights of `model`, like an engine that loaded it itself."""
+    with engine.client.starting():
+        await engine.connect()
+        await adopt(engine, model.path, vocab=read_config(model).get_text_config().vocab_size)
+    engine.take_metrics()
+    return engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
+from onepolicy.interfaces import Environment, HoldsWeights, LastingEngine, Learner, RolloutEngine
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
 from onepolicy.objective.advantages import credit, has_signal, outcomes
 from onepolicy.replay.checks import RouteRules
@@ -99,6 +99,8 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     with clock("sync"):
         await push_weights(learner, *parts.samplers)
     result.metrics |= rollout_metrics(groups) | clock.metrics()
+    if isinstance(parts.engine, LastingEngine):
+        result.metrics |= parts.engine.take_metrics()
     result.metrics["train/tokens_per_second"] = batch.num_slots / clock.metrics()["time/step"]
     return result
 

@@ -12,7 +12,7 @@ import importlib.util
 import ipaddress
 import json
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -94,15 +94,28 @@ class EngineClient:
         params: Mapping[str, str] | None = None,
         parse: Callable[[Any], T] = lambda reply: reply,
         timeout_s: float | None = None,
+        confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """body: sent as JSON. timeout_s: of one attempt, if other than the client's."""
-        return await self._ask("POST", path, parse, timeout_s or self._timeout_s, json=body, params=params)
+        """body: sent as JSON. timeout_s: of one attempt, if other than the client's.
+
+        confirm: awaited after a reply that took more than one attempt: the server may have been another one by then.
+        """
+        limit = timeout_s or self._timeout_s
+        return await self._ask("POST", path, parse, limit, confirm, json=body, params=params)
 
     def take_counters(self) -> Counters:
         taken, self.counters = self.counters, Counters()
         return taken
 
-    async def _ask(self, method: str, path: str, parse: Callable[[Any], T], timeout_s: float, **content: Any) -> T:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        parse: Callable[[Any], T],
+        timeout_s: float,
+        confirm: Callable[[], Awaitable[None]] | None = None,
+        **content: Any,
+    ) -> T:
         self.counters.requests += 1
         self._in_flight += 1
         answered = False
@@ -113,6 +126,8 @@ class EngineClient:
                     await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
                 try:
                     reply = parse(await self._try(method, path, timeout_s, content))
+                    if attempt and confirm is not None:
+                        await confirm()
                     answered = True
                     return reply
                 except Malformed as error:
@@ -135,7 +150,7 @@ class EngineClient:
         except TimeoutError:
             raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
         except httpx2.TransportError as error:
-            raise _NoReply(f"{type(error).__name__}: {error}") from error
+            raise _NoReply(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code >= 500:
             raise _NoReply(_status(response))
         if response.status_code != 200:
@@ -145,12 +160,12 @@ class EngineClient:
     def _failed(self, method: str, path: str, problem: str, times: str) -> UsageError | TrainingError:
         others = self._in_flight - 1
         dropped = f" {others} other requests in flight were dropped." if others else ""
-        starting = self._error is UsageError
-        mend = (
-            f"is {self.server} running there, and is that the right url?"
-            if starting
-            else "see its log; when it runs again, continue with `onepolicy train --resume RUN`"
-        )
+        if self._error is TrainingError:
+            mend = "See its log; when it runs again, continue with `onepolicy train --resume RUN`"
+        elif problem.startswith("Connect"):
+            mend = f"Is {self.server} running there, and is that the right url?"
+        else:
+            mend = f"See its log; is that {self.server}?"
         asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
         return self._error(f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}")
 
@@ -167,6 +182,7 @@ class EngineClient:
 
         async with httpx2.AsyncClient(
             headers=self._headers,
+            verify=self.url.startswith("https:"),  # reading the system's certificates takes a tenth of a second
             timeout=None,  # asyncio.timeout bounds the whole attempt
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # a proxy of the environment is not meant for an engine on this machine

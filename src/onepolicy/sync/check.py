@@ -8,18 +8,43 @@ are silently wrong after any reload.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from onepolicy.config import TrainingError
-from onepolicy.interfaces import Learner, RolloutEngine
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.interfaces import LastingEngine, Learner, RolloutEngine
 from onepolicy.sync.local import push_weights
 from onepolicy.types import Sampling
 
 PROMPTS, LENGTH = 16, 24
 MARGIN = 4
 """Times the largest difference of two probes without a sync, which is 0 where kernels are deterministic (the CPU)."""
+
+
+async def adopt(engine: LastingEngine, path: str, *, vocab: int) -> None:
+    """Give an engine that serves one run after another the weights of `path` (folder or hub id).
+
+    Its reload is checked on the weights it was started with, by a probe made when it still held them: a run that finds
+    other weights could not tell a reload that is wrong every time from one that is right. UsageError if it is wrong.
+    """
+    first = engine.first_probe()
+    if first is None:
+        first = (await probe(engine, vocab)).tolist()
+        await engine.remember(first)
+    if engine.holds(path):
+        return
+    await engine.load_folder(None, 0)
+    after, again = await probe(engine, vocab), await probe(engine, vocab)
+    noise, moved = float((again - after).abs().max()), float((after - torch.tensor(first)).abs().max())
+    if not moved <= MARGIN * noise:
+        raise UsageError(
+            f"rollout.engine: {type(engine).__name__} was given the weights it was started with, and its "
+            f"log-probabilities of a fixed batch are up to {moved:.2g} from those at its start (without a reload: "
+            f"{noise:.2g}); its weights are wrong after a reload"
+        )
+    await engine.load_folder(str(Path(path).resolve()) if Path(path).exists() else path, 0)
 
 
 async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:

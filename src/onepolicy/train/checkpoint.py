@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -44,6 +45,7 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     learner.model.save_pretrained(temporary)
+    _write_index(temporary)
     tokenizer.save_pretrained(temporary)
     save_file(optimizer_tensors(learner), temporary / OPTIMIZER)
     if learner.critic is not None:
@@ -59,6 +61,14 @@ def save(
     os.rename(temporary, final)
     _sync(final.parent)
     return final
+
+
+def _write_index(folder: Path) -> None:
+    """Which file holds the model. Without an index vLLM and SGLang load every safetensors file of a folder."""
+    index, model = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        with safe_open(model, "pt") as file:
+            index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(file.keys(), model.name)}))
 
 
 def prune(run: Path, keep: int) -> None:

@@ -137,7 +137,7 @@ def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
         return None
     try:
         rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, TypeError, EOFError, OSError) as error:
+    except (binascii.Error, ValueError, TypeError, EOFError, OSError, MemoryError) as error:
         raise UsageError(f"routed_experts: expected base64 of an .npy file, got {str(text)[:40]!r}: {error}") from error
     if rows.dtype.kind not in "iu" or not rows.dtype.isnative:
         raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")

@@ -68,10 +68,7 @@ class VLLMEngine:
         """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
         last bits, on what else is in the batch."""
         check_sampling(sampling)
-        if 0 < sampling.temperature < COLDEST:
-            raise UsageError(
-                f"temperature: vLLM raises {sampling.temperature} to {COLDEST}; use 0 (greedy) or at least {COLDEST}"
-            )
+        check_temperature(sampling)
         prompt = check_request(
             prompt_ids,
             sampling,
@@ -185,6 +182,14 @@ class _VLLMBatch:
             rules=self._routes,
             depth=self._depth,
             version=version,
+        )
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """UsageError for a temperature that vLLM would replace."""
+    if 0 < sampling.temperature < COLDEST:
+        raise UsageError(
+            f"temperature: vLLM raises {sampling.temperature} to {COLDEST}; use 0 (greedy) or at least {COLDEST}"
         )
 
 

@@ -62,30 +62,19 @@ def start(
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    arguments = EngineArgs(
-        model=path,
+    arguments = engine_arguments(
+        config,
+        path,
+        max_len=max_len,
+        top_logprobs=top_logprobs,
+        routes=routes,
+        cpu=cpu,
         trust_remote_code=trust_remote_code,
-        skip_tokenizer_init=True,  # token ids in, token ids out
-        generation_config="vllm",  # no sampling defaults from the model's folder
-        dtype=config.dtype,
-        max_model_len=max_len,
-        max_num_seqs=config.slots,
-        block_size=config.block_size,
-        enable_prefix_caching=config.prefix_reuse,
-        kv_cache_memory_bytes=int(config.cache_gib * 2**30),
-        max_logprobs=top_logprobs,
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from
-        hf_overrides={"head_dtype": "float32"} if config.lm_head == "float32" else {},
-        enable_return_routed_experts=routes,
-        async_scheduling=False if routes and found < (0, 22) else None,  # None: vLLM's choice
-        enforce_eager=cpu,
-        enable_chunked_prefill=not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        seed=0,  # every request brings its own
     )
+    if routes and found < (0, 22):
+        arguments["async_scheduling"] = False
     with _threads_kept():
-        llm = LLMEngine.from_engine_args(arguments)
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True))
     if config.lm_head == "float32":
         refuse_rounded_head(llm.apply_model(head_dtypes))
     if routes:
@@ -93,6 +82,39 @@ def start(
         resolved = deployment_of(llm.vllm_config, vllm.__version__, platform)
         refuse_known_bad(dataclasses.replace(resolved, monolithic=monolithic))
     return llm, contract
+
+
+def engine_arguments(
+    config: VLLMEngineConfig,
+    path: str,
+    *,
+    max_len: int,
+    top_logprobs: int,
+    routes: bool,
+    cpu: bool,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """vLLM's EngineArgs, in this process and on a server's command line. None: vLLM's own choice."""
+    return {
+        "model": path,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # no sampling defaults from the model's folder
+        "dtype": config.dtype,
+        "max_model_len": max_len,
+        "max_num_seqs": config.slots,
+        "block_size": config.block_size,
+        "enable_prefix_caching": config.prefix_reuse,
+        "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
+        "max_logprobs": top_logprobs,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+        "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},
+        "enable_return_routed_experts": routes,
+        "enforce_eager": cpu,
+        "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
+        "use_tqdm_on_load": False,
+        "seed": 0,  # every request brings its own
+    }
 
 
 def check_version(version: str, *, cpu: bool) -> None:

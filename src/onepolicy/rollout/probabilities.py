@@ -1,0 +1,57 @@
+"""Does an engine return the log-probabilities of the distribution it sampled from? Asked of it, not of its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+
+from torch import Tensor
+
+from onepolicy.config import UsageError
+from onepolicy.interfaces import RolloutEngine
+from onepolicy.types import Completion, Sampling
+
+LIKELIEST = 5
+MEND = "start it so that they are processed, as vLLM with --logprobs-mode processed_logprobs"
+CLEAR = 0.05
+"""nats between two tokens, from which on rounding cannot be mistaken for a temperature."""
+
+
+async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -> None:
+    """UsageError if it returns raw log-probabilities, or logits.
+
+    At temperature 1/2 two tokens lie twice as far apart as at 1 (a model that finds all tokens equally likely cannot
+    tell, and has nothing to get wrong). narrowed: and top_k = 1 leaves one token, of log-probability 0.
+    """
+    name = type(engine).__name__
+    count = min(LIKELIEST, engine.caps.top_logprobs)
+    if count < 2:
+        raise UsageError(
+            f"rollout.engine: {name} returns {count} of the likeliest tokens, too few to tell which distribution its "
+            "log-probabilities are of; start it with more (vLLM: --max-logprobs)"
+        )
+    where = f"rollout.engine: {name} does not return the log-probabilities it samples from"
+    warm = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
+    cold = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
+    pairs = [(_spread(a), _spread(b)) for a, b in zip(warm, cold, strict=True)]
+    at_one, at_half = max(pairs)
+    if at_one > CLEAR and at_half < 1.5 * at_one:
+        raise UsageError(
+            f"{where}: the {count} likeliest tokens lie {at_one:.3g} nats apart at temperature 1 and {at_half:.3g} at "
+            f"0.5, where it must be twice as far; {MEND}"
+        )
+    if narrowed:
+        only = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
+        typical = statistics.median(float(done.logp) for done in only)  # where tokens tie, more than one is left
+        if typical < -1e-4:
+            raise UsageError(f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}")
+
+
+async def _first_tokens(engine: RolloutEngine, sampling: Sampling) -> list[Completion]:
+    return await asyncio.gather(*(engine.generate([i], sampling, seed=i) for i in range(8)))
+
+
+def _spread(done: Completion) -> float:
+    top = done.top_logp
+    assert isinstance(top, Tensor)
+    return float(top[0, 0] - top[0, -1])

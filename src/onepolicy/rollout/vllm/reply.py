@@ -1,0 +1,185 @@
+"""One reply of /inference/v1/generate: checked field by field, because nothing behind it can tell a wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onepolicy.config import UsageError
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.http import Malformed
+from onepolicy.rollout.vllm.contract import Contract, trace_of
+from onepolicy.types import Completion, Finish, RoutingTrace, Sampling
+
+NO_LOGP = -9999.0  # what vLLM writes for a log-probability it does not have, and for minus infinity
+PREFIX = "token_id:"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one request sampled: a whole completion, or what there was of it when generation was paused."""
+
+    tokens: list[int]
+    logp: list[float]
+    top: list[tuple[list[int], list[float]]]  # per token, if asked for
+    routing: RoutingTrace | None  # rows from slot `first` of the request on
+    finish: Finish
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How this server's replies are read. vocab: token ids it may name; depth: decoder layers."""
+
+    vocab: int
+    depth: int
+    routes: RouteRules | None
+    contract: Contract
+
+    def part(self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int) -> Part:
+        """Malformed for anything but a complete answer to a request of `prompt` tokens for routes from slot `first`."""
+        if not isinstance(reply, Mapping):
+            raise Malformed(f"expected an object, got {type(reply).__name__}")
+        choices = _get(reply, "choices", list)
+        if len(choices) != 1 or not isinstance(choices[0], Mapping):
+            raise Malformed(f"expected one choice, got {len(choices)}")
+        choice = choices[0]
+        tokens = _tokens(choice, self.vocab)
+        logp, top = _logp(choice, tokens, self.vocab, sampling.top_logprobs)
+        finish = _finish(_get(choice, "finish_reason", str), tokens, sampling)
+        usage = _get(reply, "usage", Mapping)
+        if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != (prompt, len(tokens)):
+            raise Malformed(
+                f"usage says {usage.get('prompt_tokens')} + {usage.get('completion_tokens')} tokens, "
+                f"but {prompt} were sent and {len(tokens)} came back"
+            )
+        routing = None
+        if self.routes is not None and tokens:
+            cached = _get(_get(usage, "prompt_tokens_details", Mapping), "cached_tokens", int)
+            routing = self._routing(reply, prompt, len(tokens), cached, first, version)
+        return Part(tokens, logp, top, routing, finish, version)
+
+    def _routing(
+        self, reply: Mapping[str, Any], prompt: int, completion: int, cached: int, first: int, version: int
+    ) -> RoutingTrace:
+        assert self.routes is not None
+        try:
+            rows = self.contract.reply_rows(reply, 0)
+            trace = trace_of(
+                rows,
+                self.contract,
+                prompt=prompt,
+                completion=completion,
+                cached=cached,
+                rules=self.routes,
+                depth=self.depth,
+                version=version,
+                first=first,
+            )
+        except UsageError as error:
+            raise Malformed(str(error)) from error
+        expected = prompt + completion - 1 - first
+        if trace is None or len(trace) != expected:
+            found = "none" if trace is None else len(trace)
+            raise Malformed(f"routed_experts: {expected} rows were due from slot {first} on, got {found}")
+        return trace
+
+
+def joined(parts: list[Part], sampling: Sampling) -> Completion:
+    """One completion of all parts; the routes of each part are those it was sampled with.
+
+    The last token of a part is fed by the next one, so the parts' rows follow each other without a gap.
+    """
+    tokens = [token for part in parts for token in part.tokens]
+    routed = [part.routing for part in parts if part.routing is not None]
+    top_ids, top_logp = None, None
+    if sampling.top_logprobs:
+        rows = [row for part in parts for row in part.top]
+        top_ids = torch.tensor([ids for ids, _ in rows], dtype=torch.int32)
+        top_logp = torch.tensor([logp for _, logp in rows], dtype=torch.float32)
+    versions = [torch.full((len(part.tokens),), part.version, dtype=torch.int32) for part in parts]
+    return Completion(
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor([logp for part in parts for logp in part.logp], dtype=torch.float32),
+        torch.cat(versions),
+        parts[-1].finish,
+        RoutingTrace.concat(routed) if routed else None,
+        top_ids=top_ids,
+        top_logp=top_logp,
+    )
+
+
+def _get(tree: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = tree.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise Malformed(f"{name}: expected {kind.__name__}, got {str(value)[:60]!r}")
+    return value
+
+
+def _tokens(choice: Mapping[str, Any], vocab: int) -> list[int]:
+    tokens = _get(choice, "token_ids", list)
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise Malformed(f"token_ids: {str(token)[:60]!r} is no token id in 0..{vocab - 1}")
+    return tokens
+
+
+def _logp(
+    choice: Mapping[str, Any], tokens: list[int], vocab: int, asked: int
+) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
+    """Of the sampled tokens, and of the `asked` likeliest ones."""
+    content = _get(_get(choice, "logprobs", Mapping), "content", list)
+    if len(content) != len(tokens):
+        raise Malformed(f"logprobs: {len(content)} for {len(tokens)} tokens")
+    logp, top = [], []
+    for token, entry in zip(tokens, content, strict=True):
+        found, value = _entry(entry, vocab)
+        if found != token:
+            raise Malformed(f"logprobs: of token {found} where {token} was sampled")
+        if value == NO_LOGP:
+            raise Malformed(f"logprobs: the sampled token {token} has none")
+        logp.append(value)
+        if asked:
+            top.append(_likeliest(_get(entry, "top_logprobs", list), vocab, asked))
+    return logp, top
+
+
+def _likeliest(entries: list[Any], vocab: int, asked: int) -> tuple[list[int], list[float]]:
+    """vLLM lists the sampled token first and cuts the list there, so one more than `asked` was asked for."""
+    pairs = sorted((_entry(entry, vocab) for entry in entries), key=lambda pair: -pair[1])[:asked]
+    if len(pairs) < asked:
+        raise Malformed(f"top_logprobs: {len(pairs)} of {asked} tokens")
+    return [i for i, _ in pairs], [-math.inf if p == NO_LOGP else p for _, p in pairs]
+
+
+def _entry(entry: Any, vocab: int) -> tuple[int, float]:
+    if not isinstance(entry, Mapping):
+        raise Malformed(f"logprobs: expected an object, got {str(entry)[:60]!r}")
+    name, value = _get(entry, "token", str), entry.get("logprob")
+    digits = name.removeprefix(PREFIX)
+    if not name.startswith(PREFIX) or not (digits.isascii() and digits.isdecimal()) or int(digits) >= vocab:
+        raise Malformed(f"logprobs: expected {PREFIX}ID, got {name[:60]!r}")
+    if (
+        isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1e-4
+    ):  # also NaN; rounding may leave a hair above 0
+        raise Malformed(f"logprobs: {value!r} is no log-probability (token {digits})")
+    return int(digits), float(value)
+
+
+def _finish(reason: str, tokens: list[int], sampling: Sampling) -> Finish:
+    """Does the way it ended fit the tokens? An abort that came after the last token changes nothing."""
+    stopped = bool(tokens) and tokens[-1] in sampling.stop
+    full = len(tokens) == sampling.max_tokens
+    if len(tokens) > sampling.max_tokens or any(token in sampling.stop for token in tokens[:-1]):
+        raise Malformed(f"token_ids: goes on after its end ({len(tokens)} of at most {sampling.max_tokens} tokens)")
+    if stopped and reason in ("stop", "abort"):
+        return "stop"
+    if full and reason in ("length", "abort"):
+        return "length"
+    if reason == "abort":
+        return "aborted"
+    raise Malformed(f"finish_reason: {reason[:60]!r} after {len(tokens)} of {sampling.max_tokens} tokens")

@@ -1,0 +1,306 @@
+"""`VLLMServer`: a vLLM server in a process of its own. Implements the RolloutEngine protocol over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.driver import check_request
+from onepolicy.rollout.hf.sampler import check_sampling
+from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.names import CheckpointNames
+from onepolicy.rollout.probabilities import check_probabilities
+from onepolicy.rollout.vllm.engine import check_temperature
+from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
+from onepolicy.rollout.vllm.reply import Part, joined
+from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.types import Completion, Sampling
+
+ABORT_EVERY = 0.1  # s, while requests that reached a paused server are waited for
+
+
+class VLLMServer:
+    """vLLM's replies do not say which weights sampled them, so no request of ours ever spans an update: all are aborted
+    before it and go on from their tokens after it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        hf_config: PreTrainedConfig,
+        config: VLLMServerConfig,
+        *,
+        routes: RouteRules | None,
+        max_len: int,
+    ) -> None:
+        """routes: the experts of every token are wanted, of these layers. `connect` before anything else."""
+        text = hf_config.get_text_config()
+        self.version = 0
+        self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
+        self.client = EngineClient(
+            config.url,
+            token_env=config.token_env,
+            timeout_s=config.timeout_s,
+            retries=config.retries,
+            server="the vLLM server",
+        )
+        self.config, self._text, self._routes = config, text, routes
+        self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
+        self._files = WeightFiles(config.sync_dir)
+        self._run = secrets.token_hex(4)
+        self._pauses = 0
+        self._resumed = 0
+        self._traffic: _Traffic | None = None
+        self._served: Served | None = None
+        self._weights = ""  # the server's name of what it was last given
+
+    async def connect(self) -> None:
+        """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
+
+        Its weights are its own until load_folder or load_weights.
+        """
+        served = await handshake(self.client, self._text, self.config, self.caps, self._routes)
+        self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
+        self._served, self._weights = served, served.weights
+        await check_probabilities(self)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+        """Sample until a stop token or max_tokens.
+
+        What a pause interrupts goes on from its tokens, with random numbers that follow from the seed and their
+        number. finish is "aborted" only if somebody else aborted the request.
+        """
+        check_sampling(sampling)
+        check_temperature(sampling)
+        prompt = check_request(
+            prompt_ids,
+            sampling,
+            version=self.version,
+            vocab=self._known.reader.vocab,
+            max_len=self.caps.max_len,
+            top_logprobs=self.caps.top_logprobs,
+        ).tolist()
+        parts: list[Part] = []
+        path = list(prompt)
+        while True:
+            done = len(path) - len(prompt)
+            left = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
+            routed = len(path) - 1 if done else 0  # slots whose routes are here: the last token has not been fed
+            part, paused = await self._sample(path, left, continued(seed, done) if done else seed, routed)
+            if part.tokens:
+                parts.append(part)
+                path += part.tokens
+            if part.finish != "aborted" or not paused:
+                return joined(parts, sampling)
+            self._resumed += 1
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Abort every request and take no further ones; those of `generate` wait with their tokens for `resume`."""
+        if mode != "abort":
+            raise UsageError(
+                f"pause: vLLM's replies do not say which weights sampled a token, so a request that is kept over an "
+                f"update (mode {mode}) would mix them unseen; use abort, which keeps the tokens and goes on from them"
+            )
+        traffic = self._here()
+        if not traffic.open.is_set():
+            return
+        traffic.open.clear()
+        self._pauses += 1
+        await self.client.post("/pause", params={"mode": "abort"})
+        while traffic.running:  # one that was on its way is queued until resume: under other weights than it asked for
+            try:
+                async with asyncio.timeout(ABORT_EVERY):
+                    await traffic.idle.wait()
+            except TimeoutError:
+                await self.client.post("/abort_requests", {})
+
+    async def resume(self) -> None:
+        """Let requests run again."""
+        await self.client.post("/resume")
+        self._here().open.set()
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        """Hand these tensors over as files. All of the model's must be there, in its shapes."""
+        tensors = self._names.of(weights)
+        folder = await asyncio.to_thread(self._files.write, tensors.items(), version)
+        async with self._between_requests():
+            await self.confirm_weights()
+            await self.load_folder(str(folder), version)
+
+    def holds(self, path: str) -> bool:
+        """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
+        model = self._known.model
+        same = Path(model).resolve() == Path(path).resolve() if Path(path).exists() else model == path
+        return same and self._weights == FIRST
+
+    def first_probe(self) -> list[float] | None:
+        """What `remember` was given since the server started. UsageError if it is too late to make one."""
+        known = self._known
+        if known.first_probe is None and known.weights != FIRST:
+            raise UsageError(
+                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {known.weights!r}, which "
+                "another program gave it, so that its reload cannot be checked; restart it"
+            )
+        return known.first_probe
+
+    async def remember(self, first_probe: list[float]) -> None:
+        """Keep, in the server, a probe of the weights it was started with, for later runs."""
+        await self.call_workers("onepolicy_remember", first_probe)
+
+    async def load_folder(self, path: str | None, version: int) -> None:
+        """A checkpoint both processes see; None: the one the server was started with. No request may be running."""
+        assert not self._here().running
+        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        await self.call_workers("onepolicy_load", *([] if path is None else [path]))
+        await self._drop_caches()
+        self._weights = f"onepolicy-{self._run}-{version}"
+        await self.client.post("/update_weight_version", {"new_version": self._weights})
+        self.version = version
+
+    async def reset_cache(self) -> None:
+        """Forget every cached prefix."""
+        if running := self._here().running:
+            raise RuntimeError(f"reset_cache while {running} requests are running; await them first")
+        await self.confirm_weights()
+        await self._drop_caches()
+
+    async def confirm_weights(self) -> None:
+        """TrainingError if the server holds other weights than were given to it: it was restarted, or shared."""
+        found = await stamp_of(self.client)
+        if found != self._weights:
+            raise TrainingError(
+                f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {found!r}, not this run's "
+                f"{self._weights!r}: it was restarted, or another run uses it; continue from the last checkpoint "
+                "with `onepolicy train --resume RUN`"
+            )
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of rollout/vllm/worker.py on every worker."""
+        return await self.client.post("/collective_rpc", {"method": method, "args": list(args)}, parse=_results)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call; see loop/metrics.py."""
+        counted, resumed, self._resumed = self.client.take_counters(), self._resumed, 0
+        return {
+            "rollout/requests": counted.requests,
+            "rollout/requests_retried": counted.retried,
+            "rollout/requests_dropped": counted.dropped,
+            "rollout/requests_resumed": resumed,
+        }
+
+    @property
+    def _known(self) -> Served:
+        if self._served is None:
+            raise RuntimeError("VLLMServer: await connect() first")
+        return self._served
+
+    async def _sample(self, path: list[int], sampling: Sampling, seed: int, first: int) -> tuple[Part, bool]:
+        """One request, when there is room for it and nothing is paused. True: a pause of ours began meanwhile."""
+        async with self._here().admitted():
+            if self.version < 0:
+                raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+            pauses = self._pauses
+            read = partial(
+                self._known.reader.part, prompt=len(path), first=first, sampling=sampling, version=self.version
+            )
+
+            def parse(reply: Any) -> Part:
+                part = read(reply)
+                if not part.tokens and pauses == self._pauses:
+                    raise Malformed("no token, and nothing of ours aborted the request")
+                return part
+
+            body = {"token_ids": path, "sampling_params": parameters(sampling, seed, first)}
+            part = await self.client.post("/inference/v1/generate", body, parse=parse, confirm=self.confirm_weights)
+            return part, pauses != self._pauses
+
+    @asynccontextmanager
+    async def _between_requests(self) -> AsyncIterator[None]:
+        """Paused, unless it was already. After a failure the server stays paused: what it holds is no policy."""
+        traffic = self._here()
+        if not traffic.open.is_set():
+            yield
+            return
+        await self.pause()
+        try:
+            yield
+        except BaseException:
+            traffic.open.set()  # whoever waits finds out
+            raise
+        await self.resume()
+
+    async def _drop_caches(self) -> None:
+        def dropped(reply: Any) -> None:
+            if not isinstance(reply, dict) or reply.get("success") is not True:
+                raise Malformed(f"the prefix cache was not reset: {str(reply)[:100]}")
+
+        await self.client.post("/reset_prefix_cache", parse=dropped)
+
+    def _here(self) -> _Traffic:
+        """Of the running event loop; nothing of an earlier one can be running."""
+        loop = asyncio.get_running_loop()
+        if self._traffic is None or self._traffic.loop is not loop:
+            self._traffic = _Traffic(loop, self.config.slots)
+        return self._traffic
+
+
+class _Traffic:
+    """Requests of one event loop: how many run, and whether more may."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
+        self.loop, self.running = loop, 0
+        self.open, self.idle = asyncio.Event(), asyncio.Event()
+        self.open.set()
+        self.idle.set()
+        self._slots = asyncio.Semaphore(slots)
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        async with self._slots:
+            await self.open.wait()
+            self.running += 1
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self.running -= 1
+                if not self.running:
+                    self.idle.set()
+
+
+def parameters(sampling: Sampling, seed: int, first: int = 0) -> dict[str, Any]:
+    """vLLM's sampling_params. first: slot whose routes are the first wanted."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": True,  # only our stop tokens stop
+        "seed": seed,
+        "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,  # see reply.py
+        "detokenize": False,
+        "routed_experts_prompt_start": first,
+    }
+
+
+def continued(seed: int, done: int) -> int:
+    """Seed of a request's rest after `done` tokens: its first numbers must not be those of the beginning again."""
+    return int(np.random.SeedSequence([seed, done]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _results(reply: Any) -> list[Any]:
+    if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
+        raise Malformed(f"results: expected a list, got {str(reply)[:100]}")
+    return reply["results"]

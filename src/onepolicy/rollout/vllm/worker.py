@@ -1,0 +1,114 @@
+"""What runs inside a vLLM server for us: `onepolicy engine serve` names these two classes on its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
+from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
+from onepolicy.rollout.vllm.weights import pack_experts
+
+TOKEN = "VLLM_API_KEY"  # the variable vLLM reads the same token from
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
+"""Config fields that differ between models whose weights cannot stand in for each other's."""
+
+
+def shape_of(text_config: Any) -> dict[str, str | int]:
+    """The model type and SHAPE of a transformers text config, as far as it has them."""
+    shape = {name: getattr(text_config, name, None) for name in SHAPE}
+    return {"model_type": text_config.model_type} | {k: v for k, v in shape.items() if isinstance(v, int)}
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, called through /collective_rpc. Names must not clash with a worker's."""
+
+    vllm_config: Any
+    reload_weights: Callable[..., None]
+    get_model: Callable[[], Any]
+    onepolicy_first_probe: list[float] | None = None
+    onepolicy_own: tuple[str, str | None] | None = None
+
+    def onepolicy_describe(self) -> dict[str, Any]:
+        """What this server serves, as JSON."""
+        config, model = self.vllm_config, self.vllm_config.model_config
+        return {
+            "shape": shape_of(model.hf_text_config),
+            "model": self._onepolicy_own()[0],
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "head_dtypes": sorted(set(head_dtypes(self.get_model()))),
+            "quantization": model.quantization,
+            "device": config.device_config.device_type,
+            "max_len": model.max_model_len,
+            "max_logprobs": model.max_logprobs,
+            "logprobs_mode": str(model.logprobs_mode),
+            "routes": bool(model.enable_return_routed_experts),
+            "deployment": dataclasses.asdict(self._onepolicy_deployment()),
+            "first_probe": self.onepolicy_first_probe,
+        }
+
+    def _onepolicy_deployment(self) -> Deployment:
+        import vllm
+
+        deployment = deployment_of(self.vllm_config, vllm.__version__, self.vllm_config.device_config.device_type)
+        return dataclasses.replace(deployment, monolithic=has_monolithic_kernel(self.get_model()))
+
+    def onepolicy_remember(self, first_probe: list[float]) -> None:
+        """Keep what the weights this server started with answered, for a run that comes when they are long replaced."""
+        self.onepolicy_first_probe = first_probe
+
+    def onepolicy_load(self, path: str | None = None) -> None:
+        """Take over a checkpoint, by default the one the server was started with. Caches are the caller's business."""
+        model = self.vllm_config.model_config
+        own = self._onepolicy_own()
+        try:
+            self.reload_weights(weights_path=path or own[0])  # makes the path the model's own
+        finally:
+            model.model, model.revision = own
+        pack_experts(self.get_model())
+
+    def _onepolicy_own(self) -> tuple[str, str | None]:
+        """Path or hub id, and revision, that the server was started with: what it says at the first call."""
+        if self.onepolicy_own is None:
+            self.onepolicy_own = self.vllm_config.model_config.model, self.vllm_config.model_config.revision
+        return self.onepolicy_own
+
+
+class RequireToken:
+    """ASGI middleware: every path but /health needs the bearer token.
+
+    vLLM's own guards /v1 and /inference only, and leaves open what loads weights and calls methods of its workers.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        token = os.environ.get(TOKEN, "")
+        assert token, f"{TOKEN} is not set"
+        self._app, self._expected = app, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") == "/health":
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if secrets.compare_digest(given, self._expected):
+            return await self._app(scope, receive, send)
+        if scope["type"] == "http":
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": json.dumps({"error": "Unauthorized"}).encode()})
+        return None

@@ -1,0 +1,97 @@
+"""A step's weights as safetensors files, for engines in another process to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from onepolicy.config import TrainingError, UsageError
+
+SHARD_BYTES = 2**30
+INDEX = "model.safetensors.index.json"
+
+
+class WeightFiles:
+    """The newest version only, in a folder of this process, which goes when the process ends.
+
+    What a killed process left behind is removed by the next one that uses the same `folder`.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        """folder: one that the engine's process sees too; None: the system's temporary one."""
+        base = Path(folder) if folder else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            _remove_orphans(base)
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base))
+        except OSError as error:
+            raise UsageError(f"rollout.engine.sync_dir: {base} cannot be written to: {error}") from error
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._newest: Path | None = None
+
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
+        """A folder with these tensors in files of about SHARD_BYTES, in transformers' layout. Complete or absent.
+
+        The weights are never in memory a second time, only a file's worth of them. The version before is removed.
+        """
+        done, unfinished = self.folder / f"version_{version}", self.folder / "unfinished"
+        try:
+            for old in (done, unfinished):
+                shutil.rmtree(old, ignore_errors=True)
+            unfinished.mkdir()
+            index: dict[str, str] = {}
+            for number, shard in enumerate(_shards(weights), start=1):
+                name = f"model-{number:05d}.safetensors"
+                save_file(shard, unfinished / name, metadata={"format": "pt"})
+                index |= dict.fromkeys(shard, name)
+            (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+            unfinished.rename(done)
+        except OSError as error:
+            raise TrainingError(
+                f"rollout.engine.sync_dir: {self.folder} cannot hold the weights of version {version}: {error}; "
+                "choose a folder with more room"
+            ) from error
+        if self._newest not in (None, done):
+            shutil.rmtree(self._newest, ignore_errors=True)
+        self._newest = done
+        return done
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()  # views of one storage cannot be saved together
+        size += shard[name].nbytes
+        if size >= SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
+def _remove_orphans(base: Path) -> None:
+    """Folders of this machine's processes that are no more."""
+    for path in base.glob(f"{socket.gethostname()}.*.*"):
+        pid = path.name.split(".")[-2]
+        if pid.isdecimal() and not _alive(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,34 @@
+"""One engine of each kind per session."""
+
+import asyncio
+
+import pytest
+import torch
+from vllm_support import make_checkpoints, open_engine
+
+from onepolicy.config import ModelConfig
+from onepolicy.models.load import load_model
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Two checkpoints of one random MoE."""
+    return make_checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def models(folders):
+    return [load_model(ModelConfig(path=str(folder)), torch.float32, torch.device("cpu")) for folder in folders]
+
+
+@pytest.fixture(scope="session")
+def shared(folders):
+    torch.set_num_threads(1)
+    return open_engine(folders[0])
+
+
+@pytest.fixture
+def engine(shared, models):
+    """The session's engine, holding the first checkpoint and nothing cached."""
+    asyncio.run(shared.load_weights(models[0].state_dict().items(), 0))
+    return shared

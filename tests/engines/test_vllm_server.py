@@ -1,0 +1,302 @@
+"""A real vLLM server behind the RolloutEngine protocol, started once per session by `onepolicy engine serve`."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from vllm_support import BLOCK, CONFIG, MAX_LEN, VOCAB, open_engine, play, prompts, ragged, rules_of, stock
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.loop.setup import build_engine
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import check_completion
+from onepolicy.sync.check import checked_push
+from onepolicy.types import Sampling
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+START_S = 600
+
+
+class ServerProcess:
+    """`onepolicy engine serve` and what it says."""
+
+    def __init__(self, folder, log):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
+        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port), str(folder)]
+        with log.open("ab") as file:
+            self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)
+
+    def wait_until_ready(self):
+        end = time.monotonic() + START_S
+        while "ready after" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.1)
+        return self
+
+    def kill(self):
+        """As a crash would: no goodbye to anybody."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def server(folders, tmp_path_factory):
+    server = ServerProcess(folders[0], tmp_path_factory.mktemp("server") / "log")
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.stop()
+
+
+def connect(server, path, **settings):
+    """As a run does it: the server with the weights of `path`."""
+    config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
+    model = ModelConfig(path=str(path))
+    rules = rules_of(read_config(model))
+    return build_engine(model, config, torch.device("cpu"), routes=rules, max_len=MAX_LEN)
+
+
+@pytest.fixture
+def remote(server, folders):
+    return connect(server, folders[0])
+
+
+class FakeLearner:
+    version = 0
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_weights(self):
+        yield from self.model.state_dict().items()
+
+
+def same(ours, theirs):
+    """Bit for bit."""
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert torch.equal(ours.logp, theirs.logp)
+    assert torch.equal(ours.routing.ids, theirs.routing.ids)
+
+
+def alone(engine, requests):
+    """One request at a time: what else is in the batch moves the last bits."""
+    return [play(engine, [request])[0] for request in requests]
+
+
+def test_served_at_its_start_as_in_this_process(remote, engine):
+    """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
+    requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
+    requests += [((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)]
+    asyncio.run(remote.reset_cache())
+    for ours, theirs in zip(alone(remote, requests), alone(engine, requests), strict=True):
+        same(ours, theirs)
+        assert ours.routing.spans == theirs.routing.spans
+        assert (ours.finish, ours.version.tolist()) == (theirs.finish, theirs.version.tolist())
+        if theirs.top_ids is not None:
+            assert torch.equal(ours.top_ids, theirs.top_ids)
+            assert torch.equal(ours.top_logp, theirs.top_logp)
+    assert ours.routing.spans[0].source == "cache"
+
+
+def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
+    requests = ragged(prompts(8), 0.5)
+    agreeing = []
+    for (prompt, sampling, _), done in zip(requests, play(remote, requests), strict=True):
+        logits, routes = stock(models[0], prompt, done.token_ids)
+        logp = torch.log_softmax(logits / 0.5, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        assert len(done.token_ids) == sampling.max_tokens
+        check_completion(done, prompt, remote._routes, "sample")
+        agreeing.append((done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean())
+    assert min(agreeing) > 0.97
+
+
+def test_synced_server_equals_a_fresh_engine_of_the_saved_checkpoint(remote, models, folders):
+    requests = ragged(prompts(4))
+    before = alone(remote, requests)
+    for version in (1, 2):  # the second reload starts from packed experts of the first
+        asyncio.run(remote.load_weights(models[1].state_dict().items(), version))
+    fresh = open_engine(folders[1])
+    for ours, theirs, old in zip(alone(remote, requests), alone(fresh, requests), before, strict=True):
+        same(ours, theirs)
+        assert not torch.equal(ours.logp, old.logp)
+        assert (ours.version == 2).all()
+        assert {span.version for span in ours.routing.spans} == {2}
+
+
+def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, folders, models):
+    """Which packs no experts: also in a server that an earlier run has left with other weights."""
+    remote = connect(server, folders[0])
+    asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
+    mended = remote.call_workers
+
+    async def unmended(method, *args):
+        return await mended("reload_weights", *([None, *args] if method == "onepolicy_load" else args))
+
+    try:
+        remote.call_workers = unmended
+        with pytest.raises(TrainingError, match=r"VLLMServer .* moved the log-probabilities"):
+            asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
+    finally:
+        remote.call_workers = mended
+        asyncio.run(remote.load_weights(models[0].state_dict().items(), 1))
+
+
+async def tokens_sampled(remote):
+    """By the server, since it started."""
+    text = await remote.client.get("/metrics")
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
+
+
+def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, models):
+    remote = connect(server, folders[0])
+    paths = prompts(24)
+
+    async def interrupted():
+        before = await tokens_sampled(remote)
+        requests = [asyncio.create_task(remote.generate(p, Sampling(1.0, 70), seed=i)) for i, p in enumerate(paths)]
+        while await tokens_sampled(remote) < before + 100:
+            await asyncio.sleep(0.005)
+        await remote.pause()
+        await remote.load_weights(models[1].state_dict().items(), 4)
+        await remote.resume()
+        return await asyncio.gather(*requests)
+
+    spanning = 0
+    for prompt, done in zip(paths, asyncio.run(interrupted()), strict=True):
+        kept = int((done.version == 0).sum())
+        assert done.version.tolist() == [0] * kept + [4] * (70 - kept)
+        check_completion(done, prompt, remote._routes, "sample")
+        first, second = (stock(model, prompt, done.token_ids) for model in models)
+        logits = torch.cat([first[0][:kept], second[0][kept:]])  # the rest was computed anew, by the new weights
+        logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        if not 0 < kept < 70:
+            continue
+        spanning += 1
+        old = len(prompt) + kept - 1  # slots fed before the pause
+        routes = torch.cat([first[1][:old], second[1][old:]])
+        agreeing = (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        assert agreeing > 0.97
+        spans = [
+            (0, len(prompt), "prefill", 0),
+            (len(prompt), kept - 1, "decode", 0),
+            (old, 1, "prefill", 4),
+            (old + 1, 70 - kept - 1, "decode", 4),
+        ]
+        found = [(s.start, s.length, s.source, s.version) for s in done.routing.spans]
+        assert found == [span for span in spans if span[1]]
+    assert spanning >= 12
+    assert remote.take_metrics()["rollout/requests_resumed"] >= spanning
+
+
+def test_a_cancelled_request_ends_in_the_server(remote):
+    async def cancel():
+        task = asyncio.create_task(remote.generate([3, 4, 5], Sampling(1.0, 90), seed=0))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await remote.reset_cache()  # succeeds once nothing holds a block
+
+    asyncio.run(cancel())
+    assert remote.take_metrics()["rollout/requests_dropped"] == 1
+
+
+def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_path):
+    other = json.loads((folders[0] / "config.json").read_text()) | {"num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"):
+        connect(server, tmp_path)
+    with pytest.raises(UsageError, match="bfloat16, but the server runs float32"):
+        build_engine(
+            ModelConfig(path=str(folders[0])),
+            VLLMServerConfig(url=server.url, dtype="bfloat16"),
+            torch.device("cpu"),
+            routes=None,
+            max_len=MAX_LEN,
+        )
+
+
+def recipe(tmp_path, folder, server):
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "{tmp_path / "run"}"
+        steps = 2
+        model = {{ path = "{folder}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        optim = {{ lr = 1e-3 }}
+        eval = {{ every = 2, problems = 4, k = 1 }}
+        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
+        checkpoint = {{ every = 1 }}
+        [rollout]
+        prompts_per_step = 2
+        group_size = 4
+        sampling = {{ max_tokens = 20 }}
+        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1 }}
+        """
+    )
+    return path
+
+
+def rows(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_steps(tmp_path, count):
+    steps = [row for row in rows(tmp_path) if "mismatch/k3" in row]
+    assert len(steps) == count
+    for row in steps:
+        assert row["mismatch/k3"] < 1e-6  # float32 on both sides
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+        assert row["rollout/requests"] >= 8
+        assert row["rollout/requests_retried"] == row["rollout/requests_dropped"] == 0
+
+
+def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path):
+    """Two runs on one server, which still has the weights of the first when the second resumes from its checkpoint."""
+    assert main(["train", str(recipe(tmp_path, folders[0], server))]) == 0
+    check_steps(tmp_path, 2)
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
+    check_steps(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd):
+    """Killed in the middle of a step: one error, nothing written of that step; it resumes on a new server."""
+    server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
+    try:
+        remote = connect(server, folders[0], retries=1)
+        assert main(["train", str(recipe(tmp_path, folders[0], server))]) == 0
+
+        async def dies():
+            requests = [asyncio.create_task(remote.generate([3, i], Sampling(1.0, 90), seed=i)) for i in range(8)]
+            await asyncio.sleep(0.1)
+            server.kill()
+            return await asyncio.gather(*requests)
+
+        with pytest.raises(TrainingError, match=r"/generate, 2 times; got .*--resume"):
+            asyncio.run(dies())
+        assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 2
+        assert "Is the vLLM server running there" in capfd.readouterr().err
+        check_steps(tmp_path, 2)
+    finally:
+        server.kill()

@@ -1,0 +1,88 @@
+"""What the tests of vLLM in this process and of a vLLM server share: two small random checkpoints, requests, and what
+transformers makes of them."""
+
+import asyncio
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.config import ModelConfig, VLLMEngineConfig
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import alphabet
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.train.policy import make_tokenizer
+from onepolicy.types import Sampling
+
+VOCAB, BLOCK, MAX_LEN = 32, 32, 96
+CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size=BLOCK)
+
+
+def make_checkpoints(base):
+    """`first`, and `second` with other weights, both with a tokenizer."""
+    made = []
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=VOCAB,
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=32,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                max_position_embeddings=MAX_LEN,
+                initializer_range=0.3,
+                bos_token_id=None,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+        )
+        made.append(base / name)
+        model.save_pretrained(made[-1])
+        make_tokenizer(alphabet(PolicyConfig().task)).save_pretrained(made[-1])
+    return made
+
+
+def rules_of(hf):
+    return RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
+
+
+def open_engine(path):
+    config = ModelConfig(path=str(path))
+    hf = read_config(config)
+    return VLLMEngine(config, hf, CONFIG, routes=rules_of(hf), max_len=MAX_LEN, cpu=True)
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def play(engine, requests):
+    """requests: (prompt, sampling, seed), all at once."""
+
+    async def together():
+        return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
+
+    return asyncio.run(together())
+
+
+def ragged(paths, temperature=1.0):
+    return [(p, Sampling(temperature, 5 + 3 * i), i) for i, p in enumerate(paths)]
+
+
+@torch.no_grad()
+def stock(model, prompt, tokens):
+    """Logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K] of the path."""
+    path = torch.tensor([[*prompt, *tokens.tolist()]])
+    with bind_routers(model).record() as tape:
+        logits = model(input_ids=path, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1], tape.trace().ids[:-1]
