@@ -176,15 +176,39 @@ def test_precision_is_the_dtypes_of_both_sides(policy):
 
 
 def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
-    assert main(["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
+    assert main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
     tree = json.loads((tmp_path / "m" / "measure.json").read_text())
     printed = " ".join(capsys.readouterr().out.split())
     assert tree["verdict"]["sentence"] in printed
     html = (tmp_path / "m" / "report.html").read_text()
     assert tree["verdict"]["sentence"] in html
-    for figure in ("waterfall", "f_tau", "scatter", "scatter_native", "routers", "layers", "breakdown-3"):
+    for figure in (
+        "waterfall",
+        "distribution",
+        "f_tau",
+        "scatter",
+        "scatter_native",
+        "routers",
+        "layers",
+        "breakdown-3",
+    ):
         assert f'id="fig-{figure}"' in html
     assert main(["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 2
+    check_distribution(tree["distribution"], printed, html)
+
+
+def check_distribution(found, printed, html):
+    """Of 4 tokens: bounds in order, replay no farther away, and the worst position's tokens in their text."""
+    plain, replayed = found["metrics"]["without_replay"], found["metrics"]["with_replay"]
+    assert found["top"] == 4
+    for each in (plain, replayed):
+        assert 0 < each["tv_low"] < each["tv_high"] < 1
+        assert each["mass_rollout"] == pytest.approx(1 - (each["tv_high"] - each["tv_low"]), abs=0.01)
+    assert replayed["tv_low"] < plain["tv_low"] < 0.1
+    assert [w["tv_low"] for w in found["worst"]] == sorted((w["tv_low"] for w in found["worst"]), reverse=True)
+    assert all(len(w["candidates"]) >= 4 for w in found["worst"])
+    assert "from the rollout's 4 likeliest tokens" in printed
+    assert "Worst positions" in html
 
 
 def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
@@ -206,6 +230,7 @@ def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
     [
         ([], "give a model"),
         (["somewhere", "--tiny"], "leave out somewhere"),
+        (["--top", "0", "--tiny", "train.threads=1"], "--top: log-probabilities of the 0 likeliest tokens"),
         (["--tiny", "replay.mode=off", "train.threads=1"], "with the rollout's routes and without"),
     ],
 )

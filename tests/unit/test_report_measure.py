@@ -7,6 +7,7 @@ import pytest
 from report_run import make_fixture_run
 from test_report_browser import opened
 
+from onepolicy.report.distribution import figure, rows, worst_rows
 from onepolicy.report.measure import breakdown_rows, fall_figure, waterfall_rows, write_report
 
 
@@ -39,6 +40,32 @@ TREE = {
     },
     "breakdowns": {"place": [ROW], "probability": [ROW], "entropy": [ROW], "class": [ROW]},
     "worst": [{"sequence": 0, "place": 3, "before": "1+</pre>", "token": "<b>", "p_rollout": 0.9, "p_trainer": 0.1}],
+    "distribution": {
+        "top": 2,
+        "metrics": {
+            "without_replay": {"tv_low": 0.02, "tv_high": 0.3, "argmax_differs": 0.25},
+            "with_replay": {"tv_low": 0.01, "tv_high": 0.29, "argmax_differs": 0.0},
+        },
+        "edges": [0.001, 0.01, 0.1],
+        "above": {
+            "without_replay": {"low": [1.0, 0.5, 0.0], "high": [1.0, 1.0, 0.75]},
+            "with_replay": {"low": [1.0, 0.25, 0.0], "high": [1.0, 1.0, 0.5]},
+        },
+        "worst": [
+            {
+                "sequence": 1,
+                "place": 4,
+                "before": "<i>2",
+                "sampled": "+",
+                "tv_low": 0.2,
+                "tv_high": 0.4,
+                "candidates": [
+                    {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
+                    {"token": "</td>", "p_rollout": None, "p_trainer": 0.5},
+                ],
+            }
+        ],
+    },
     "config": {"replay": {"mode": "r3"}},
 }
 
@@ -64,10 +91,22 @@ def test_the_page_is_drawn_and_complete(page):
 
 def test_every_figure_has_data(page):
     routing = {"routers", "tokens", "sequences", "layers", "gate-mass"}
-    wanted = {"waterfall", "f_tau", "scatter", "scatter_native", *(f"breakdown-{i}" for i in range(4))}
+    wanted = {"waterfall", "f_tau", "scatter", "scatter_native", "distribution", *(f"breakdown-{i}" for i in range(4))}
     assert set(page.marks) == wanted | routing
     assert page.marks["waterfall"]["point"] == 4  # the gap, two bars, the remainder
     assert all(marks.get("point", 0) + marks.get("js-line", 0) > 0 for marks in page.marks.values())
+
+
+def test_distributions_are_drawn_and_told(page):
+    found = TREE["distribution"]
+    assert page.marks["distribution"]["js-line"] == 2 * 4  # and the legend: at least and at most, of both scorings
+    data = figure(found).data
+    assert data[0]["y"] == pytest.approx([1.0, 0.5, 0.01])  # 0 is drawn a decade below the smallest share, as 0
+    assert data[1]["y"] == [1.0, 1.0, 0.75]
+    assert rows(found)[0] == ("positions whose likeliest token differs", "25%", "0%")
+    assert worst_rows(found)[0][2:4] == ("0.2 \N{EN DASH} 0.4", "'+' 0.6 / 0.4, '</td>' \N{EN DASH} / 0.5")
+    plain = {**found, "metrics": {"without_replay": found["metrics"]["without_replay"]}}
+    assert rows(plain)[0][2] == "\N{EN DASH}"
 
 
 def test_waterfall_bars_stand_between_their_levels():

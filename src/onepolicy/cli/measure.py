@@ -28,6 +28,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     measure.add_argument("--dense", metavar="MODEL", help="a dense model to show beside it; `tiny` makes a random one")
     measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
+    measure.add_argument(
+        "--top", type=int, metavar="N", help="compare whole distributions too, from the engine's N likeliest tokens"
+    )
     measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
 
 
@@ -62,6 +65,7 @@ def run_measure(arguments: argparse.Namespace) -> None:
             tiny=arguments.tiny,
             engine_model=arguments.engine_model,
             dense=arguments.dense,
+            top=arguments.top,
             say=status.update,
         )
     for part in summary(measured.to_tree(found)):

@@ -21,6 +21,7 @@ from onepolicy.correct.verdict import HARMLESS_KL, verdict
 from onepolicy.envs import alphabet
 from onepolicy.envs.prompts import read_prompts
 from onepolicy.loop.causes import Weights, attribute, explain, trainer_precision
+from onepolicy.loop.distribution import check_top, compare, without_top
 from onepolicy.loop.measured import Look, Measurement
 from onepolicy.loop.probe import repeat, variation
 from onepolicy.loop.resample import Again, sample, sample_again
@@ -47,16 +48,21 @@ def measure_model(
     tiny: bool = False,
     engine_model: str | None = None,
     dense: str | None = None,
+    top: int | None = None,
     say: Say = lambda text: None,
 ) -> Measurement:
     """`tree`: a recipe's settings, or none; tiny: the tiny policy, or a random one of its shape if none is cached.
 
     engine_model: a folder whose weights the engine gets in place of the trainer's (a checkpoint it is suspected of).
-    dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. `say` hears each stage.
+    dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. top: how many of the
+    engine's likeliest tokens whole distributions are compared from. `say` hears each stage.
     """
     with _tiny_policy() if tiny else _nothing() as path:
         config = measure_config(tree, overrides, path)
         parts, tokenizer = build_parts(config)
+        if top is not None:
+            check_top(top, parts.engine.caps)
+            parts = dataclasses.replace(parts, top_logprobs=top)
         model = resolve_model(config.model)
         found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say))
     if dense is None:
@@ -146,7 +152,8 @@ async def measure_parts(
         routes=chosen.routes,
     )
     breakdowns, worst = where(first.native, tokenizer, parts.stop)
-    return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said)
+    whole = None if first.top is None else compare(*first.top, tokenizer)
+    return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole)
 
 
 async def look(parts: Parts, learner: LocalLearner) -> Look:
@@ -163,7 +170,11 @@ async def look(parts: Parts, learner: LocalLearner) -> Look:
             replayed = learner.score_again(batch)
         except RoutingError as error:
             routes = str(error)
-    return Look(groups, native, replayed, routes, explain(learner, native), preflight(native))
+    top = None
+    if parts.top_logprobs:
+        top = native, replayed
+        native, replayed = without_top(native), None if replayed is None else without_top(replayed)
+    return Look(groups, native, replayed, routes, explain(learner, native), preflight(native), top)
 
 
 def _local(parts: Parts) -> LocalLearner:

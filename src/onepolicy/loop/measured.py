@@ -31,6 +31,7 @@ class Look:
     routes: str  # why they were refused
     explained: Explained  # what settings of both sides explain of it
     diagnosis: Diagnosis
+    top: tuple[TokenBatch, TokenBatch | None] | None = None  # native, replayed with both engines' likeliest tokens
 
     @property
     def found(self) -> Mismatch:
@@ -48,6 +49,7 @@ class Measurement:
     breakdowns: dict[str, list[Row]]
     worst: list[WorstToken]
     verdict: Verdict
+    distribution: dict[str, Any] | None = None  # of loop/distribution.py, if it was asked for
     dense: tuple[str, Look] | None = None  # name, and its own rollouts
 
 
@@ -66,6 +68,7 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "metrics": numbers(found),
         "breakdowns": {name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()},
         "worst": [dataclasses.asdict(each) for each in found.worst],
+        "distribution": found.distribution,
         "config": found.config.model_dump(mode="json"),
     }
 

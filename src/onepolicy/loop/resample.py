@@ -38,7 +38,14 @@ async def sample(parts: Parts, *, most: int | None = None) -> list[Group]:
     if most is not None:
         rollout = rollout.model_copy(update={"prompts_per_step": min(most, rollout.prompts_per_step)})
     groups, _ = await collect(
-        parts.engine, parts.environment, rollout, stop=parts.stop, step=0, seed=seed, routes=parts.routes
+        parts.engine,
+        parts.environment,
+        rollout,
+        stop=parts.stop,
+        step=0,
+        seed=seed,
+        routes=parts.routes,
+        top_logprobs=parts.top_logprobs,
     )
     return groups
 
@@ -47,6 +54,7 @@ async def sample_again(parts: Parts, first: Sequence[Group], batch: TokenBatch, 
     """`batch` is `first` packed. alone: one request at a time, nothing cached, instead of all together; of more than
     ALONE sequences only the first ones, because that is slow."""
     await parts.engine.reset_cache()
+    parts = dataclasses.replace(parts, top_logprobs=0)
     if alone:
         most = max(1, ALONE // parts.config.rollout.group_size)
         second = await sample(dataclasses.replace(parts, engine=OneAtATime(parts.engine)), most=most)

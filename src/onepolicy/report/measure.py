@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.report import distribution
 from onepolicy.report.figure import NEUTRAL, REPLAY, ROLLOUT, TRAINER, Absent, Figure, axis, bars
 from onepolicy.report.html import document, section
 from onepolicy.report.mismatch import extreme_tokens, scatters
@@ -45,6 +46,8 @@ def summary(tree: Tree) -> list[RenderableType]:
     """The verdict, then tables: both scorings, the waterfall, what was measured alone, breakdowns."""
     title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
     parts: list[RenderableType] = [_table(title, ("", "without replay", "with replay"), comparison(tree))]
+    if (whole := tree.get("distribution")) is not None:
+        parts.append(_table(distribution.title(whole), distribution.HEADER, distribution.rows(whole)))
     parts.append(_table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree)))
     parts.append(_table("Each measured alone", ("", "nats", "95% interval", "measured as"), alone_rows(tree)))
     parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
@@ -123,6 +126,8 @@ def write_report(out: Path) -> Path:
         ("Routing", "Where do the two choose different experts?", routing_figures(run)),
         ("Where the gap sits", "Its share by place, probability, entropy and class.", breakdown_figures(tree)),
     ]
+    if (whole := tree.get("distribution")) is not None:
+        sections.insert(2, ("Distributions", distribution.title(whole) + ".", [distribution.figure(whole)]))
     figures = [f for _, _, items in sections for f in items if isinstance(f, Figure)]
     lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(tree))
     head = (
@@ -132,6 +137,9 @@ def write_report(out: Path) -> Path:
     tables = _html(FALL_HEADER, waterfall_rows(tree)) + _html(
         ("", "nats", "95% interval", "measured as"), alone_rows(tree)
     )
+    if whole is not None:
+        tables += f"<h2>Distributions</h2>{_html(distribution.HEADER, distribution.rows(whole))}"
+        tables += f"<h2>Worst positions</h2>{_html(distribution.WORST_HEADER, distribution.worst_rows(whole))}"
     body = "\n".join([head, *(section(*each) for each in sections), "<h2>Numbers</h2>", tables, worst(tree)])
     path = out / "report.html"
     temporary = out / "report.html.tmp"
