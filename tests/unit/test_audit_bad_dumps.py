@@ -73,7 +73,9 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, suffix) -> N
         monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
     monkeypatch.setattr(read_module, "PARQUET_ROWS", 2)
     found = tally(write(tmp_path / f"dump{suffix}", rows), {})
-    assert set(found.columns) == set(wanted.columns) == set(COLUMNS) - {"logp_previous", "tokens_rollout"}
+    assert (
+        set(found.columns) == set(wanted.columns) == set(COLUMNS) - {"logp_native", "logp_previous", "tokens_rollout"}
+    )
     assert (found.rows, found.entries, found.mean_length) == (6, 58, 8)
     numbers = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in wanted.total.numbers().items()}
     assert found.total.numbers() == numbers

@@ -179,6 +179,56 @@ def test_stale_weights() -> None:
     assert causes(check(previous, rollout, version=version)) == []
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature", [0.7, 1.4])
+@pytest.mark.parametrize("by", [0, 1, -1])
+@pytest.mark.parametrize("how", ["version", "previous", "fresh"])
+def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how: str) -> None:
+    """Weights the engine did not take, another temperature, and a shift of what the trainer wrote down."""
+    w = world(seed, noise=0.02)
+    g = torch.Generator().manual_seed(seed)
+    older = w.logits_rollout + 0.7 * torch.randn(w.logits.shape, generator=g)
+    half = (torch.arange(SEQUENCES) < 8)[:, None, None]
+    engine = {"version": torch.where(half, older, w.logits_rollout), "previous": older, "fresh": w.logits_rollout}[how]
+    tokens = World(w.logits, engine).sample(seed, temperature)
+    old, h = logp(w.logits, tokens), entropy(w.logits).reshape(SEQUENCES, LENGTH)
+    known = {
+        "version": {"version": torch.where(half[:, 0], 6, 7).expand(SEQUENCES, LENGTH).flatten()},
+        "previous": {"logp_previous": logp(older, tokens).roll(by, 1).flatten()},
+        "fresh": {},
+    }[how]
+    found = check(old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.roll(by, 1).flatten(), **known)
+    wanted = [*(["shift"] if by else []), *(["stale"] if how != "fresh" else []), "temperature"]
+    assert causes(found) == wanted, found.text()
+    factor = float(found.findings[-1].evidence.split("about ")[1].split()[0])
+    assert factor == pytest.approx(temperature, abs=0.15)
+    aligned = check(old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.flatten(), **known)
+    assert causes(aligned) == wanted  # entropy in step with the rollout
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 1.0),
+    spread=st.floats(0, 4),
+    masked=st.floats(0, 0.9),
+    newest=st.floats(0.01, 1),
+    drift=st.floats(0, 0.5),
+)
+@settings(max_examples=40, deadline=None)
+def test_everything_known_of_a_clean_run_accuses_it_of_nothing(seed, noise, spread, masked, newest, drift) -> None:
+    """Weight versions that made no difference, and a previous policy farther from the rollout than the present one."""
+    w = world(seed, noise, spread)
+    g = torch.Generator().manual_seed(seed)
+    tokens = w.sample(seed)
+    mask = torch.rand(MASK.shape, generator=g) >= masked
+    mask[0] = True
+    version = 5 + (torch.rand(MASK.shape, generator=g) < newest).long()
+    before = logp(w.logits + drift * torch.randn(w.logits.shape, generator=g), tokens).flatten()
+    old, rollout = logp(w.logits, tokens), logp(w.logits_rollout, tokens)
+    known = {"entropy": entropy(w.logits), "version": version, "logp_previous": before}
+    assert causes(check(old, rollout, mask, **known)) == []
+
+
 def test_an_empty_mask_is_refused_and_few_slots_are_not_judged() -> None:
     with pytest.raises(UsageError, match="selects none"):
         check(torch.zeros(SEQUENCES, LENGTH), torch.zeros(SEQUENCES, LENGTH), ~MASK)

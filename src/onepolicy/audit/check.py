@@ -27,7 +27,7 @@ def assemble(source: str, first_row: int, raw: Mapping[str, Ragged], done: float
     for name, ragged in raw.items():
         columns[name] = _column(source, first_row, name, ragged, lengths, raw)
     block = Block(first_row, lengths, columns, done)
-    for name in ("logp_rollout", "logp_trainer", "logp_previous"):
+    for name in ("logp_rollout", "logp_trainer", "logp_native", "logp_previous"):
         if name in columns:
             _check_logp(source, block, name)
     if "entropy" in columns:

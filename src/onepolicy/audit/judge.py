@@ -46,7 +46,8 @@ class Audited:
 def judge(found: Tally, label: str) -> Audited:
     onset = onset_of_divergence({step: sketch.numbers()["k3"] for step, sketch in found.steps.items()})
     numbers = _since(found, onset).numbers()
-    diagnosis = _diagnose(found, onset)
+    routes = _misplaced_routes(found, onset)
+    diagnosis = _diagnose(found, onset, "logp_native" if routes and found.native is not None else "logp_trainer")
     said = verdict(
         Gap(
             tokens=int(numbers["tokens"]),
@@ -59,11 +60,13 @@ def judge(found: Tally, label: str) -> Audited:
         ),
         diagnosis,
         routers=found.routes.routers if found.routes is not None and found.routes.slots else None,
-        routes=_misplaced_routes(found, onset),
+        routes=routes,
         since="" if onset is None else f" from step {onset} on",
     )
-    missing = tuple(f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns)
-    return Audited(label, found, said, tuple(_notes(found, numbers, said, onset)), missing, onset)
+    missing = [f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns]
+    if "step" in found.columns and len(found.steps) < ONSET_FEWEST:
+        missing.append(f"{LOOKS_FOR['step']}: fewer than {ONSET_FEWEST} steps")
+    return Audited(label, found, said, tuple(_notes(found, numbers, said, onset)), tuple(missing), onset)
 
 
 def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | None) -> list[str]:
@@ -71,6 +74,8 @@ def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | 
     mean, error = numbers["mean_rho"], numbers["rho_error"]
     if said.action != "bug" and math.isfinite(mean) and abs(mean - 1) > max(6 * error, 0.005):
         notes.append(f"Mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1. Look at the sampler.")
+    if found.native is not None:
+        notes.append(f"Without replay k3 is {number(found.native.numbers()['k3'])} nats a token over the whole dump.")
     if found.sample.size < found.entries:
         notes.append(f"Bugs were looked for in {len(found.sample.heap):,} rows drawn at random.")
     if onset is not None:
@@ -78,8 +83,8 @@ def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | 
     return notes
 
 
-def _diagnose(found: Tally, onset: int | None) -> Diagnosis:
-    """Of the sampled rows, from step `onset` on if given."""
+def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
+    """Of the sampled rows, from step `onset` on if given. trainer: its score to use; wrong routes hide other bugs."""
     rows = found.sample.rows(onset)
     if not any(row.columns["mask"].any() for row in rows):
         return Diagnosis(math.nan, ())
@@ -91,7 +96,7 @@ def _diagnose(found: Tally, onset: int | None) -> Diagnosis:
         newest = torch.tensor([found.newest.get(row.step, 0) for row in rows])
         version = version - newest.repeat_interleave(lengths)
     return diagnose(
-        tensors["logp_trainer"],
+        tensors[trainer],
         tensors["logp_rollout"],
         tensors["mask"],
         segment=segment,

@@ -50,6 +50,10 @@ def _columns(path: Path, step: int) -> dict[str, Ragged]:
     lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
     rows = len(lengths)
     raw = {name: Ragged(tensors[name], lengths) for name in PER_TOKEN}
+    if "logp_trainer_native" in tensors:
+        if tensors["logp_trainer_native"].shape != sizes["tokens"]:
+            raise UsageError(f"{path}: logp_trainer_native differs in length from the others; the file is damaged")
+        raw["logp_native"] = Ragged(tensors["logp_trainer_native"], lengths)
     raw |= {"mask": Ragged(np.ones(lengths.sum(), bool), lengths), "step": Ragged(np.full(rows, step), None)}
     if "routes_rollout" in tensors and "routes_trainer" in tensors:
         both = {name: tensors[name] for name in ("routes_rollout", "routes_trainer")}

@@ -39,6 +39,7 @@ COLUMNS = {
     "version": Column("int", "token or row"),  # of the weights that sampled
     "turn": Column("int", "token or row"),
     "entropy": Column("float", "token"),  # of the trainer's distribution [nats]
+    "logp_native": Column("float", "token"),  # the trainer's score without replay, where logp_trainer is with it
     "logp_previous": Column("float", "token"),  # the trainer's score under its previous weights
     "tokens_rollout": Column("int", "token"),  # what the engine sampled, where it can differ from `tokens`
     "routes_rollout": Column("int", "router"),  # expert ids; -1: not recorded

@@ -24,7 +24,17 @@ SAMPLE_TOKENS = 2**18
 SAMPLE_ROUTES = 2**22
 """Expert ids of one side kept for the same."""
 MAX_STEPS = 100_000
-DIAGNOSED = ("mask", "logp_rollout", "logp_trainer", "version", "entropy", "logp_previous", "tokens", "tokens_rollout")
+DIAGNOSED = (
+    "mask",
+    "logp_rollout",
+    "logp_trainer",
+    "logp_native",
+    "version",
+    "entropy",
+    "logp_previous",
+    "tokens",
+    "tokens_rollout",
+)
 
 
 class Row(NamedTuple):
@@ -90,6 +100,7 @@ class Tally:
     rows: int = 0
     entries: int = 0  # tokens, prompts included
     total: Sketch | None = None
+    native: Sketch | None = None  # of the trainer's score without replay
     histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     steps: dict[int, Sketch] = field(default_factory=dict)  # empty without a step column
     rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
@@ -118,6 +129,9 @@ class Tally:
         trainer, rollout = (torch.from_numpy(columns[name][mask]) for name in ("logp_trainer", "logp_rollout"))
         row = segment[mask]
         self.histogram += histogram(trainer - rollout)
+        if "logp_native" in columns:
+            native = Sketch.of(torch.from_numpy(columns["logp_native"][mask]), rollout, torch.from_numpy(row))
+            self.native = native if self.native is None else self.native.merge(native)
         self._sketches(trainer, rollout, row, steps if "step" in columns else None)
         self.lengths[0] += len(row)
         self.lengths[1] += len(np.unique(row))

@@ -8,25 +8,14 @@ one slot, another temperature, other weights, an aligned beginning), an impossib
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.correct.engine_marks import weights_and_sampling
+from onepolicy.correct.pairs import EXPLAINED, FEWEST, Finding, Pairs
 from onepolicy.types import TokenBatch
-
-Cause = Literal["fill", "not_log", "shift", "retokenised", "temperature", "support", "stale"]
-EXPLAINED = 0.25
-"""A change of one side explains the gap if less than this share of it is left."""
-FEWEST = 32
-"""Slots below which nothing but impossible values is named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    cause: Cause
-    evidence: str  # with the numbers, and what to look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +31,6 @@ class Diagnosis:
         if not self.findings:
             return f"mean |log rho| {self.gap:.3g} nats: no known bug explains it, so it is mismatch"
         return "\n".join(f"{f.cause}: {f.evidence}" for f in self.findings)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
-    """n slots both engines scored."""
-
-    old: Tensor  # [n] float64
-    rollout: Tensor  # [n] float64
-    segment: Tensor  # [n] int64
-    slot: Tensor  # [n] int64, place in the batch
-
-    @property
-    def gap(self) -> Tensor:
-        return (self.old - self.rollout).abs()
 
 
 def preflight(batch: TokenBatch) -> Diagnosis:
@@ -91,30 +66,28 @@ def diagnose(
     if not mask.any():
         raise UsageError(f"diagnose: the mask selects none of {mask.numel()} slots")
     slot = mask.nonzero()[:, 0]
-    pairs = _Pairs(logp_trainer[slot].double(), logp_rollout[slot].double(), segment[slot].long(), slot)
-    findings, good = _impossible(pairs)
-    pairs = _Pairs(*(x[good] for x in (pairs.old, pairs.rollout, pairs.segment, pairs.slot)))
+    picked = (None if x is None else x[slot] for x in (version, logp_previous, entropy))
+    version, previous, entropy = (None if x is None else x.double() for x in picked)
+    given = Pairs(
+        logp_trainer[slot].double(), logp_rollout[slot].double(), segment[slot].long(), slot, version, previous, entropy
+    )
+    findings, good = _impossible(given)
+    pairs = given.at(good)
     gap = float(pairs.gap.mean()) if len(pairs.old) else float("nan")
-    if len(pairs.old) >= FEWEST:
-        picked = {
-            "version": None if version is None else version[pairs.slot],
-            "previous": None if logp_previous is None else logp_previous[pairs.slot].double(),
-            "entropy": None if entropy is None else entropy[pairs.slot].double(),
-        }
-        differ = None
-        if tokens is not None and tokens_rollout is not None:
-            differ = tokens[pairs.slot] != tokens_rollout[pairs.slot]
-        misplaced = _shift(pairs) or _retokenised(pairs, differ)
-        if misplaced is not None:  # the other marks mean nothing on tokens that are not the same
-            findings.append(misplaced)
-        else:
-            stale = _stale(pairs, picked["version"], picked["previous"])
-            scaled = None if stale else _temperature(pairs, picked["entropy"]) or _support(pairs, picked["entropy"])
-            findings += [found for found in (stale, scaled) if found is not None]
-    return Diagnosis(gap, tuple(findings))
+    if len(pairs.old) < FEWEST:
+        return Diagnosis(gap, tuple(findings))
+    differ = None
+    if tokens is not None and tokens_rollout is not None:
+        differ = tokens[pairs.slot] != tokens_rollout[pairs.slot]
+    if (shift := _shift(pairs)) is not None:
+        findings.append(shift[0])
+        pairs = shift[1]
+    elif (other := _retokenised(pairs, differ)) is not None:  # the other marks mean nothing on other tokens
+        return Diagnosis(gap, (*findings, other))
+    return Diagnosis(gap, (*findings, *weights_and_sampling(pairs)))
 
 
-def _impossible(pairs: _Pairs) -> tuple[list[Finding], Tensor]:
+def _impossible(pairs: Pairs) -> tuple[list[Finding], Tensor]:
     """Values no log-probability has; and [n] bool, which slots are left to look at."""
     n, findings = len(pairs.old), []
     bad = ~(pairs.old.isfinite() & pairs.rollout.isfinite())
@@ -130,25 +103,52 @@ def _impossible(pairs: _Pairs) -> tuple[list[Finding], Tensor]:
     return findings, ~bad & ~positive
 
 
-def _shift(pairs: _Pairs) -> Finding | None:
-    """Does the trainer's value at a slot equal the engine's at the slot before or after?"""
+def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
+    """Does the trainer's value at a slot equal the engine's at the slot before or after, or follow that one much more
+    closely (with another bug beside the shift it equals none)? And the pairs put right."""
     neighbours = (pairs.slot[1:] == pairs.slot[:-1] + 1) & (pairs.segment[1:] == pairs.segment[:-1])
     if int(neighbours.sum()) < FEWEST:
         return None
-    here = float(pairs.gap.mean())
-    later = (pairs.old[:-1] - pairs.rollout[1:]).abs()[neighbours].mean()
-    earlier = (pairs.old[1:] - pairs.rollout[:-1]).abs()[neighbours].mean()
-    for name, value in (("next", float(later)), ("previous", float(earlier))):
-        if here > 0.05 and value < EXPLAINED * here:
-            return Finding(
+    here, correlated = float(pairs.gap.mean()), _correlation(pairs.old, pairs.rollout)
+    surely = max(0.3, 8 / len(pairs.old) ** 0.5)
+    first, second = slice(None, -1), slice(1, None)
+    for name, of_trainer, of_rollout in (("next", first, second), ("previous", second, first)):
+        moved = _moved(pairs, of_trainer, of_rollout).at(neighbours)
+        value, followed = float(moved.gap.mean()), _correlation(moved.old, moved.rollout)
+        follows = value < here and followed > 0.5 and followed - correlated > surely
+        if here > 0.05 and (value < EXPLAINED * here or follows):
+            finding = Finding(
                 "shift",
-                f"mean |log rho| is {here:.3g} nats, but {value:.3g} against the engine's value of the {name} slot; "
-                "the two sides are one token apart",
+                f"mean |log rho| is {here:.3g} nats, but {value:.3g} against the engine's value of the {name} slot "
+                f"(correlation {correlated:.2f} and {followed:.2f}); the two sides are one token apart",
             )
+            return finding, moved
     return None
 
 
-def _retokenised(pairs: _Pairs, differ: Tensor | None) -> Finding | None:
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """-1 if one of them is constant."""
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(-1.0))
+
+
+def _moved(pairs: Pairs, of_trainer: slice, of_rollout: slice) -> Pairs:
+    """Entropy may be in step with either side: it is taken where it goes with the trainer's log-probabilities."""
+    old, entropy = pairs.old[of_trainer], None
+    if pairs.entropy is not None:
+        both = pairs.entropy[of_trainer], pairs.entropy[of_rollout]
+        entropy = max(both, key=lambda h: _correlation(h, -old))
+    return Pairs(
+        old,
+        pairs.rollout[of_rollout],
+        pairs.segment[of_rollout],
+        pairs.slot[of_rollout],
+        None if pairs.version is None else pairs.version[of_rollout],
+        None if pairs.previous is None else pairs.previous[of_trainer],
+        entropy,
+    )
+
+
+def _retokenised(pairs: Pairs, differ: Tensor | None) -> Finding | None:
     """Aligned up to a point of a sequence, and unrelated after it."""
     if differ is not None and bool(differ.any()):
         first = int(pairs.slot[differ][0])
@@ -163,88 +163,16 @@ def _retokenised(pairs: _Pairs, differ: Tensor | None) -> Finding | None:
     first_bad = torch.full((count,), end, device=gap.device).scatter_reduce(
         0, pairs.segment, torch.where(gap > 3, place, end), "amin"
     )
-    tail = place >= first_bad[pairs.segment]
-    inside, outside = gap[tail], gap[~tail]
-    if len(inside) < max(FEWEST // 2, 0.01 * end) or len(outside) < 0.1 * end:
+    point = first_bad[pairs.segment]
+    inside, outside = gap[place >= point], gap[(place < point) & (point < end)]  # of the same sequences
+    if len(inside) < max(FEWEST // 2, 0.01 * end) or len(outside) < max(FEWEST // 2, 0.1 * len(inside)):
         return None
-    if inside.mean() > 1 and inside.mean() > 10 * outside.mean() and (inside > 0.5).double().mean() > 0.5:
+    agreed = outside.median()  # not the mean: the first tokens behind the point may be near by chance
+    if inside.mean() > 1 and inside.mean() > 10 * agreed and (inside > 0.5).double().mean() > 0.5:
         rows = int((first_bad < end).sum())
         return Finding(
             "retokenised",
-            f"in {rows} of {count} sequences the engines agree up to a point ({float(outside.mean()):.2g} nats) and "
+            f"in {rows} of {count} sequences the engines agree up to a point ({float(agreed):.2g} nats) and "
             f"not after it ({float(inside.mean()):.2g} nats): from there on they scored different tokens",
         )
-    return None
-
-
-def _stale(pairs: _Pairs, version: Tensor | None, previous: Tensor | None) -> Finding | None:
-    here = float(pairs.gap.mean())
-    if previous is not None and here > 1e-3:
-        there = float((previous - pairs.rollout).abs().mean())
-        if there < EXPLAINED * here:
-            return Finding(
-                "stale",
-                f"mean |log rho| is {here:.3g} nats, but {there:.3g} against the trainer's previous weights; the "
-                "engine did not take the last weight update",
-            )
-    if version is not None and int(version.min()) < int(version.max()):
-        old = version < version.max()
-        before, now = float(pairs.gap[old].mean()), float(pairs.gap[~old].mean())
-        if before > 1e-3 and now < EXPLAINED * before:
-            return Finding(
-                "stale",
-                f"{int(old.sum())} slots were sampled by older weights, with mean |log rho| {before:.3g} nats against "
-                f"{now:.3g} of the newest",
-            )
-    return None
-
-
-def _temperature(pairs: _Pairs, entropy: Tensor | None) -> Finding | None:
-    """Another temperature moves log p by e (log p + H) to first order in its change e, H the entropy: log rho is then
-    linear in the log-probability of either side and the entropy. Noise on one side is linear in that side at most."""
-    log_ratio = pairs.old - pairs.rollout
-    if entropy is None or log_ratio.abs().mean() < 0.01:
-        return None
-    slope, of_rollout = _linear(log_ratio, pairs.rollout, entropy)
-    explained = min(of_rollout, _linear(log_ratio, pairs.old, entropy)[1])
-    if explained < 0.5 or abs(slope) < 0.05:
-        return None
-    return Finding(
-        "temperature",
-        f"{explained:.0%} of the variance of log rho is linear in log-probability and entropy: the engine's "
-        f"temperature is about {1 + slope:.2f} times the trainer's",
-    )
-
-
-def _linear(values: Tensor, feature: Tensor, entropy: Tensor) -> tuple[float, float]:
-    """Slope on `feature`, and the share of variance of [n] that feature, entropy and a constant explain together."""
-    design = torch.stack([feature, entropy, torch.ones_like(values)], dim=1)
-    gram = design.T @ design + 1e-9 * torch.eye(3, dtype=values.dtype, device=values.device)
-    fit = torch.linalg.solve(gram, design.T @ values)
-    left = (values - design @ fit).square().sum() / (values - values.mean()).square().sum()
-    return float(fit[0]), 1 - float(left)
-
-
-def _support(pairs: _Pairs, entropy: Tensor | None) -> Finding | None:
-    """E[rho] is the trainer's mass on what the engine can sample: 1, or less if the engine renormalised a part."""
-    log_ratio = pairs.old - pairs.rollout
-    rho = log_ratio.clamp(max=20).exp()
-    n = len(rho)
-    mean, error = float(rho.mean()), float(rho.std() / n**0.5)
-    k1, k2 = float(-log_ratio.mean()), float(log_ratio.square().mean() / 2)
-    if mean < 0.98 and 1 - mean > 6 * error and k1 > 1.25 * k2:  # mismatch has k1 about k2 or less
-        return Finding(
-            "support",
-            f"mean rho is {mean:.3f} +- {error:.3f}, not 1: the engine's log-probabilities are renormalised over a "
-            "part of the vocabulary (top-p or top-k) that holds about this share of the trainer's mass",
-        )
-    if entropy is not None:
-        surplus = -pairs.old - entropy  # 0 on average if the tokens were drawn from the trainer's distribution
-        mean, error = float(surplus.mean()), float(surplus.std() / n**0.5)
-        if mean < -0.1 * float(entropy.mean()) - k2 and mean < -6 * error:
-            return Finding(
-                "support",
-                f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the reported "
-                "distribution: sampling was narrowed (temperature, top-p, top-k) but the log-probabilities are not",
-            )
     return None

@@ -1,0 +1,51 @@
+"""What every mark of a bug is looked for in: slots that both engines scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from torch import Tensor
+
+Cause = Literal["fill", "not_log", "shift", "retokenised", "temperature", "support", "stale"]
+EXPLAINED = 0.25
+"""A change of one side explains the gap if less than this share of it is left."""
+FEWEST = 32
+"""Slots below which nothing but impossible values is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    cause: Cause
+    evidence: str  # with the numbers, and what to look at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """n slots both engines scored."""
+
+    old: Tensor  # [n] float64
+    rollout: Tensor  # [n] float64
+    segment: Tensor  # [n] int64
+    slot: Tensor  # [n] int64, place in the batch
+    version: Tensor | None  # [n] int64
+    previous: Tensor | None  # [n] float64
+    entropy: Tensor | None  # [n] float64
+
+    @property
+    def gap(self) -> Tensor:
+        return (self.old - self.rollout).abs()
+
+    def at(self, which: Tensor) -> Pairs:
+        """These slots: [n] bool."""
+        return Pairs(*(None if x is None else x[which] for x in (getattr(self, f.name) for f in fields(self))))
+
+    def before_update(self) -> Pairs:
+        """Scored by the trainer's previous weights. The entropy stays that of the new ones: near enough for a fit."""
+        assert self.previous is not None
+        return replace(self, old=self.previous)
+
+    def newest(self) -> Pairs:
+        """Sampled by the newest weights."""
+        assert self.version is not None
+        return self.at(self.version == self.version.max())
