@@ -28,10 +28,10 @@ START_S = 600
 class ServerProcess:
     """`onepolicy engine serve` and what it says."""
 
-    def __init__(self, folder, log):
+    def __init__(self, folder, log, port=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+            self.port = port or free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
         serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port), str(folder)]
@@ -298,5 +298,8 @@ def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd):
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 2
         assert "Is the vLLM server running there" in capfd.readouterr().err
         check_steps(tmp_path, 2)
+        server = ServerProcess(folders[0], tmp_path / "log of another", server.port).wait_until_ready()
+        assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
+        check_steps(tmp_path, 4)
     finally:
         server.kill()

@@ -1,0 +1,187 @@
+"""What a vLLM server is started with, who may talk to it, and the files its weights come in."""
+
+import asyncio
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
+from onepolicy.rollout import weight_files
+from onepolicy.rollout.vllm import serve
+from onepolicy.rollout.vllm.start import engine_arguments
+from onepolicy.rollout.vllm.worker import TOKEN, RequireToken
+from onepolicy.rollout.weight_files import INDEX, WeightFiles
+
+SETTINGS = engine_arguments(
+    VLLMEngineConfig(dtype="bfloat16", lm_head="float32"),
+    "/models/m",
+    max_len=96,
+    top_logprobs=32,
+    routes=True,
+    cpu=True,
+    trust_remote_code=False,
+)
+
+
+def flags(command):
+    """--name value and --name, as a dict."""
+    found = {}
+    for i, word in enumerate(command):
+        if word.startswith("--"):
+            following = command[i + 1] if i + 1 < len(command) else "--"
+            found[word] = None if following.startswith("--") else following
+    return found
+
+
+def test_the_command_line_says_what_the_engine_in_this_process_says():
+    line = flags(serve.command_line(SETTINGS, "127.0.0.1", 8000, guarded=False))
+    expected = {
+        "--model": "/models/m",
+        "--dtype": "bfloat16",
+        "--max-model-len": "96",
+        "--max-logprobs": "32",
+        "--logprobs-mode": "processed_logprobs",
+        "--enable-return-routed-experts": None,
+        "--enable-prefix-caching": None,
+        "--no-enable-chunked-prefill": None,
+        "--enable-scale-out": None,
+        "--enable-prompt-tokens-details": None,
+        "--host": "127.0.0.1",
+        "--worker-extension-cls": "onepolicy.rollout.vllm.worker.WorkerExtension",
+    }
+    assert expected.items() <= line.items()
+    assert json.loads(line["--hf-overrides"]) == {"head_dtype": "float32"}
+    assert not {"--block-size", "--middleware", "--trust-remote-code"} & line.keys()  # vLLM's choice; nobody asked
+    guarded = flags(serve.command_line(SETTINGS, "0.0.0.0", 8000, guarded=True))
+    assert guarded["--middleware"] == "onepolicy.rollout.vllm.worker.RequireToken"
+
+
+def test_the_environment_opens_the_endpoints_and_holds_the_token(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    found = serve.environment("s3cret", cpu=True)
+    assert found["VLLM_SERVER_DEV_MODE"] == "1"
+    assert (found[TOKEN], found["OMP_WAIT_POLICY"]) == ("s3cret", "active")
+    assert TOKEN not in serve.environment("", cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host": "0.0.0.0"}, "--host: 0.0.0.0 is open to other machines"),
+        ({"token_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
+        ({"port": None}, "--port: 127.0.0.1:.* cannot be used: Address already in use"),
+    ],
+)
+def test_servers_that_must_not_start(monkeypatch, settings, message):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = settings.get("port", 8000) or taken.getsockname()[1]
+        with pytest.raises(UsageError, match=message):
+            serve.serve(VLLMEngineConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, **settings | {"port": port})
+
+
+def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "command_line", lambda *_, **__: [sys.executable, "-c", "import sys; sys.exit(3)"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said = []
+    found = serve.serve(VLLMEngineConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append)
+    assert (found, [text for text in said if "ready" in text]) == (3, [])
+
+
+def test_the_servers_process_does_not_outlive_ours():
+    with serve._running([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)) as process:
+        assert process.poll() is None
+    assert process.returncode == -15
+
+
+def answer(path, headers=(), kind="http"):
+    """(status or None, whether the application behind the guard was called)."""
+    sent, called = [], []
+
+    async def app(scope, receive, send):
+        called.append(scope)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": kind, "path": path, "headers": list(headers)}
+    asyncio.run(RequireToken(app)(scope, None, send))
+    return (sent[0]["status"] if sent else None), bool(called)
+
+
+def test_every_path_but_health_needs_the_token(monkeypatch):
+    monkeypatch.setenv(TOKEN, "s3cret")
+    right, wrong = [(b"authorization", b"Bearer s3cret")], [(b"authorization", b"Bearer s3crit")]
+    for path in ("/collective_rpc", "/update_weights", "/inference/v1/generate", "/health/../pause"):
+        assert answer(path) == answer(path, wrong) == (401, False)
+        assert answer(path, right) == (None, True)
+    assert answer("/health") == answer("", kind="lifespan") == (None, True)
+    assert answer("/v1/realtime", kind="websocket") == (None, False)
+
+
+def weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(6, 4, generator=generator)
+    yield "a", base[:3]  # two views of one storage, as unfused experts are
+    yield "b", base[3:]
+    yield "c", base.T
+    yield "d", torch.ones(2, dtype=torch.bfloat16)
+
+
+def test_weights_arrive_whole_in_several_files_and_only_the_newest_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 64)
+    files = WeightFiles(str(tmp_path / "sync"))
+    first = files.write(weights(1), 1)
+    second = files.write(weights(2), 2)
+    assert not first.exists()
+    assert [path.name for path in files.folder.iterdir()] == ["version_2"]
+    index = json.loads((second / INDEX).read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    assert {path.name for path in second.glob("*.safetensors")} == set(index.values())
+    for name, tensor in weights(2):
+        assert torch.equal(load_file(second / index[name])[name], tensor)
+    assert files.folder.stat().st_mode & 0o077 == 0  # nobody else's business
+    again = files.write(weights(3), 2)
+    assert torch.equal(load_file(again / index["a"])["a"], dict(weights(3))["a"])
+
+
+def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
+    files = WeightFiles(str(tmp_path))
+    first = files.write(weights(1), 1)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weight_files, "save_file", full)
+    with pytest.raises(TrainingError, match=r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"):
+        files.write(weights(2), 2)
+    assert first.exists()
+    assert not (files.folder / "version_2").exists()
+
+
+def test_folders_of_processes_that_are_no_more_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host = socket.gethostname()
+    for name in (f"{host}.{ended.pid}.x1", f"{host}.{os.getpid()}.x2", f"another-host.{ended.pid}.x3", "mine"):
+        (tmp_path / name).mkdir()
+    files = WeightFiles(str(tmp_path))
+    left = {path.name for path in tmp_path.iterdir()} - {files.folder.name}
+    assert left == {f"{host}.{os.getpid()}.x2", f"another-host.{ended.pid}.x3", "mine"}
+    files._remove()
+    assert not files.folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_usage_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"rollout.engine.sync_dir: .*cannot be written to"):
+        WeightFiles(str(tmp_path / "file"))
