@@ -38,7 +38,8 @@ class Pairs:
 
     def at(self, which: Tensor) -> Pairs:
         """These slots: [n] bool."""
-        return Pairs(*(None if x is None else x[which] for x in (getattr(self, f.name) for f in fields(self))))
+        known = {f.name: value[which] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **known)
 
     def before_update(self) -> Pairs:
         """Scored by the trainer's previous weights. The entropy stays that of the new ones: near enough for a fit."""
