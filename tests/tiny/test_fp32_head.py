@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
-from onepolicy.loop.causes import variant
+from onepolicy.loop.scorer import variant
 from onepolicy.loop.setup import build_parts, load_copy
 from onepolicy.measure.logprob import mismatch
-from onepolicy.models.fp32_head import Fp32Head, install
+from onepolicy.models.fp32_head import Fp32Head, install, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
 from onepolicy.rollout.collect import collect
@@ -78,6 +78,16 @@ def test_engine_projects_unrounded_weights_also_after_a_sync(tied):
     projected(other.get_output_embeddings().weight)
     assert torch.equal(head.weight, other.get_output_embeddings().weight.bfloat16())
     assert (engine.model.get_input_embeddings().weight is head.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_takes_new_weights_unrounded(tied):
+    model, other = model_of(tied=tied), model_of(tied=tied, seed=1)
+    install(model, torch.bfloat16, field="rollout.engine.lm_head", copy=True)
+    load_weights(model, other.state_dict().items())
+    hidden, weight = torch.randn(3, 64), other.get_output_embeddings().weight
+    assert torch.equal(model.get_output_embeddings()(hidden), nn.functional.linear(hidden, weight))
+    assert torch.equal(model.get_output_embeddings().weight, weight.bfloat16())
 
 
 @pytest.mark.parametrize("tied", [False, True])

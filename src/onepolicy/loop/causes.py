@@ -14,7 +14,7 @@ from onepolicy.correct.diagnose import EXPLAINED, FEWEST
 from onepolicy.correct.verdict import HARMLESS_KL
 from onepolicy.loop.resample import Again
 from onepolicy.loop.scorer import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
-from onepolicy.loop.setup import load_copy
+from onepolicy.loop.setup import head_of, load_copy
 from onepolicy.measure.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
@@ -146,8 +146,12 @@ def _alone(
     how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     noise = distance(score(single), packed, mask, segment)
     out = [Alone(f"forward in {engine.dtype}, other packing", how, noise)]
-    if engine.dtype != "float32" and engine.lm_head == "same" and type(same.model.get_output_embeddings()) is nn.Linear:
-        headed = load_copy(model, engine.model_copy(update={"lm_head": "float32"}), same.device)
+    if (
+        engine.dtype != "float32"
+        and head_of(engine) == "same"
+        and type(same.model.get_output_embeddings()) is nn.Linear
+    ):
+        headed = load_copy(model, engine, same.device, lm_head="float32")
         head = score(variant(same, model=headed))
         how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"
         out.append(Alone("lm_head in float32", how, excess(packed, head, trainer, mask, segment)))

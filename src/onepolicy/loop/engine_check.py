@@ -26,8 +26,7 @@ from onepolicy.loop.engine_probe import (
 )
 from onepolicy.loop.engine_sync import Copy, sync, vocabulary
 from onepolicy.loop.measure import measure_config
-from onepolicy.loop.setup import build_parts, resolve_model
-from onepolicy.loop.step import Parts
+from onepolicy.loop.setup import Pair, build_pair, from_reprefill, open_tokenizer, resolve_model
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import Misaligned, check_completion
@@ -40,16 +39,17 @@ NARROW = 3
 
 
 def check_engine(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
-    """`tree`: a recipe's settings, or none."""
+    """`tree`: a recipe's settings, or none. Its task is not played: prompts are random tokens."""
+    tree = {name: section for name, section in tree.items() if name not in ("objective", "correction")}
     config = measure_config(tree, overrides, None)
-    parts, tokenizer = build_parts(config)
-    return asyncio.run(check_parts(parts, tokenizer, resolve_model(config.model)))
+    model = resolve_model(config.model)
+    tokenizer, max_len = open_tokenizer(config, model)
+    return asyncio.run(check_pair(build_pair(config, model, max_len), tokenizer, model))
 
 
-async def check_parts(parts: Parts, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
+async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
     """One Check per name of NAMES, in that order."""
-    learner, engine = parts.learner, parts.engine
-    assert isinstance(learner, LocalLearner)
+    learner, engine = pair.learner, pair.engine
     prompts = random_prompts(tokenizer, engine.caps.max_len)
     length, numbers = min(TOKENS, engine.caps.max_len - max(map(len, prompts))), range(len(prompts))
     try:
@@ -63,8 +63,8 @@ async def check_parts(parts: Parts, tokenizer: PreTrainedTokenizerBase, model: M
     except (UsageError, TrainingError) as error:
         return _complete({"tokens": Check("tokens", False, f"a request failed: {error}", "mend the engine's answer")})
     found = {"tokens": tokens((plain, hot, greedy, few, stopped), vocabulary(learner.model))}
-    found |= well_formed(parts, (plain, hot))
-    found["seeds"] = await seeds(parts, prompts, hot)
+    found |= well_formed(pair, (plain, hot))
+    found["seeds"] = await seeds(pair, prompts, hot)
     if (broken := malformed((plain, hot, few))) is not None:
         mend = "return one finite log-probability per sampled token"
         found["log-probabilities"] = Check("log-probabilities", False, broken, mend)
@@ -73,12 +73,12 @@ async def check_parts(parts: Parts, tokenizer: PreTrainedTokenizerBase, model: M
         cold, warm = scored(learner, plain, routes="routes" not in found), scored(learner, hot)
         found |= probabilities(learner, cold, warm, limits=(copy.limit(cold), copy.limit(warm)))
         if found["tokens"].passed and "routes" not in found:
-            found |= agreement(parts, cold)
+            found |= agreement(pair, cold)
         if "temperature" in found and found["temperature"].passed:
             found["temperature"] = of_greedy(learner, scored(learner, greedy), found["temperature"])
             found["support"] = of_narrow(learner, scored(learner, few), found["support"])
         if (reported := found.get("log-probabilities")) is not None and reported.passed:
-            found["weight sync"] = await sync(parts, learner, copy, plain)
+            found["weight sync"] = await sync(pair, copy, plain)
     return _complete(found)
 
 
@@ -120,11 +120,11 @@ def tokens(played: Sequence[Played], vocabulary: int) -> Check:
     return Check("tokens", True, f"{answered} requests, {total} ids; {stops} ended at their stop token, which is kept")
 
 
-async def seeds(parts: Parts, prompts: list[list[int]], hot: Played) -> Check:
+async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
     """The same seed draws the same tokens again; another seed draws others."""
-    await parts.engine.reset_cache()
-    again = await play(parts.engine, prompts, hot.sampling, range(len(prompts)))
-    others = await play(parts.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts)))
+    await pair.engine.reset_cache()
+    again = await play(pair.engine, prompts, hot.sampling, range(len(prompts)))
+    others = await play(pair.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts)))
     same, copied = _equal(hot, again), _equal(hot, others)
     certain = [float(done.logp.sum()) > math.log(1e-3) for done in hot.done]  # could come twice by itself
     judged = [i for i in range(len(prompts)) if not certain[i]]
@@ -163,32 +163,33 @@ def _equal(a: Played, b: Played) -> list[bool]:
     return [x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a.done, b.done, strict=True)]
 
 
-def well_formed(parts: Parts, played: Sequence[Played]) -> dict[str, Check]:
+def well_formed(pair: Pair, played: Sequence[Played]) -> dict[str, Check]:
     """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
-    why = "a dense model has no routes" if parts.routes is None else ""
-    if parts.routes is not None and not parts.engine.caps.routing:
-        why = "the engine returns none; replay.source=reprefill records them in a second forward"
-    if why:
+    if pair.routes is None or from_reprefill(pair.config):
+        why = "a dense model has no routes" if pair.routes is None else "replay.source=reprefill needs none of its own"
         return {name: Check(name, None, why) for name in ("routes", "layers")}
+    if not pair.engine.caps.routing:
+        mend = "start the engine so that it returns them, or set replay.source=reprefill"
+        return {"routes": Check("routes", False, "the engine returns none", mend)}
     mend = "return one row per token that was fed, of every MoE layer, as the router chose them"
     for each in played:
         for i, (prompt, done) in enumerate(zip(each.prompts, each.done, strict=True)):
             if done.routing is None:
                 return {"routes": Check("routes", False, f"request {i} has none", mend)}
             try:
-                check_completion(done, prompt, parts.routes, f"request {i}")
+                check_completion(done, prompt, pair.routes, f"request {i}")
             except UsageError as error:
                 return {"routes": Check("routes", False, str(error), mend)}
     return {}
 
 
-def agreement(parts: Parts, batch: TokenBatch) -> dict[str, Check]:
+def agreement(pair: Pair, batch: TokenBatch) -> dict[str, Check]:
     """Are the routes those of these tokens and layers? batch: scored, with the engine's routes."""
     assert batch.routing is not None
     assert batch.routing_native is not None
     rows = f"{len(batch.routing)} rows, well formed"
     try:
-        check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(parts))
+        check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(pair))
     except Misaligned as error:
         if not error.of_layers:
             return {"routes": Check("routes", False, str(error), "row i is of the token that was fed i-th")}
@@ -202,5 +203,5 @@ def agreement(parts: Parts, batch: TokenBatch) -> dict[str, Check]:
     }
 
 
-def _least(parts: Parts) -> float:
-    return getattr(parts.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT
+def _least(pair: Pair) -> float:
+    return getattr(pair.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT

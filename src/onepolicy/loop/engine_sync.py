@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.loop.engine_probe import Check, Played, distance, play, scored
 from onepolicy.loop.scorer import variant
-from onepolicy.loop.setup import load_copy
-from onepolicy.loop.step import Parts
+from onepolicy.loop.setup import Pair, load_copy
+from onepolicy.models import fp32_head
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe
 from onepolicy.sync.local import push_weights
@@ -42,7 +42,7 @@ class Copy:
 
     def follow(self) -> None:
         """Take the learner's weights."""
-        self._model.load_state_dict(dict(self._learner.named_weights()))
+        fp32_head.load_weights(self._model, self._learner.named_weights())
 
     def limit(self, batch: TokenBatch) -> float:
         """Largest k3 of an engine of this dtype with the trainer on the tokens of a scored batch [nats a token]."""
@@ -51,9 +51,10 @@ class Copy:
         return max(FLOOR[self._dtype], MARGIN * distance(batch.replace(logp_rollout=rounded)))
 
 
-async def sync(parts: Parts, learner: LocalLearner, copy: Copy, plain: Played) -> Check:
+async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
     """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
-    engine, numbers, size = parts.engine, range(len(plain.prompts)), vocabulary(learner.model)
+    engine, learner, numbers = pair.engine, pair.learner, range(len(plain.prompts))
+    size = vocabulary(learner.model)
     mend = "load_weights takes over every tensor and forgets all cached keys, values and routes"
     try:
         await checked_push(learner, engine, vocab=size)

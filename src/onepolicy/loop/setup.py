@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from onepolicy.config import (
     WeightsReplay,
 )
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.rollout import Head
 from onepolicy.envs import build
 from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
 from onepolicy.loop.step import Parts
@@ -54,13 +56,18 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"path": str(path)})
 
 
-def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment, PreTrainedTokenizerBase, int]:
-    """Tokenizer, task and the longest sequence allowed, all checked against each other."""
+def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
+    """Tokenizer, and the longest sequence allowed."""
     context = context_length(read_config(model))
     max_len = config.rollout.engine.max_len or context
     if max_len > context:
         raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
-    tokenizer = load_tokenizer(model)
+    return load_tokenizer(model), max_len
+
+
+def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment, PreTrainedTokenizerBase, int]:
+    """Tokenizer, task and the longest sequence allowed, all checked against each other."""
+    tokenizer, max_len = open_tokenizer(config, model)
     environment = build(config.task, tokenizer)
     for max_tokens in {
         config.rollout.sampling.max_tokens,
@@ -72,51 +79,73 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
     return environment, tokenizer, max_len
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The engine that samples and the trainer that learns."""
+
+    config: RunConfig
+    engine: RolloutEngine
+    learner: LocalLearner
+    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
+
+
 def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, PreTrainedTokenizerBase]:
     """`weights`: a checkpoint folder to load instead of model.path (resume, fork)."""
     _check_extras(config)
+    model = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
+    refuse_unreplayable(config, model)
+    environment, tokenizer, max_len = open_environment(config, model)
+    pair = build_pair(config, model, max_len)
+    reprefill = None
+    if from_reprefill(config):
+        second = load_copy(model, config.rollout.engine, pair.learner.device)
+        combine = isinstance(config.replay, WeightsReplay)
+        reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
+    top_logprobs = config.correction.top_logprobs(pair.learner.model.config.get_text_config().vocab_size)
+    check_engine(config, pair.engine.caps, top_logprobs)
+    stop = (tokenizer.eos_token_id,)
+    parts = Parts(config, pair.engine, pair.learner, environment, stop, pair.routes, reprefill, top_logprobs)
+    return parts, tokenizer
+
+
+def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
+    """Both with the weights of `model`, its reference and critic too."""
     device = device_of(config.train.device)
     torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
     use_threads(config)
-    model_config = (
-        resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
-    )
-    hf_config = read_config(model_config)
-    if config.replay.mode != "off":
-        preflight(hf_config, config.replay.mode)
-    refuse_router_loss(hf_config)
-    moe = is_moe(hf_config)
-    environment, tokenizer, max_len = open_environment(config, model_config)
-    model = load_trained(model_config, device)
-    routers = bind_routers(model) if moe else None
-    learner = LocalLearner(
-        model,
-        config,
-        routers=routers,
-        reference=build_reference(config, hf_config.get_text_config().vocab_size, device),
-        critic=build_critic(model_config, config, device),
-    )
-    combine = isinstance(config.replay, WeightsReplay)
-    again = isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
+    hf_config = read_config(model)
+    trained = load_trained(model, device)
+    routers = bind_routers(trained) if is_moe(hf_config) else None
+    reference = build_reference(config, hf_config.get_text_config().vocab_size, device)
+    critic = build_critic(model, config, device)
+    learner = LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
     rules = route_rules(config, routers) if routers else None
     engine = build_engine(
-        model_config, config.rollout.engine, device, routes=None if again else rules, max_len=max_len, weights=combine
+        model,
+        config.rollout.engine,
+        device,
+        routes=None if from_reprefill(config) else rules,
+        max_len=max_len,
+        weights=isinstance(config.replay, WeightsReplay),
     )
-    reprefill = None
-    if again:
-        second = load_copy(model_config, config.rollout.engine, device)
-        reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
-    top_logprobs = config.correction.top_logprobs(hf_config.get_text_config().vocab_size)
-    check_engine(config, engine.caps, top_logprobs)
-    stop = (tokenizer.eos_token_id,)
-    parts = Parts(config, engine, learner, environment, stop, rules, reprefill, top_logprobs)
-    return parts, tokenizer
+    return Pair(config, engine, learner, rules)
 
 
 def use_threads(config: RunConfig) -> None:
     """train.threads for the trainer and every engine in this process: all of them compute with torch's one team."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+
+
+def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
+    hf_config = read_config(model)
+    if config.replay.mode != "off":
+        preflight(hf_config, config.replay.mode)
+    refuse_router_loss(hf_config)
+
+
+def from_reprefill(config: RunConfig) -> bool:
+    return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 
 def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
@@ -160,19 +189,27 @@ def load_trained(model: ModelConfig, device: torch.device) -> PreTrainedModel:
     return loaded
 
 
-def load_copy(model: ModelConfig, engine: EngineConfig, device: torch.device) -> PreTrainedModel:
-    """The model in the engine's dtype, its lm_head too, ready for packed samples."""
-    copy, dtype = load_engine_model(model, engine, device), DTYPES[engine.dtype]
-    if engine.lm_head == "float32":
+def load_copy(
+    model: ModelConfig, engine: EngineConfig, device: torch.device, *, lm_head: Head | None = None
+) -> PreTrainedModel:
+    """The model in the engine's dtype, its lm_head too (or as said), ready for packed samples."""
+    lm_head = lm_head or head_of(engine)
+    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device), DTYPES[engine.dtype]
+    if lm_head == "float32":
         fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
     copy.to(dtype)  # type: ignore[arg-type]
     prepare_for_training(copy, device)
     return copy
 
 
-def load_engine_model(model: ModelConfig, engine: EngineConfig, device: torch.device) -> PreTrainedModel:
+def head_of(engine: EngineConfig) -> Head:
+    """lm_head of an engine; a server's is its own affair."""
+    return getattr(engine, "lm_head", "same")
+
+
+def load_engine_model(model: ModelConfig, dtype: str, lm_head: Head, device: torch.device) -> PreTrainedModel:
     """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head needs them unrounded."""
-    dtypes = {model.dtype, engine.dtype if engine.lm_head == "same" else model.dtype}
+    dtypes = {model.dtype, dtype if lm_head == "same" else model.dtype}
     return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
 
 
@@ -230,7 +267,7 @@ def build_engine(
     if isinstance(config, VLLMServerConfig):
         server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len)
         return asyncio.run(_connected(server, model))
-    own = load_engine_model(model, config, device)
+    own = load_engine_model(model, config.dtype, config.lm_head, device)
     return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)
 
 

@@ -6,6 +6,8 @@ A bfloat16 projection rounds logits of 10 to steps of 1/16. Largest single sourc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -57,3 +59,13 @@ def install(model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: boo
             "setting out"
         )
     return head
+
+
+def load_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """All tensors of a state dict, cast to the model's dtype; of an Fp32Head with weights of its own, unrounded."""
+    own = dict(weights)
+    model.load_state_dict(own)
+    head = getattr(getattr(model.get_output_embeddings(), "forward", None), "__self__", None)
+    if isinstance(head, Fp32Head):
+        for name, tensor in model.state_dict().items():
+            head.take(tensor, own[name])
