@@ -10,16 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.render import decode
 from onepolicy.interfaces import EngineCaps
+from onepolicy.loop.where import BEFORE, WORST, text_of
 from onepolicy.measure.breakdown import places
 from onepolicy.measure.distribution import Distances, distances
 from onepolicy.types import TokenBatch
 
-EDGES = tuple(round(m * 10.0**e, 6) for e in range(-5, 0) for m in (1, 2, 5))
-WORST = 20
+EDGES = tuple(10 ** (tenth / 10) for tenth in range(-60, 1))
 SHOWN = 5  # likeliest tokens of each engine at a worst position
-BEFORE = 24  # tokens shown ahead of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,8 @@ def worst_positions(batch: TokenBatch, found: Distances, tokenizer: PreTrainedTo
             WorstPosition(
                 sequence,
                 int(place[i]),
-                decode(tokenizer, batch.input_ids[start : slot + 1].tolist()),
-                decode(tokenizer, [int(batch.target_ids[slot])]),
+                text_of(tokenizer, batch.input_ids[start : slot + 1].tolist()),
+                _token(tokenizer, int(batch.target_ids[slot])),
                 float(found.tv_low[i]),
                 float(found.tv_high[i]),
                 _candidates(batch, slot, tokenizer),
@@ -101,4 +99,8 @@ def _candidates(batch: TokenBatch, slot: int, tokenizer: PreTrainedTokenizerBase
     own = pairs(batch.own_ids, batch.own_logp)
     trainer = pairs(batch.top_ids, batch.top_logp_old) | own
     shown = dict.fromkeys([*list(rollout)[:SHOWN], *list(own)[:SHOWN]])
-    return [Candidate(decode(tokenizer, [t]), rollout.get(t), trainer[t]) for t in shown]
+    return [Candidate(_token(tokenizer, t), rollout.get(t), trainer[t]) for t in shown]
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    return text_of(tokenizer, [token]) or f"token {token}"  # of an id the tokenizer does not know

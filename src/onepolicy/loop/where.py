@@ -36,7 +36,7 @@ def where(
     mask = batch.trainable
     assert batch.entropy is not None
     trainer, rollout, place = logp_of(batch)[mask], batch.logp_rollout[mask], places(mask, batch.segment)
-    texts = {token: _text(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
+    texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
     classes = torch.tensor(token_classes(batch, texts, stop))
     breakdowns = {
         "place in the response": by_edges(trainer, rollout, place, PLACES),
@@ -79,13 +79,13 @@ def _worst(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstT
         before = batch.input_ids[max(first, slot + 1 - BEFORE) : slot + 1]
         after = batch.target_ids[slot + 1 : min(last, slot + 1 + AFTER)]
         parts = (before, batch.target_ids[slot : slot + 1], after)
-        text, token, rest = (_text(tokenizer, ids.tolist()) for ids in parts)
+        text, token, rest = (text_of(tokenizer, ids.tolist()) for ids in parts)
         odds = float(rollout[i].exp()), float(trainer[i].exp())
         out.append(WorstToken(sequence, int(place[i]), text, token, rest, *odds))
     return out
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """With special tokens: an end token or a tool call's markup is what one wants to see here."""
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
