@@ -28,7 +28,7 @@ STATISTICS: dict[str, tuple[float | None, float | None, float | None]] = {
     "binary_kl_sym": (0, 0, None),
     "trainer_prob": (0, None, 1),
 }
-HEAD_SIZE = 20
+HEAD_SIZE = 16
 TABLE = Path(__file__).with_name("corrections.toml")
 ALIASES = {"off": "recompute", "bypass": "ppo-is"}
 
@@ -157,7 +157,7 @@ class CorrectionConfig(Frozen):
     """Subtract the rollout policy's mean score (arXiv 2609.20807): from the log-probabilities of the sampler's
     likeliest tokens with a proportional tail (head), or of the whole vocabulary (support)."""
     head_size: PositiveInt | None = None
-    """Tokens of centering = head; unset: 20, which is also what a vLLM server returns at most unless told otherwise."""
+    """Tokens of centering = head. Unset: 16 (a vLLM server returns up to 19 unless it is told otherwise)."""
 
     @model_validator(mode="before")
     @classmethod
