@@ -1,15 +1,18 @@
 """Tokens per second of vLLM and of the embedded engine on one core, interleaved in one run; needs `make vllm`.
 
-    OMP_NUM_THREADS=1 python benchmarks/engine_vllm.py            # batch 64 and 256, 26 + 75 tokens
+    python benchmarks/engine_vllm.py                    # batch 64 and 256, 26 + 75 tokens
+    python benchmarks/engine_vllm.py --kinds vllm --rounds 15    # only what the adapter and the routes cost
 
-The adapter's own cost is the share of a round spent outside vLLM's `add_request` and `step`. Seconds are CPU seconds of
-the process; ratios are medians of the ratios within a round, with the lowest and highest.
+"bare" is the same vLLM engine with the same requests, without our adapter. The adapter's cost is also given as the
+share of its round outside vLLM's `SamplingParams`, `add_request` and `step`, which is less noisy. Seconds are CPU
+seconds of the process; ratios are medians of the ratios within a round, with the lowest and highest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import tempfile
@@ -27,11 +30,17 @@ from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_model, read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
+from onepolicy.rollout.vllm import engine as engine_module
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.types import Sampling
 
 CPU = torch.device("cpu")
-RATIOS = (("vllm bf16", "vllm bf16, no routes"), ("vllm bf16", "hf bf16"), ("vllm bf16", "hf fp32"))
+RATIOS = (
+    ("vllm bf16", "vllm bf16, bare"),
+    ("vllm bf16", "vllm bf16, no routes"),
+    ("vllm bf16", "hf bf16"),
+    ("vllm bf16", "hf fp32"),
+)
 
 
 def adapter(engine: RolloutEngine, prompts: list[list[int]], new: int) -> Callable[[], None]:
@@ -42,12 +51,26 @@ def adapter(engine: RolloutEngine, prompts: list[list[int]], new: int) -> Callab
     return lambda: asyncio.run(together())
 
 
-class Inside:
-    """CPU seconds spent in some methods of an object."""
+def bare(engine: VLLMEngine, prompts: list[list[int]], new: int) -> Callable[[], None]:
+    numbers = itertools.count()
 
-    def __init__(self, target: Any, *names: str) -> None:
+    def run() -> None:
+        engine.llm.reset_prefix_cache()
+        for seed, row in enumerate(prompts):
+            prompt = {"type": "token", "prompt_token_ids": row}
+            engine.llm.add_request(f"bare {next(numbers)}", prompt, engine_module._parameters(Sampling(1.0, new), seed))
+        while engine.llm.has_unfinished_requests():
+            engine.llm.step()
+
+    return run
+
+
+class Inside:
+    """CPU seconds spent in some functions of an object or module."""
+
+    def __init__(self, *names: tuple[Any, str]) -> None:
         self.seconds = 0.0
-        for name in names:
+        for target, name in names:
             setattr(target, name, self._timed(getattr(target, name)))
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +84,7 @@ class Inside:
         return run
 
 
-def build(folder: str, slots: int, max_len: int) -> dict[str, RolloutEngine]:
+def build(folder: str, slots: int, max_len: int, kinds: list[str]) -> dict[str, RolloutEngine]:
     model = ModelConfig(path=folder)
     hf = read_config(model)
     rules = RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
@@ -69,7 +92,7 @@ def build(folder: str, slots: int, max_len: int) -> dict[str, RolloutEngine]:
     for name, routes in (("vllm bf16", rules), ("vllm bf16, no routes", None)):
         config = VLLMEngineConfig(slots=slots, cache_gib=0.5)
         engines[name] = VLLMEngine(model, hf, config, routes=routes, max_len=max_len, cpu=True)
-    for name, dtype in (("hf bf16", "bfloat16"), ("hf fp32", "float32")):
+    for name, dtype in (("hf bf16", "bfloat16"), ("hf fp32", "float32")) if "hf" in kinds else ():
         own = load_model(model, DTYPES[dtype], CPU)
         engines[name] = HFEngine(own, HFEngineConfig(dtype=dtype, slots=slots), record=True, max_len=max_len)
     return engines
@@ -81,15 +104,19 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=26)
     parser.add_argument("--new", type=int, default=75)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=("vllm", "hf"), default=["vllm", "hf"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         build_model().save_pretrained(folder)
-        engines = build(folder, max(args.batches), args.prompt + args.new)
-        inside = Inside(engines["vllm bf16"].llm, "add_request", "step")  # type: ignore[attr-defined]
+        engines = build(folder, max(args.batches), args.prompt + args.new, args.kinds)
+        ours = engines["vllm bf16"]
+        assert isinstance(ours, VLLMEngine)
+        inside = Inside((ours.llm, "add_request"), (ours.llm, "step"), (engine_module, "_parameters"))
         for batch in args.batches:
             prompts = torch.randint(3, 32, (batch, args.prompt)).tolist()
             runs = {name: adapter(engine, prompts, args.new) for name, engine in engines.items()}
+            runs["vllm bf16, bare"] = bare(ours, prompts, args.new)
             report(runs, inside, batch * args.new, batch, args.rounds)
 
 
@@ -110,7 +137,7 @@ def report(runs: dict[str, Callable[[], None]], inside: Inside, tokens: int, bat
     for name in runs:
         print(f"batch {batch}: {name:22s} {statistics.median(s[name] for s in speeds):8.0f} tokens/s")
     print(f"batch {batch}: adapter's share {statistics.median(shares):.4f} [{min(shares):.4f}, {max(shares):.4f}]")
-    for one, other in RATIOS:
+    for one, other in [pair for pair in RATIOS if pair[1] in runs]:
         found = sorted(s[one] / s[other] for s in speeds)
         print(f"batch {batch}: {one} / {other}: {statistics.median(found):.3f} [{found[0]:.3f}, {found[-1]:.3f}]")
 

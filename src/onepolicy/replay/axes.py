@@ -49,23 +49,25 @@ def trace_from(
             f"routes have {ids.shape[1]} layers{asked}, but the model has {depth} decoder layers, {len(layers)} of "
             f"them MoE ({_short(layers)}); prediction heads and draft layers are no part of either"
         )
-    ids = ids.to(torch.int64)
+    narrow = ids.dtype == torch.uint8 == id_dtype(num_experts)  # as vLLM returns them; uint16 lacks comparisons
+    ids = ids if narrow else ids.to(torch.int64)
     if found == "all" and depth != len(layers):
         if len(set(layers)) != len(layers):
             raise UsageError("a model with two routers in one layer has no axis of one column per decoder layer")
         _check_dense(ids, layers)
         ids = ids[:, list(layers)]
-    captured = (ids >= 0).flatten(1).all(1)
+    captured = ids.new_ones(len(ids), dtype=torch.bool) if narrow else (ids >= 0).flatten(1).all(1)
     valid = captured if valid is None else captured & valid
-    beyond = (ids >= num_experts) & valid[:, None, None]
+    beyond = (ids > num_experts - 1) & valid[:, None, None]
     if beyond.any():  # the narrow dtype would wrap it into a valid id
         row, column, _ = beyond.nonzero()[0].tolist()
         raise UsageError(
             f"routes name an expert outside 0..{num_experts - 1} at layer {layers[column]}, row {row}: "
             f"{ids[row, column].tolist()}"
         )
-    stored = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))  # what invalid rows hold is never read
-    return RoutingTrace(stored, valid, layers, num_experts)
+    if not narrow:  # what invalid rows hold is never read
+        ids = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))
+    return RoutingTrace(ids, valid, layers, num_experts)
 
 
 def _check_dense(ids: Tensor, layers: tuple[int, ...]) -> None:  # ids [T, depth, K]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -152,7 +153,7 @@ class _VLLMBatch:
         done = output.outputs[0]
         tokens = torch.tensor(done.token_ids, dtype=torch.int32)
         # flat: of every token the sampled one's, then the likeliest ones'
-        logp = torch.tensor(done.logprobs.logprobs, dtype=torch.float32).view(len(tokens), -1)
+        logp = torch.from_numpy(np.array(done.logprobs.logprobs, dtype=np.float32)).view(len(tokens), -1)
         asked = request.sampling.top_logprobs
         assert logp.shape[1] == 1 + asked
         top_ids, top_logp = None, None
