@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from onepolicy.audit import tally as tally_module
+from onepolicy.audit.compare import compared
 from onepolicy.audit.figures import extreme_curve, figures
 from onepolicy.audit.judge import onset_of_divergence
 from onepolicy.audit.run import audit, run_audit
@@ -58,7 +59,24 @@ def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale
         assert found[name.removeprefix("m/")] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
     rho = (trainer - rollout).exp()
     assert found["mean_rho"] == pytest.approx(float(rho.mean()))
-    assert found["rho_error"] == pytest.approx(float(rho.std(correction=0)) / math.sqrt(n), rel=1e-6, abs=1e-9)
+    if len(lengths) == 1:
+        assert math.isnan(found["mean_rho_error"])
+        return
+    left = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, segment, rho - rho.mean())
+    wanted = float((left.square().sum() * len(lengths) / (len(lengths) - 1)).sqrt()) / n
+    assert found["mean_rho_error"] == pytest.approx(wanted, rel=1e-5, abs=1e-7 * float(rho.max()))
+
+
+def test_standard_errors_know_that_tokens_of_a_sequence_belong_together() -> None:
+    """Of 300 dumps of 40 sequences, each with a noise of its own: the spread of k3 is what its error says."""
+    g = torch.Generator().manual_seed(0)
+    segment, found = torch.arange(40).repeat_interleave(25), []
+    for _ in range(300):
+        scale = 0.3 * torch.rand(40, generator=g, dtype=torch.float64)[segment]
+        rollout = -torch.rand(1000, generator=g, dtype=torch.float64) - 3
+        found.append(Sketch.of(rollout + scale * torch.randn(1000, generator=g), rollout, segment).numbers())
+    spread = float(np.std([each["k3"] for each in found]))
+    assert np.mean([each["k3_error"] for each in found]) == pytest.approx(spread, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +95,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     assert found["k3"] == pytest.approx(kl, rel=0.06)  # its standard error is kl sqrt(2 / n)
     assert found["chi2"] == pytest.approx(math.expm1(2 * kl), rel=0.1, abs=6 * math.sqrt(8 * kl / n))
     assert found["ess"] == pytest.approx(math.exp(-2 * kl), rel=1e-2)
-    assert found["mean_rho"] == pytest.approx(1, abs=5 * found["rho_error"])
+    assert found["mean_rho"] == pytest.approx(1, abs=5 * found["mean_rho_error"])
     taus, shares = extreme_curve(each.tally.histogram)
     tau = math.exp(math.sqrt(2 * kl))  # about one standard deviation: P(|Z| > 1)
     assert shares[np.searchsorted(taus, tau)] == pytest.approx(0.317, abs=0.02)
@@ -265,4 +283,12 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     for line in drawn["log_ratio"].data:  # a density: it integrates to nearly 1
         width = line["x"][1] - line["x"][0]
         assert sum(line["y"]) * width == pytest.approx(1, abs=0.01)
-    assert len(json.loads((tmp_path / "out" / "audit.json").read_text())) == 2
+    tree = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert [each["verdict"]["action"] for each in tree["dumps"]] == ["nothing", "correct"]
+    gap = tree["differences"]["k3"]
+    assert gap["low"] < 4e-3 - 1e-4 < gap["high"]
+    assert gap["high"] - gap["low"] < 1e-3
+    flat = " ".join(text.split())
+    assert "k3 is larger in b.parquet than in a.parquet, by 0.00" in flat
+    same = run_audit([paths[0], paths[0]], {}, None, Console(record=True, width=120))
+    assert "no difference is shown" in compared(same)

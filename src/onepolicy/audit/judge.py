@@ -71,7 +71,7 @@ def judge(found: Tally, label: str) -> Audited:
 
 def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | None) -> list[str]:
     notes = []
-    mean, error = numbers["mean_rho"], numbers["rho_error"]
+    mean, error = numbers["mean_rho"], numbers["mean_rho_error"]
     if said.action != "bug" and math.isfinite(mean) and abs(mean - 1) > max(6 * error, 0.005):
         notes.append(f"Mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1. Look at the sampler.")
     if found.native is not None:

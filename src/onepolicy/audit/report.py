@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.audit.compare import compared, differences, numbers
 from onepolicy.audit.figures import extreme_curve, figures
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import VERSION
@@ -30,7 +31,7 @@ ROWS = {  # statistic -> (name, is a share)
     "tokens": ("Tokens compared", False),
     "sequences": ("Sequences", False),
     "k3": ("k3, nats per token", False),
-    "k3_error": ("its standard error", False),
+    "k3_error": ("its standard error (by sequences)", False),
     "k1": ("k1, nats per token", False),
     "k2": ("k2, nats\N{SUPERSCRIPT TWO} per token", False),
     "chi2": ("chi2", False),
@@ -45,16 +46,6 @@ ROWS = {  # statistic -> (name, is a share)
     "routers": ("Routers that differ", True),
     "tokens_routed": ("Tokens with a differing router", True),
 }
-
-
-def numbers(each: Audited) -> dict[str, float]:
-    """Overall statistics by name."""
-    tally = each.tally
-    assert tally.total is not None
-    found = tally.total.numbers()
-    if tally.routes is not None and tally.routes.slots:
-        found |= {"routers": tally.routes.routers, "tokens_routed": tally.routes.tokens / tally.routes.slots}
-    return found
 
 
 def as_tree(each: Audited) -> dict[str, Any]:
@@ -94,12 +85,18 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
         folder.mkdir(parents=True, exist_ok=True)
         drawn = [f for f in figures(audited) if isinstance(f, Figure)]
         trees = [as_tree(each) for each in audited]
-        text = json.dumps(trees[0] if len(trees) == 1 else trees, indent=1, allow_nan=False)
+        tree = trees[0] if len(trees) == 1 else _both(audited, trees)
+        text = json.dumps(tree, indent=1, allow_nan=False)
         written = [_write(folder / "audit.json", text), _write(folder / "audit.html", _page(audited))]
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
     except OSError as error:
         raise UsageError(f"{folder}: cannot write the report ({error.strerror}); name another with --out") from None
+
+
+def _both(audited: Sequence[Audited], trees: list[dict[str, Any]]) -> dict[str, Any]:
+    found = {name: dataclasses.asdict(each) for name, each in differences(*audited).items()}
+    return {"dumps": trees, "differences": plain(found)}
 
 
 def _write(path: Path, text: str) -> Path:
@@ -132,7 +129,8 @@ def _page(audited: Sequence[Audited]) -> str:
             + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
         )
     parts.append(section("Mismatch", "How far apart are the engine that samples and the one that learns?", drawn))
-    parts.append("<h2>Numbers</h2>" + _html_table(_cells(audited), ["", *(each.label for each in audited)]))
+    told = f'<p class="lead">{escape(said)}</p>' if (said := compared(audited)) else ""
+    parts.append(f"<h2>Numbers</h2>{told}" + _html_table(_cells(audited), ["", *_header(audited)]))
     for each in audited:
         rows = [[f.preset, f"{f.keep:.1%}", number(f.attenuation)] for f in each.verdict.forecasts]
         if rows:
@@ -153,16 +151,24 @@ def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def _header(audited: Sequence[Audited]) -> list[str]:
+    return [*(each.label for each in audited), *(["difference, 95% interval"] if len(audited) > 1 else [])]
+
+
 def _cells(audited: Sequence[Audited]) -> list[list[str]]:
     found = [numbers(each) for each in audited]
+    apart = differences(*audited) if len(audited) > 1 else {}
     rows = []
     for key, (name, share) in ROWS.items():
         if any(key in values for values in found):
             cells = [_cell(key, v.get(key, math.nan), share=share) for v in found]
+            if len(audited) > 1:
+                cells.append(apart[key].text(share=share) if key in apart else "")
             rows.append([name, *cells])
     onsets = [each.onset for each in audited]
     if any(each.tally.steps for each in audited):
-        rows.append(["Onset of divergence", *("none" if step is None else f"step {step}" for step in onsets)])
+        cells = ["none" if step is None else f"step {step}" for step in onsets]
+        rows.append(["Onset of divergence", *cells, *([""] if len(audited) > 1 else [])])
     return rows
 
 
@@ -176,11 +182,13 @@ def show(console: Console, audited: Sequence[Audited]) -> None:
     """The verdict and the numbers in the terminal."""
     table = Table(show_header=len(audited) > 1, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
-    for each in audited:
-        table.add_column(Text(each.label), justify="right")
+    for name in _header(audited):
+        table.add_column(Text(name), justify="right")
     for row in _cells(audited):
         table.add_row(*map(Text, row))
     console.print(table)
+    if told := compared(audited):
+        console.print(Text(told))
     for each in audited:
         verdict = each.verdict
         style = "bold red" if verdict.action in ("bug", "unclear") else "bold"

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 TAUS = (1.25, 2.0, 5.0)
-MEANS = ("k1", "k2", "k3", "chi2", "mean_dlogp", "mean_dp", "excess", "k3_squared", *(f"f{tau:g}" for tau in TAUS))
+MEANS = ("k1", "k2", "k3", "chi2", "mean_dlogp", "mean_dp", "excess", *(f"f{tau:g}" for tau in TAUS))
+WITH_ERROR = ("k1", "k3", "f2", "excess")
+"""Means whose standard error is kept; excess is mean rho - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Sketch:
     tokens: int
     sequences: int
     sums: tuple[float, ...]  # over tokens, of MEANS
+    moments: tuple[float, ...]  # over sequences: of n^2, and of s^2 and s n, s each of WITH_ERROR summed over n tokens
     ppl: float  # sum over sequences of exp(mean(-l))
     largest_l: float
     scaled: tuple[float, float]  # sums of exp(l - largest_l) and of its square: cannot overflow
@@ -37,9 +40,13 @@ class Sketch:
         dp, dlogp = (p - q).abs(), l.abs()
         excess = l.expm1()
         k3 = excess - l
-        columns = [-l, l.square() / 2, k3, (2 * l).expm1(), dlogp, dp, excess, k3.square()]
+        columns = [-l, l.square() / 2, k3, (2 * l).expm1(), dlogp, dp, excess]
         columns += [(dlogp > math.log(tau)).double() for tau in TAUS]
         index, counts = segment.unique_consecutive(return_inverse=True, return_counts=True)[1:]
+        sizes, moments = counts.double(), [float(counts.double().square().sum())]
+        for name in WITH_ERROR:
+            of_sequence = torch.zeros_like(sizes).index_add(0, index, columns[MEANS.index(name)])
+            moments += [float(of_sequence.square().sum()), float(of_sequence @ sizes)]
         per_sequence = l.new_zeros(len(counts)).index_add(0, index, l) / counts
         largest = l.max()
         scaled = (l - largest).exp()
@@ -48,6 +55,7 @@ class Sketch:
             tokens=len(l),
             sequences=len(counts),
             sums=tuple(torch.stack([column.sum() for column in columns]).tolist()),
+            moments=tuple(moments),
             ppl=float((-per_sequence).exp().sum()),
             largest_l=float(largest),
             scaled=(float(scaled.sum()), float(scaled.square().sum())),
@@ -68,6 +76,7 @@ class Sketch:
             tokens=n + m,
             sequences=self.sequences + other.sequences,
             sums=tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
+            moments=tuple(a + b for a, b in zip(self.moments, other.moments, strict=True)),
             ppl=self.ppl + other.ppl,
             largest_l=largest,
             scaled=(
@@ -85,11 +94,11 @@ class Sketch:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Every statistic by the name Mismatch gives it; and mean_rho, rho_error, k3_error (standard errors)."""
+        """Every statistic by the name Mismatch gives it; mean_rho; and NAME_error, the standard error of some."""
         n = self.tokens
         values = {name: total / n for name, total in zip(MEANS, self.sums, strict=True)}
-        excess, squared = values.pop("excess"), values.pop("k3_squared")
-        spread = max(values["chi2"] - 2 * excess - excess * excess, 0.0)
+        errors = {f"{name}_error": self._error(i, values[name]) for i, name in enumerate(WITH_ERROR)}
+        values["mean_rho"], errors["mean_rho_error"] = 1 + values.pop("excess"), errors.pop("excess_error")
         return {
             "tokens": n,
             "sequences": self.sequences,
@@ -99,10 +108,16 @@ class Sketch:
             "max_dp": self.max_dp,
             "pearson": self._pearson(),
             "ppl_ratio": self.ppl / self.sequences,
-            "mean_rho": 1 + excess,
-            "rho_error": math.sqrt(spread / n),
-            "k3_error": math.sqrt(max(squared - values["k3"] * values["k3"], 0.0) / n),
+            **errors,
         }
+
+    def _error(self, place: int, mean: float) -> float:
+        """Of a mean over tokens that are drawn by the sequence: its tokens are not independent. NaN of one sequence."""
+        if self.sequences < 2:
+            return math.nan
+        sizes, (squares, products) = self.moments[0], self.moments[1 + 2 * place : 3 + 2 * place]
+        spread = squares - 2 * mean * products + mean * mean * sizes
+        return math.sqrt(max(spread, 0.0) * self.sequences / (self.sequences - 1)) / self.tokens
 
     def _pearson(self) -> float:
         pp, qq, pq = self.comoments
