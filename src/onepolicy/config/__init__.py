@@ -25,11 +25,23 @@ from onepolicy.config.rollout import (
     VLLMServerConfig,
 )
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
-from onepolicy.config.task import ChainTask, GymTask, JsonlTask, PromptsTask, TaskConfig
+from onepolicy.config.task import (
+    CalculatorTool,
+    ChainTask,
+    GymTask,
+    JsonlTask,
+    PromptsTask,
+    PythonTool,
+    ReActTask,
+    SearchTool,
+    TaskConfig,
+    ToolConfig,
+)
 
 __all__ = [
     "R2",
     "R3",
+    "CalculatorTool",
     "ChainTask",
     "CheckpointConfig",
     "CorrectionConfig",
@@ -46,14 +58,18 @@ __all__ = [
     "ObjectiveConfig",
     "OptimConfig",
     "PromptsTask",
+    "PythonTool",
+    "ReActTask",
     "ReplayConfig",
     "ReplayOff",
     "RolloutConfig",
     "RowPolicy",
     "RunConfig",
     "SamplingConfig",
+    "SearchTool",
     "SoftReplay",
     "TaskConfig",
+    "ToolConfig",
     "TrainConfig",
     "TrainingError",
     "UsageError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from onepolicy.config.base import Frozen, Seed
 
@@ -70,4 +70,66 @@ class PromptsTask(Frozen):
     """Lines of text, or of {"prompt": ..., "answer": ...}; an answer is not needed and not read."""
 
 
-TaskConfig = Annotated[ChainTask | GymTask | JsonlTask | PromptsTask, Field(discriminator="kind")]
+class CalculatorTool(Frozen):
+    """Exact arithmetic on an expression."""
+
+    kind: Literal["calculator"] = "calculator"
+    operations: PositiveInt | None = None
+    """Most operations of one call; unset: any number."""
+
+
+class PythonTool(Frozen):
+    """Python in a bubblewrap sandbox: no network, no files but a scratch folder in memory."""
+
+    kind: Literal["python"] = "python"
+    seconds: PositiveFloat = 5.0
+    """Wall time, and CPU time of each process."""
+    memory_mib: int = Field(256, ge=64)
+    """Address space of each process."""
+    output_chars: PositiveInt = 2000
+
+
+class SearchTool(Frozen):
+    """BM25 retrieval over a local corpus."""
+
+    kind: Literal["search"] = "search"
+    corpus: str
+    """JSONL file, one {"text": ...} per passage."""
+    passages: PositiveInt = 3
+    """Passages returned by a call."""
+
+
+ToolConfig = Annotated[CalculatorTool | PythonTool | SearchTool, Field(discriminator="kind")]
+
+
+class ReActTask(Frozen):
+    """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
+
+    kind: Literal["react"] = "react"
+    problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    max_turns: PositiveInt = 8
+    """Model turns of an episode; one without an answer after that many earns 0."""
+    max_tokens: PositiveInt | None = None
+    """Sampled tokens of an episode, all turns together; unset: no limit but the context. One turn is limited by
+    rollout.sampling.max_tokens."""
+    seconds: PositiveFloat | None = None
+    """Wall time of an episode; one that is not over by then earns 0. A run with it cannot be repeated to the bit."""
+    reply_chars: PositiveInt = 1000
+    """Longest reply of a tool; the rest is cut."""
+    instructions: str | None = None
+    """Text before every question; unset: the tools and how to call them, where the chat template does not say so."""
+    history: Literal["fail", "fork"] = "fail"
+    """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
+    makes a sample of its own of every rewritten history."""
+
+    @model_validator(mode="after")
+    def _each_tool_once(self) -> Self:
+        kinds = [tool.kind for tool in self.tools]
+        twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+        if twice is not None:
+            raise ValueError(f"task.tools: {twice} is there {kinds.count(twice)} times; name each tool once")
+        return self
+
+
+TaskConfig = Annotated[ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask, Field(discriminator="kind")]

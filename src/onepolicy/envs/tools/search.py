@@ -1,0 +1,58 @@
+"""Retrieval over a local corpus by BM25 (the library bm25s)."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+from onepolicy.config import SearchTool, UsageError
+
+
+class Search:
+    name, argument = "search", "query"
+    description = "Finds the passages of the corpus that match best."
+
+    def __init__(self, config: SearchTool) -> None:
+        if find_spec("bm25s") is None:
+            raise UsageError("task.tools: search needs bm25s, which is not installed; pip install 'onepolicy[envs]'")
+        import bm25s
+
+        self.config = config
+        self.passages = read_corpus(Path(config.corpus))
+        tokens = bm25s.tokenize(self.passages, stopwords=None, show_progress=False)
+        self._index = bm25s.BM25()
+        self._index.index(tokens, show_progress=False)
+
+    async def call(self, text: str) -> str:
+        """The best config.passages passages that share a word with the query, numbered, the best first."""
+        import bm25s
+
+        query = bm25s.tokenize([text], stopwords=None, show_progress=False)
+        if not query.vocab:
+            return "nothing found"
+        k = min(self.config.passages, len(self.passages))
+        found, scores = self._index.retrieve(query, k=k, show_progress=False)
+        hits = [self.passages[i] for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True) if score > 0]
+        return "\n".join(f"[{n}] {passage}" for n, passage in enumerate(hits, 1)) or "nothing found"
+
+
+def read_corpus(path: Path) -> list[str]:
+    """The `text` of every line of a JSONL file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"task.tools: search cannot read its corpus {path}: {error}") from error
+    passages = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            text = entry["text"] if isinstance(entry, dict) else None
+        except (json.JSONDecodeError, KeyError):
+            text = None
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f'{path}:{number}: expected {{"text": "..."}} with some text, got {line[:80]!r}')
+        passages.append(text)
+    if not passages:
+        raise UsageError(f"{path}: is empty; a corpus needs at least one line")
+    return passages
