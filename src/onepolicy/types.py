@@ -174,6 +174,7 @@ class Sample:
     reward: float
     finish: Finish
     routing: RoutingTrace | None = None
+    events: tuple[str, ...] = ()  # of the episode, for its statistics: tools called, `malformed` turns
     episode: int | None = None  # within its group, shared by the samples of a rewritten history; None: its own
     outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
     top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable

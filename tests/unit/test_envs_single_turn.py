@@ -47,7 +47,7 @@ def test_check_length():
 
 def test_episode_grades_the_response():
     tokenizer = make_tokenizer()
-    environment = build(ChainTask(ops=3), tokenizer)
+    environment = build(ChainTask(ops=3), tokenizer, max_len=512)
     problem = environment.train_problem(0)
     seen = []
     right = play(environment, problem, scripted(tokenizer, solution(problem.prompt), seen=seen), 0.5)
@@ -66,7 +66,7 @@ def test_a_response_that_did_not_stop_earns_nothing(finish, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"q{i}", "answer": "yes"}) for i in range(3)))
     for task in (ChainTask(ops=2), GymTask(name="gcd"), JsonlTask(path=str(path), held_out=1)):
-        environment = build(task, tokenizer)
+        environment = build(task, tokenizer, max_len=512)
         problem = environment.train_problem(0)
         response = solution(problem.prompt) if isinstance(task, ChainTask) else problem.answer
         assert play(environment, problem, scripted(tokenizer, response)).reward == 1.0
@@ -74,19 +74,19 @@ def test_a_response_that_did_not_stop_earns_nothing(finish, tmp_path):
 
 
 def test_environment_is_one():
-    environment: Environment = build(ChainTask(), make_tokenizer())
+    environment: Environment = build(ChainTask(), make_tokenizer(), max_len=512)
     assert isinstance(environment, SingleTurn)
     assert environment.held_out(2)[1].id == -2
 
 
 def test_check_passes_where_everything_fits():
     tokenizer = make_tokenizer(alphabet(ChainTask()))
-    build(ChainTask(ops=12), tokenizer).check(max_tokens=75, max_len=26 + 75)
-    build(GymTask(name="chain_sum"), make_tokenizer()).check(max_tokens=10, max_len=200)
+    build(ChainTask(ops=12), tokenizer, max_len=512).check(max_tokens=75, max_len=26 + 75)
+    build(GymTask(name="chain_sum"), make_tokenizer(), max_len=512).check(max_tokens=10, max_len=200)
 
 
 def test_check_finds_max_tokens_no_right_response_fits_in():
-    environment = build(ChainTask(ops=12), make_tokenizer())
+    environment = build(ChainTask(ops=12), make_tokenizer(), max_len=512)
     with pytest.raises(UsageError, match=r"rollout\.sampling\.max_tokens: 74 cannot hold the 75 tokens"):
         environment.check(max_tokens=74, max_len=512)
 
@@ -94,7 +94,7 @@ def test_check_finds_max_tokens_no_right_response_fits_in():
 def test_check_finds_a_prompt_that_does_not_fit(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"{i}" * (30 if i == 2 else 5), "answer": "y"}) for i in range(5)))
-    environment = build(JsonlTask(path=str(path), held_out=1), make_tokenizer())
+    environment = build(JsonlTask(path=str(path), held_out=1), make_tokenizer(), max_len=512)
     environment.check(max_tokens=10, max_len=40)
     with pytest.raises(
         UsageError, match=r"problem 3 \(.*d\.jsonl:3\): its prompt has 30 tokens.* than the 39 that fit"
@@ -105,10 +105,10 @@ def test_check_finds_a_prompt_that_does_not_fit(tmp_path):
 def test_check_finds_a_prompt_without_tokens():
     tokenizer = make_tokenizer(template="{{ '' }}")
     with pytest.raises(UsageError, match=r"problem 0: the tokenizer makes no tokens of '.*mend the prompt"):
-        build(ChainTask(), tokenizer).check(max_tokens=100, max_len=512)
+        build(ChainTask(), tokenizer, max_len=512).check(max_tokens=100, max_len=512)
 
 
 def test_check_finds_a_tokenizer_of_another_task():
     tokenizer = make_tokenizer(alphabet(ChainTask()))
     with pytest.raises(UsageError, match=r"problem 0: the tokenizer does not know all of 'Find .*would feed <unk>"):
-        build(GymTask(name="gcd"), tokenizer).check(max_tokens=10, max_len=512)
+        build(GymTask(name="gcd"), tokenizer, max_len=512).check(max_tokens=10, max_len=512)

@@ -37,10 +37,7 @@ class Plain:
         self.policy = policy
         self.path = [Token(i) for i in prompt]
         self.open = False  # the last turn was aborted and can go on
-
-    @property
-    def turns(self) -> int:
-        return max((t.turn for t in self.path), default=-1) + 1
+        self.turns = 0
 
     def observe(self, ids: list[int]) -> None:
         self.path += [Token(i) for i in ids]
@@ -48,6 +45,7 @@ class Plain:
 
     def sampled(self, made: Completion) -> None:
         turn = self.turns - 1 if self.open else self.turns
+        self.turns = turn + 1
         fresh = zip(made.token_ids.tolist(), made.logp.tolist(), made.version.tolist(), strict=True)
         self.path += [Token(i, turn, logp, version) for i, logp, version in fresh]
         self.open = made.finish == "aborted"
@@ -66,11 +64,16 @@ class Plain:
 
     def truncate(self, length: int) -> None:
         self.path, self.open = self.path[:length], False
+        self.turns = max(t.turn for t in self.path) + 1
 
     def rewritten(self, ids: list[int]) -> None:
-        shared = next((i for i, t in enumerate(self.path) if i >= len(ids) or t.id != ids[i]), len(self.path))
-        self.truncate(shared)
-        self.observe(ids[shared:])
+        """Nothing of it was sampled in this history; routes of the shared start are still those of its tokens."""
+        fresh, same = [], True
+        for i, token in enumerate(ids):
+            same = same and i < len(self.path) and self.path[i].id == token
+            old = self.path[i] if same else Token(token)
+            fresh.append(dataclasses.replace(old, turn=-1, logp=math.nan, version=-1))
+        self.path, self.open = fresh, False
 
     def check(self, got: Sample) -> None:
         last = max(i for i, t in enumerate(self.path) if t.turn >= 0)
@@ -188,7 +191,8 @@ def compare(policy: str, data: st.DataObject) -> None:
         assert path.turns == plain.turns
         missing = (i for i, t in enumerate(plain.path) if t.route is None)
         assert path.next_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
-        if path.turns:
+        assert path.sampled_tokens == sum(t.turn >= 0 for t in plain.path)
+        if path.sampled_tokens:
             plain.check(path.sample(reward=0.0, temperature=1.0))
 
 

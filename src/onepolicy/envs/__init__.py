@@ -7,27 +7,47 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import ChainTask, GymTask, JsonlTask, PromptsTask, TaskConfig, UsageError
-from onepolicy.envs import chain, gym, jsonl
+from onepolicy.config import (
+    ChainTask,
+    GymTask,
+    JsonlTask,
+    PromptsTask,
+    ReActTask,
+    RowPolicy,
+    TaskConfig,
+    UsageError,
+)
+from onepolicy.envs import chain, gym, jsonl, react_warmup
 from onepolicy.envs.chain import Chain
 from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
 from onepolicy.envs.prompts import Prompts
-from onepolicy.envs.single_turn import SingleTurn
+from onepolicy.envs.react import ReAct
+from onepolicy.envs.single_turn import SingleTurn, Task
+from onepolicy.interfaces import Environment
 
 ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
 
-def build(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> SingleTurn:
+def build(
+    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_len: int, rows: RowPolicy = "as-sampled"
+) -> Environment:
+    """max_len: tokens of a path. rows: see `Trajectory`."""
+    if isinstance(config, ReActTask):
+        return ReAct(config, _task(config.problems), tokenizer, max_len=max_len, rows=rows)
+    return SingleTurn(_task(config), tokenizer)
+
+
+def _task(config: ChainTask | GymTask | JsonlTask | PromptsTask) -> Task:
     match config:
         case ChainTask():
-            return SingleTurn(Chain(config), tokenizer)
+            return Chain(config)
         case GymTask():
-            return SingleTurn(Gym(config), tokenizer)
+            return Gym(config)
         case JsonlTask():
-            return SingleTurn(Jsonl(config), tokenizer)
+            return Jsonl(config)
         case PromptsTask():
-            return SingleTurn(Prompts(config), tokenizer)
+            return Prompts(config)
 
 
 def alphabet(config: TaskConfig) -> str:
@@ -41,10 +61,13 @@ def alphabet(config: TaskConfig) -> str:
             return "".join(sorted(set(ASCII).union(*Jsonl(config).texts())))
         case PromptsTask():
             return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
+        case ReActTask():
+            return alphabet(config.problems)
 
 
-def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, response without the end token) pairs of training problems for supervised warm-up.
+def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
+    """Endless (prompt, response without the end token) pairs of training problems for supervised warm-up; of episodes
+    with tools (prompt, turn, observation, turn, ...).
 
     `mistakes` is the share of planted errors: in the chain task of step results (a random digit, and the chain goes on
     from it), elsewhere of the answer's letters and digits (a random one of their kind).
@@ -58,6 +81,8 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return jsonl.warmup_examples(config, mistakes=mistakes, seed=seed)
         case PromptsTask():
             raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
+        case ReActTask():
+            return react_warmup.warmup_examples(config, mistakes=mistakes, seed=seed)
 
 
 __all__ = ["SingleTurn", "alphabet", "build", "warmup_examples"]

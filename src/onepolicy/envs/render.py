@@ -36,6 +36,16 @@ def check_length(prompt_ids: Sequence[int], max_tokens: int, max_len: int, probl
         )
 
 
+def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], problem: Problem, text: str) -> None:
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in ids:
+        return
+    raise UsageError(
+        f"problem {problem.id}{source(problem)}: the tokenizer does not know all of {text[:60]!r} and would feed "
+        f"{tokenizer.unk_token}; use a policy made for this task (make-policy with the same task) or another model.path"
+    )
+
+
 def source(problem: Problem) -> str:
     """Where a problem stands, for messages: ` (data.jsonl:12)`, or nothing for a generated one."""
     where = (problem.entry or {}).get("source")

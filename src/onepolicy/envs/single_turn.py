@@ -8,7 +8,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.render import check_length, decode, render, source
+from onepolicy.envs.render import check_known, check_length, decode, render, source
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import Problem, SampleFn
 from onepolicy.types import Sample
@@ -64,26 +64,16 @@ class SingleTurn:
                     f"problem {problem.id}{source(problem)}: the tokenizer makes no tokens of {problem.prompt[:60]!r}; "
                     "mend the prompt, or the tokenizer of model.path"
                 )
-            self._check_known(prompt_ids, problem, problem.prompt)
+            check_known(self.tokenizer, prompt_ids, problem, problem.prompt)
             check_length(prompt_ids, max_tokens, max_len, problem)
             reference = self.task.reference(problem)
             if reference is None:
                 continue
             ids = self.tokenizer.encode(reference, add_special_tokens=False)
-            self._check_known(ids, problem, reference)
+            check_known(self.tokenizer, ids, problem, reference)
             if len(ids) + 1 > max_tokens:
                 raise UsageError(
                     f"rollout.sampling.max_tokens: {max_tokens} cannot hold the {len(ids) + 1} tokens of the right "
                     f"response to problem {problem.id}{source(problem)}, {reference[:60]!r} and the end token, so its "
                     "reward would always be 0; raise it"
                 )
-
-    def _check_known(self, ids: list[int], problem: Problem, text: str) -> None:
-        unknown = self.tokenizer.unk_token_id
-        if unknown is None or unknown not in ids:
-            return
-        raise UsageError(
-            f"problem {problem.id}{source(problem)}: the tokenizer does not know all of {text[:60]!r} and would feed "
-            f"{self.tokenizer.unk_token}; use a policy made for this task (make-policy with the same task) or another "
-            "model.path"
-        )

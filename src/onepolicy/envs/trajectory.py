@@ -83,16 +83,21 @@ class Trajectory:
         return copy.deepcopy(self)
 
     def rewritten(self, ids: Sequence[int]) -> Trajectory:
-        """A path of these tokens instead: a history the template rendered anew. What lies before the first difference
-        keeps its log-probabilities, turns and routes; what comes after counts as observed, its routes as unknown."""
-        other = self.fork()
-        shared = max(1, self.common_prefix(ids))
-        assert ids[:1] == self.tokens[:1], "a rewritten history shares at least the first token"
-        other.truncate(shared)
-        other.observe(ids[shared:])
+        """A path of these tokens instead, all of them observed: a history the template rendered anew. Only the routes
+        before the first difference are still known. Turns count on; what was sampled stays with the old path."""
+        other = Trajectory(ids, rows=self._routes.policy)
+        other._routes = copy.deepcopy(self._routes)
+        other._routes.truncate(self.common_prefix(ids))
+        other.turns = self.turns
         return other
 
-    def sample(self, *, reward: float, temperature: float, finish: Finish | None = None) -> Sample:
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(turn != OBSERVED for turn in self._turn)
+
+    def sample(
+        self, *, reward: float, temperature: float, finish: Finish | None = None, events: tuple[str, ...] = ()
+    ) -> Sample:
         """The path up to its last sampled token. Observations after that are predicted by nobody."""
         length = max(i for i, turn in enumerate(self._turn) if turn != OBSERVED) + 1
         turn = torch.tensor(self._turn[1:length], dtype=torch.int32)
@@ -105,6 +110,7 @@ class Trajectory:
             temperature=temperature,
             reward=reward,
             finish=finish or self.finish,
+            events=events,
             routing=self._routes.trace(length - 1),
             top_ids=self._top(0, 0, length),
             top_logp_rollout=self._top(1, float("nan"), length),

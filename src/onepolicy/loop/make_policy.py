@@ -33,7 +33,7 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
         return path
     start = time.perf_counter()
     tokenizer = make_tokenizer(alphabet(config.task))
-    environment = build(config.task, tokenizer)
+    environment = build(config.task, tokenizer, max_len=config.max_len)
     environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
     problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
     check = EvalConfig(problems=problems, greedy=True, k=4)
@@ -73,7 +73,7 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     engine = build_engine(
         model, HFEngineConfig(dtype="float32", slots=128), torch.device("cpu"), routes=None, max_len=config.max_len
     )
-    environment, stop = build(config.task, tokenizer), (tokenizer.eos_token_id,)
+    environment, stop = build(config.task, tokenizer, max_len=config.max_len), (tokenizer.eos_token_id,)
     return asyncio.run(evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2))
 
 

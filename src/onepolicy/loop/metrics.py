@@ -57,8 +57,11 @@ _REPEAT = {
 }
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
-    "train/response_length": "mean sampled tokens per rollout [tokens]",
-    "train/cut_by_length": "rollouts that hit the length limit [share]",
+    "train/response_length": "mean sampled tokens per episode [tokens]",
+    "train/cut_by_length": "episodes that hit the length limit [share]",
+    "train/turns": "mean model turns per episode, if there are several [turns]",
+    "tools/TOOL": "calls of this tool per episode (TOOL_error: those it answered with an error) [calls]",
+    "tools/malformed": "turns that named no tool and no answer, or a tool there is not, per episode [turns]",
     "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
     "train/loss": "value of the objective, mean of the mini-steps by their slots [1]",
@@ -132,8 +135,11 @@ METRICS: dict[str, str] = {
 
 
 def is_known(name: str) -> bool:
-    """Whether METRICS says what this is: `eval/avg@4` stands there as `eval/avg@k` (layers alike), a gate as GATE."""
-    return re.sub(r"@\d+$", "@k", re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)) in METRICS
+    """Whether METRICS says what this is: `eval/avg@4` stands there as `eval/avg@k` (layers alike), a gate as GATE, a
+    tool as TOOL."""
+    name = re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)
+    name = re.sub(r"^tools/(?!malformed$).+", "tools/TOOL", name)
+    return re.sub(r"@\d+$", "@k", name) in METRICS
 
 
 class RunLog:

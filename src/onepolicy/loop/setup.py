@@ -68,7 +68,8 @@ def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTok
 def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment, PreTrainedTokenizerBase, int]:
     """Tokenizer, task and the longest sequence allowed, all checked against each other."""
     tokenizer, max_len = open_tokenizer(config, model)
-    environment = build(config.task, tokenizer)
+    rows = config.replay.rows if isinstance(config.replay, FromRollout) else "as-sampled"
+    environment = build(config.task, tokenizer, max_len=max_len, rows=rows)
     for max_tokens in {
         config.rollout.sampling.max_tokens,
         config.eval.max_tokens or config.rollout.sampling.max_tokens,

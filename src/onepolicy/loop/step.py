@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,13 +107,19 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Means over episodes; an episode's last sample has its reward, its end and what happened in it."""
     samples = [sample for group in groups for sample in group.samples]
-    count = len(samples)
+    ends = [s for group in groups for s in dict(zip(group.episodes, group.samples, strict=True)).values()]
+    count, events = len(ends), Counter(event for sample in ends for event in sample.events)
+    turns = sum(len(s.turn.unique()) - bool((s.turn < 0).any()) for s in samples) / count
+    several = {"train/turns": turns} if turns > 1 or events else {}
     return {
-        "train/reward": sum(s.reward for s in samples) / count,
+        "train/reward": sum(s.reward for s in ends) / count,
         "train/response_length": sum(s.response_length for s in samples) / count,
-        "train/cut_by_length": sum(s.finish == "length" for s in samples) / count,
+        "train/cut_by_length": sum(s.finish == "length" for s in ends) / count,
         "train/groups_without_signal": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
+        **several,
+        **{f"tools/{event}": number / count for event, number in events.items()},
     }
 
 

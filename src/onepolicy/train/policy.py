@@ -31,7 +31,7 @@ from onepolicy.models.load import cache_dir
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 
-Example = tuple[str, str]  # prompt, response without the closing eos
+Example = tuple[str, ...]  # prompt, response, observation, response ..., each response without its closing eos
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
@@ -128,16 +128,18 @@ def _packed(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """About `budget` slots of whole examples: ids, targets (-100 on the prompt), positions [T], bounds [S + 1]."""
     paths: list[list[int]] = []
-    prompts: list[int] = []
+    learnt: list[list[bool]] = []
     while sum(map(len, paths)) < budget:
-        prompt, response = next(examples)
-        ids = tokenizer.encode(prompt + response, add_special_tokens=False)
-        paths.append([*ids, tokenizer.eos_token_id])
-        prompts.append(len(tokenizer.encode(prompt, add_special_tokens=False)))
+        path: list[int] = []
+        own: list[bool] = []
+        for part, text in enumerate(next(examples)):
+            ids = [*tokenizer.encode(text, add_special_tokens=False), *[tokenizer.eos_token_id] * (part % 2)]
+            path += ids
+            own += [part % 2 == 1] * len(ids)
+        paths.append(path)
+        learnt.append(own)
     inputs = torch.cat([torch.tensor(p[:-1]) for p in paths])
-    targets = [torch.tensor(p[1:]) for p in paths]
-    for target, prompt_length in zip(targets, prompts, strict=True):
-        target[: prompt_length - 1] = -100
+    targets = [torch.tensor(p[1:]).where(torch.tensor(own[1:]), -100) for p, own in zip(paths, learnt, strict=True)]
     positions = torch.cat([torch.arange(len(p) - 1) for p in paths])
     bounds = torch.tensor([0, *(len(p) - 1 for p in paths)]).cumsum(0).int()
     return inputs, torch.cat(targets), positions, bounds
