@@ -90,6 +90,7 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
             "ppo-is does not compute",
         ),
         (["objective.reduction=prompt-mean", "correction.preset=mis"], "prompt-mean has neither"),
+        (["objective.reduction=episode-mean", "correction.preset=mis"], "episode-mean has neither"),
         (["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'], "leaves out value"),
         (["rollout.group_size=1"], "a group of 1 never has an advantage"),
         (["objective.clip_high=0.4"], "clip_high: 0.4 has no effect with objective.mini_steps = 1"),

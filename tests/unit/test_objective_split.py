@@ -24,6 +24,7 @@ PRESETS = list(objective_presets())
 REDUCTIONS = (
     "token-mean",
     "prompt-mean",
+    "episode-mean",
     "sequence-mean-token-mean",
     "sequence-mean-token-sum",
     "sequence-mean-token-constant",
@@ -53,6 +54,7 @@ def run(config: ObjectiveConfig, logp_new: Tensor, made: TokenBatch) -> tuple[fl
     [  # samples of 2, 1 and 1 trainable slots; the first two are of one prompt
         ("token-mean", [1 / 4, 0, 1 / 4, 1 / 4, 1 / 4]),
         ("prompt-mean", [1 / 6, 0, 1 / 6, 1 / 6, 1 / 2]),
+        ("episode-mean", [1 / 6, 0, 1 / 6, 1 / 3, 1 / 3]),
         ("sequence-mean-token-mean", [1 / 6, 0, 1 / 6, 1 / 3, 1 / 3]),
         ("sequence-mean-token-sum", [1 / 3, 0, 1 / 3, 1 / 3, 1 / 3]),
         ("sequence-mean-token-constant", [1 / 33, 0, 1 / 33, 1 / 33, 1 / 33]),
@@ -62,6 +64,13 @@ def test_shares_by_hand(reduction: Any, shares: list[float]) -> None:
     made = batch([3, 1, 1], torch.tensor([True, False, True, True, True]), [0.0, 0, 0])
     config = ObjectiveConfig(reduction=reduction)
     assert slot_shares(made, config, max_tokens=MAX_TOKENS).tolist() == pytest.approx(shares)
+
+
+def test_an_episode_of_several_samples_counts_once() -> None:
+    """Samples of 2, 1, 1 and 1 slots of two prompts: the first two are one episode, the others have theirs."""
+    made = batch([2, 1, 1, 1], torch.ones(5, dtype=torch.bool), [0.0] * 4, episode=torch.tensor([0, 0, 0, 1]))
+    shares = slot_shares(made, ObjectiveConfig(reduction="episode-mean"), max_tokens=MAX_TOKENS)
+    assert shares.tolist() == pytest.approx([1 / 9, 1 / 9, 1 / 9, 1 / 3, 1 / 3])
 
 
 def test_the_constant_may_be_set() -> None:

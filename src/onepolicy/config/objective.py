@@ -155,6 +155,7 @@ class ObjectiveConfig(Frozen):
     reduction: Literal[
         "token-mean",
         "prompt-mean",
+        "episode-mean",
         "sequence-mean-token-mean",
         "sequence-mean-token-sum",
         "sequence-mean-token-constant",
@@ -272,9 +273,10 @@ def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None
             f"correction: {name} makes the rollout the anchor of the surrogate's ratio, but pg has none, so nothing "
             "would be corrected; choose pg-tis or one with old/rollout"
         )
-    if objective.reduction == "prompt-mean" and correction.scales:
+    if objective.reduction in ("prompt-mean", "episode-mean") and correction.scales:
         raise ValueError(
-            f"objective.reduction: {name} scales all weights by a mean over slots or samples; prompt-mean has neither"
+            f"objective.reduction: {name} scales all weights by a mean over slots or samples; {objective.reduction} "
+            "has neither"
         )
     terms = {
         "kl": objective.kl.coef > 0 and objective.kl.where == "loss",
