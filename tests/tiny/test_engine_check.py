@@ -1,6 +1,7 @@
 """`onepolicy engine check`: a sound engine passes every check, and each planted fault fails its own check alone."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
@@ -9,10 +10,13 @@ from engine_support import teacher_forced
 from test_measure_command import SETTINGS
 
 from onepolicy.cli import main
+from onepolicy.config import TrainingError
 from onepolicy.loop.engine_check import NAMES, check_pair
+from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.measure import measure_config
 from onepolicy.loop.setup import build_pair, open_tokenizer
 from onepolicy.models.load import load_model
+from onepolicy.rollout.hf.engine import HFEngine
 
 
 class Faulty:
@@ -247,6 +251,33 @@ def test_a_fault_of_the_weights_fails_the_sync_alone(sound, kind, words):
     found = checked(sound, kind, live=True)
     assert [n for n in NAMES if found[n].passed is False] == ["weight sync"], found
     assert words in found["weight sync"].measured
+
+
+START = [(Faulty, None), (after(shifted_logp), "one token apart"), (after(nan_logp), "NaN")]
+START += [(Untempered, "not tempered"), (HiddenTopK, "outside top_k=5")]
+
+
+@pytest.mark.parametrize(("kind", "words"), START, ids=names)
+def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, kind, words):
+    pair, tokenizer, _ = sound
+    asyncio.run(pair.engine.load_weights(pair.learner.named_weights(), 0))
+    engine = kind(Recorded(pair.engine, pair.config.model, {}))
+    stops = pytest.raises(TrainingError, match=f"{kind.__name__}.*{words}") if words else contextlib.nullcontext()
+    with stops:
+        asyncio.run(checked_probabilities(engine, pair.learner, tokenizer))
+    assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
+
+
+def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch, capsys):
+    sound = HFEngine.generate
+
+    async def shifted(self, *request, **seed):
+        return shifted_logp(await sound(self, *request, **seed))
+
+    monkeypatch.setattr(HFEngine, "generate", shifted)
+    assert main(["train", str(recipe), f"out={tmp_path / 'run'}"]) == 1
+    assert "Every importance ratio would be wrong" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):

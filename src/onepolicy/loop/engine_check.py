@@ -14,7 +14,6 @@ from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.loop.engine_probe import (
     HOT,
-    TOKENS,
     Check,
     Played,
     likeliest,
@@ -34,6 +33,8 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.types import Sampling, TokenBatch
 
 NAMES = ("tokens", "log-probabilities", "temperature", "support", "seeds", "routes", "layers", "weight sync")
+TOKENS, LONGEST = 48, 160
+"""Of a completion; of a prompt: enough to fill a block of a prefix cache."""
 NARROW = 3
 """top_k of the requests that ask for a narrowed support."""
 
@@ -50,8 +51,9 @@ def check_engine(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
 async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
     """One Check per name of NAMES, in that order."""
     learner, engine = pair.learner, pair.engine
-    prompts = random_prompts(tokenizer, engine.caps.max_len)
-    length, numbers = min(TOKENS, engine.caps.max_len - max(map(len, prompts))), range(len(prompts))
+    length = min(TOKENS, engine.caps.max_len // 2)
+    prompts = random_prompts(tokenizer, min(LONGEST, engine.caps.max_len - length))
+    numbers = range(len(prompts))
     try:
         await engine.reset_cache()
         plain = await play(engine, prompts, Sampling(1.0, length), numbers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from onepolicy.config import TrainingError
 from onepolicy.correct.diagnose import EXPLAINED, preflight
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
@@ -21,10 +22,12 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches, pack
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
 
-PROMPTS, TOKENS, LONGEST = 8, 48, 160
+PROMPTS = 8
 HOT = 1.5
 """The temperature beside 1: above it, so that the tail of the distribution is sampled."""
 TOP_K, TOP_P = (1, 2, 3, 5, 10, 20, 40, 50, 64, 100), (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+START = 16
+"""Tokens of a prompt and of a completion, at most, when a run starts."""
 ENOUGH = 14
 """Tokens expected outside a narrower support before their absence means anything: Poisson, e^-14 < 1e-6."""
 
@@ -48,12 +51,11 @@ class Played:
     done: list[Completion]
 
 
-def random_prompts(tokenizer: PreTrainedTokenizerBase, max_len: int, *, seed: int = 0) -> list[list[int]]:
-    """PROMPTS prompts of ordinary token ids (none special), the longest long enough to fill a block of a cache."""
+def random_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
+    """PROMPTS prompts of ordinary token ids (none special), each longer than the one before."""
     special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     ids = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
-    longest = max(2, min(LONGEST, max_len - min(TOKENS, max_len // 2)))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = [max(2, longest * (i + 1) // PROMPTS) for i in range(PROMPTS)]
     return [ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths]
 
@@ -79,6 +81,28 @@ def distance(batch: TokenBatch) -> float:
     """k3 of the engine with the trainer [nats a token]."""
     assert batch.logp_old is not None
     return mismatch(batch.logp_old, batch.logp_rollout, batch.trainable).k3
+
+
+async def checked_probabilities(
+    engine: RolloutEngine, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """At a run's start, engine and trainer holding the same weights: TrainingError if the log-probabilities that come
+    back are misaligned, missing, untempered, or of a narrowed sampling. About 250 tokens; nothing stays cached."""
+    room = engine.caps.max_len // 2
+    prompts, length = random_prompts(tokenizer, min(START, room)), min(START, room)
+    await engine.reset_cache()
+    plain = await play(engine, prompts, Sampling(1.0, length), range(PROMPTS))
+    hot = await play(engine, prompts, Sampling(HOT, length), range(PROMPTS))
+    await engine.reset_cache()
+    if (broken := malformed((plain, hot))) is not None:
+        raise TrainingError(f"{type(engine).__name__}: {broken}")
+    checks = probabilities(learner, scored(learner, plain), scored(learner, hot), limits=None)
+    for check in checks.values():
+        if check.passed is False:
+            raise TrainingError(
+                f"{type(engine).__name__}, {check.name}: {check.measured}. Every importance ratio would be wrong; "
+                f"{check.mend}. `onepolicy engine check` says more"
+            )
 
 
 def malformed(played: Sequence[Played]) -> str | None:
@@ -134,6 +158,8 @@ def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) ->
         return Check(
             "temperature", False, f"{words}, expected at most {limit:.2g}", "hand the temperature to the engine"
         )
+    if limit is None:
+        return Check("temperature", True, words)
     assert warm.logp_old is not None
     assert warm.entropy is not None
     surplus = (warm.logp_old + warm.entropy)[warm.trainable]  # 0 on average for draws from this distribution

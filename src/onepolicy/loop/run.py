@@ -15,6 +15,7 @@ from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.loop import folder, setup
+from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
@@ -90,6 +91,7 @@ async def _train(
     checked = progress.phase("engine warm-up and sync check", 1)
     await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
     await push_weights(learner, *parts.samplers[1:])
+    await checked_probabilities(parts.engine, learner, tokenizer)
     checked()
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         if config.eval.every and not read_metrics(out):
