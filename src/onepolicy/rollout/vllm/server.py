@@ -22,6 +22,7 @@ from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.http import EngineClient, Malformed
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.probabilities import check_probabilities
+from onepolicy.rollout.traffic import Traffic, here
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
 from onepolicy.rollout.vllm.reply import Part, joined
@@ -61,7 +62,7 @@ class VLLMServer:
         self._run = secrets.token_hex(4)
         self._pauses = 0
         self._resumed = 0
-        self._traffic: _Traffic | None = None
+        self._traffic: Traffic | None = None
         self._served: Served | None = None
         self._weights = ""  # the server's name of what it was last given
 
@@ -247,36 +248,9 @@ class VLLMServer:
 
         await self.client.post("/reset_prefix_cache", parse=dropped)
 
-    def _here(self) -> _Traffic:
-        """Of the running event loop; nothing of an earlier one can be running."""
-        loop = asyncio.get_running_loop()
-        if self._traffic is None or self._traffic.loop is not loop:
-            self._traffic = _Traffic(loop, self.config.slots)
+    def _here(self) -> Traffic:
+        self._traffic = here(self._traffic, self.config.slots)
         return self._traffic
-
-
-class _Traffic:
-    """Requests of one event loop: how many run, and whether more may."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
-        self.loop, self.running = loop, 0
-        self.open, self.idle = asyncio.Event(), asyncio.Event()
-        self.open.set()
-        self.idle.set()
-        self._slots = asyncio.Semaphore(slots)
-
-    @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        async with self._slots:
-            await self.open.wait()
-            self.running += 1
-            self.idle.clear()
-            try:
-                yield
-            finally:
-                self.running -= 1
-                if not self.running:
-                    self.idle.set()
 
 
 def parameters(sampling: Sampling, seed: int, first: int = 0) -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""What a SGLang server is asked before work starts: is it of this model, and was it started the way a run needs it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from onepolicy.config import SGLangConfig, UsageError
+from onepolicy.interfaces import EngineCaps
+from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.sglang.name import NEVER_NAMED, Name
+
+VERSION = "0.5.23"
+
+# What makes SGLang's routes wrong without an error: setting, the value that is fine, why.
+_WRONG_ROUTES: tuple[tuple[str, Any, str], ...] = (
+    ("pp_size", 1, "each pipeline stage records its own layers only, the others stay zero"),
+    (
+        "enable_hierarchical_cache",
+        False,
+        "prefixes from the host's cache return stale routes (https://github.com/sgl-project/sglang/issues/26975)",
+    ),
+    ("disaggregation_mode", "null", "the decoding server has no routes of the prompt"),
+    ("speculative_algorithm", None, "the buffer of routes is not sized for the tokens it verifies"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server said of itself."""
+
+    model: str  # path or hub id it was started with
+    name: Name  # of the weights it holds
+    ranks: int  # that take part in a broadcast
+    masked: int  # tokens top_k may leave for their log-probabilities to be returned
+    seeded: bool  # draws a request's random numbers from its seed
+
+
+async def handshake(
+    client: EngineClient, hf_config: PreTrainedConfig, config: SGLangConfig, caps: EngineCaps
+) -> Served:
+    """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
+    info = await client.get("/server_info", parse=_object)
+    model = await client.get("/model_info", parse=_object)
+    _check(client.url, info, model, hf_config, config, caps)
+    await client.post("/continue_generation", {})
+    found = str(model.get("weight_version"))
+    return Served(
+        model=str(info.get("model_path")),
+        name=Name() if found == NEVER_NAMED else Name.of(found) or Name(weights="0"),
+        ranks=int(info.get("tp_size", 1)),
+        masked=int(info.get("sampling_mask_max_tokens", 0)),
+        seeded=info.get("enable_deterministic_inference") is True,
+    )
+
+
+def _object(reply: Any) -> dict[str, Any]:
+    if not isinstance(reply, dict):
+        raise Malformed(f"expected an object, got {str(reply)[:100]}")
+    return reply
+
+
+def _check(
+    url: str,
+    info: dict[str, Any],
+    model: dict[str, Any],
+    hf_config: PreTrainedConfig,
+    config: SGLangConfig,
+    caps: EngineCaps,
+) -> None:
+    where = f"rollout.engine.url: the server at {url}"
+    if info.get("version") != VERSION:
+        raise UsageError(f"{where} is not SGLang {VERSION}, whose replies are known here, but {info.get('version')}")
+    if (model.get("model_type"), model.get("architectures")) != (hf_config.model_type, hf_config.architectures):
+        raise UsageError(
+            f"{where} serves a {model.get('model_type')} {model.get('architectures')}, model.path is a "
+            f"{hf_config.model_type} {hf_config.architectures}; start it with the run's model"
+        )
+    if info.get("dtype") != config.dtype or info.get("quantization"):
+        quantised = f", quantised by {info.get('quantization')}" if info.get("quantization") else ""
+        raise UsageError(
+            f"rollout.engine.dtype: {config.dtype}, but the server runs {info.get('dtype')}{quantised}; set it to the "
+            f"server's, or start that with --dtype {config.dtype}"
+        )
+    if bool(info.get("enable_fp32_lm_head")) != (config.lm_head == "float32"):
+        raise UsageError(
+            f"rollout.engine.lm_head: {config.lm_head}, but the server was started "
+            f"{'with' if info.get('enable_fp32_lm_head') else 'without'} --enable-fp32-lm-head"
+        )
+    if caps.max_len > int(info.get("max_req_input_len", 0)):
+        raise UsageError(
+            f"rollout.engine.max_len: {caps.max_len}, but the server takes {info.get('max_req_input_len')} tokens; "
+            "lower it, or start the server with a larger --context-length or --max-total-tokens"
+        )
+    if int(info.get("dp_size", 1)) != 1:
+        raise UsageError(f"{where} has dp_size {info.get('dp_size')}; such a server takes no broadcast weights, use 1")
+    if not caps.routing:
+        return
+    if not info.get("enable_return_routed_experts"):
+        raise UsageError(
+            f"{where} does not return routes; start it with --enable-return-routed-experts or set replay.mode=off"
+        )
+    for setting, fine, why in _WRONG_ROUTES:
+        if info.get(setting, fine) != fine:
+            raise UsageError(f"{where} has {setting}={info[setting]}: its routes would be wrong, because {why}")

@@ -1,0 +1,82 @@
+"""TEST FIXTURE, no part of onepolicy: lets SGLang 0.5.23's CUDA wheel start on a CPU, put on PYTHONPATH by start.py.
+
+Three things stand in its way: it imports torchvision (which has no build that fits here) and sgl_kernel (CUDA only)
+without using them for the models of these tests, and its cache of routes registers host memory with CUDA on every
+device. The stubs raise when called. What passes here says nothing about SGLang on a GPU.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+STUBS = ("torchvision", "sgl_kernel")
+PATCHED = "sglang.srt.mem_cache.pool_host.common"
+
+
+class Missing:
+    """Whatever is imported from a stub: may be passed around and looked into, not called."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self._name}.{name}")
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(f"{self._name} is a stub of the test fixture")
+
+
+class StubModule(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self.__name__}.{name}")
+
+
+class StubLoader(importlib.abc.Loader):
+    def create_module(self, spec):
+        return StubModule(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+class PatchLoader(importlib.abc.Loader):
+    """Runs the real module, then takes out the call of CUDA."""
+
+    def __init__(self, real):
+        self._real = real
+
+    def create_module(self, spec):
+        return self._real.create_module(spec)
+
+    def exec_module(self, module):
+        self._real.exec_module(module)
+        module._cuda_host_register = lambda *args, **kwargs: None
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in STUBS:
+            return importlib.machinery.ModuleSpec(name, StubLoader(), is_package=True)
+        if name == PATCHED:
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            spec.loader = PatchLoader(spec.loader)
+            return spec
+        return None
+
+
+_find_spec = importlib.util.find_spec
+
+
+def find_spec(name, package=None):
+    """transformers asks this whether torchvision is installed: it is not."""
+    return None if name.partition(".")[0] in STUBS else _find_spec(name, package)
+
+
+importlib.util.find_spec = find_spec
+sys.meta_path.insert(0, Finder())

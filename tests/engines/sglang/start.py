@@ -1,0 +1,42 @@
+"""TEST FIXTURE: start a SGLang 0.5.23 server on this CPU, with the shim. `python start.py MODEL [--port N] [...]`.
+
+With the Python of the venv that `make sglang` builds, wherever this file itself runs. Further arguments are SGLang's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PYTHON = HERE.parents[2] / ".venv-sglang" / "bin" / "python"
+CPU = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "16384", "--max-running-requests", "64"),
+    "--enable-return-routed-experts",
+]
+
+
+def start(model, port, *extra, dtype="bfloat16", log=None):
+    """A Popen. The server is ready when /model_info answers; 20 s on a quiet machine, minutes on a busy one."""
+    environment = os.environ | {
+        "PYTHONPATH": str(HERE / "shim"),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(model), "--dtype", dtype]
+    command = [str(PYTHON), "-m", "sglang.launch_server", *where, *CPU, *extra]
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype", default="bfloat16")
+    arguments, rest = parser.parse_known_args()
+    with start(arguments.model, arguments.port, *rest, dtype=arguments.dtype) as server:
+        sys.exit(server.wait())
