@@ -233,8 +233,8 @@ class VLLMServer:
         if not traffic.open.is_set():
             yield
             return
-        await self.pause()
         try:
+            await self.pause()
             yield
         except BaseException:
             traffic.open.set()  # whoever waits finds out
