@@ -238,6 +238,10 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
         arguments=["make-policy", "head_dym=3"]
     )
     assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])
+    short = fails(arguments=["make-policy", "--out", str(policy.parent / "short"), "max_len=128"])
+    assert short.startswith("onepolicy: max_len: 128, half of it for the response: problem 0: the right response")
+    assert "rollout." not in short
+    assert short.rstrip().endswith("raise it")
 
 
 def test_a_run_that_cannot_go_on_says_why_and_exits_with_1(recipe, tmp_path, capsys, monkeypatch):

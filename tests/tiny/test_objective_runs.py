@@ -70,6 +70,17 @@ def test_bypass_scores_nothing_and_measures_in_the_update(train):
     assert len(tensors["logp_trainer"]) == len(tensors["logp_trainer_native"]) == two["correction/slots"]
 
 
+def test_bypass_writes_the_rollouts_log_probability_of_every_sample(train):
+    """Of the second mini-step's samples nobody has a score from before the weights moved."""
+    bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0", "log.counterfactual_every=0")
+    out = train("unseen", "steps=1", *bypass)
+    first, second = (json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines())
+    assert first["mean_logp_trainer"] == pytest.approx(first["mean_logp_rollout"], abs=0.1)
+    assert second["mean_logp_trainer"] is None
+    assert -5 < second["mean_logp_rollout"] < 0
+    assert second["mean_logp_rollout"] != first["mean_logp_rollout"]
+
+
 def test_live_corrections_run_and_report(train):
     row = rows(train("opsm", "steps=1", "correction.preset=opsm", "objective.mini_steps=2", *QUICK))[0]
     assert 0 <= row["correction/rejected/k1.mean.sequence.negative.new"] <= row["correction/rejected"] <= 1

@@ -168,6 +168,11 @@ def test_routes_that_do_not_fit_are_refused(lengths: list[int], mask: list[list[
         pad_routes([trace_of(n) for n in lengths], torch.tensor(mask))
 
 
+def test_a_sample_without_routes_is_named() -> None:
+    with pytest.raises(UsageError, match=r"sample 1 has NoneType in place of a RoutingTrace"):
+        pad_routes([trace_of(3), None], torch.ones(2, 3))  # type: ignore[list-item]
+
+
 def test_a_trace_of_another_batch_is_refused() -> None:
     with pytest.raises(UsageError, match=r"5 rows, attention_mask is \[2, 3\]"):
         unpad_routes(trace_of(5), torch.ones(2, 3))

@@ -79,11 +79,20 @@ def test_same_seed_same_run_other_seed_other_run(train):
 def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
     out = tmp_path / "fork"
     assert (
-        main(["train", "--from", f"{finished}/2", f"out={out}", "steps=3", "replay.mode=off", "log.report=false"]) == 0
+        main(
+            [
+                *("train", "--from", f"{finished}/2", f"out={out}", "steps=3"),
+                *("replay.mode=off", "log.report=false", "objective.kl.coef=0.01"),
+            ]
+        )
+        == 0
     )
     assert [row["step"] for row in rows(out)] == [2, 3]
     about = json.loads((out / "run.json").read_text())
     assert about["parent"] == {"run": str(finished), "step": 2}
+    started = json.loads((finished / "config.json").read_text())["model"]["path"]
+    assert about["kl_reference"] == started  # not the checkpoint the fork starts at:
+    assert next(row["train/kl"] for row in rows(out) if row["step"] == 3) > 0  # two steps away already
     config = json.loads((out / "config.json").read_text())
     assert config["replay"]["mode"] == "off"
     assert (config["correction"]["preset"], config["correction"]["weight"]["high"]) == (

@@ -87,7 +87,7 @@ def test_check_passes_where_everything_fits():
 
 def test_check_finds_max_tokens_no_right_response_fits_in():
     environment = build(ChainTask(ops=12), make_tokenizer(), max_len=512)
-    with pytest.raises(UsageError, match=r"rollout\.sampling\.max_tokens: 74 cannot hold the 75 tokens"):
+    with pytest.raises(UsageError, match=r"has 75 tokens, but 74 are sampled .*raise rollout\.sampling\.max_tokens"):
         environment.check(max_tokens=74, max_len=512)
 
 

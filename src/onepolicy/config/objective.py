@@ -97,7 +97,8 @@ class KLConfig(Frozen):
     """Multiply the loss term by the live ratio new / old or new / rollout: its gradient is then that of the KL
     (DeepSeek-V3.2, unbiased KL estimate)."""
     reference: str | None = None
-    """Folder or hub id of a model with the same vocabulary; unset: model.path."""
+    """Folder or hub id of a model with the same vocabulary; unset: model.path, also in a fork: the model its first run
+    started from, not the checkpoint it starts at (set it to that checkpoint's folder for a new anchor)."""
 
     @model_validator(mode="after")
     def _takes_effect(self) -> Self:

@@ -27,12 +27,21 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return text
 
 
+class TooLong(UsageError):
+    """What does not fit into the tokens there are. fact: how much of what, without the settings of a run."""
+
+    def __init__(self, fact: str, mend: str) -> None:
+        super().__init__(f"{fact}; {mend}")
+        self.fact = fact
+
+
 def check_length(prompt_ids: Sequence[int], max_tokens: int, max_len: int, problem: Problem) -> None:
     if len(prompt_ids) + max_tokens > max_len:
-        raise UsageError(
+        raise TooLong(
             f"problem {problem.id}{source(problem)}: its prompt has {len(prompt_ids)} tokens, which with "
-            f"{max_tokens} for the response is more than the {max_len} that fit; lower rollout.sampling.max_tokens or "
-            "eval.max_tokens, raise rollout.engine.max_len (up to the model's context), or shorten the prompt"
+            f"{max_tokens} for the response is more than the {max_len} that fit",
+            "lower rollout.sampling.max_tokens or eval.max_tokens, raise rollout.engine.max_len (up to the model's "
+            "context), or shorten the prompt",
         )
 
 

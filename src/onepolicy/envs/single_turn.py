@@ -8,7 +8,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.render import check_known, check_length, decode, render, source
+from onepolicy.envs.render import TooLong, check_known, check_length, decode, render, source
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import Problem, SampleFn
 from onepolicy.types import Sample
@@ -72,8 +72,8 @@ class SingleTurn:
             ids = self.tokenizer.encode(reference, add_special_tokens=False)
             check_known(self.tokenizer, ids, problem, reference)
             if len(ids) + 1 > max_tokens:
-                raise UsageError(
-                    f"rollout.sampling.max_tokens: {max_tokens} cannot hold the {len(ids) + 1} tokens of the right "
-                    f"response to problem {problem.id}{source(problem)}, {reference[:60]!r} and the end token, so its "
-                    "reward would always be 0; raise it"
+                raise TooLong(
+                    f"problem {problem.id}{source(problem)}: the right response, {reference[:60]!r} and the end token, "
+                    f"has {len(ids) + 1} tokens, but {max_tokens} are sampled at most, so its reward would always be 0",
+                    "raise rollout.sampling.max_tokens (or eval.max_tokens)",
                 )

@@ -53,7 +53,7 @@ def create(out: Path, config: RunConfig, origin: Origin) -> None:
         making = out.with_name(f".{out.name}.making-{os.getpid()}")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
-        (making / RUN).write_text(json.dumps(_about(origin), indent=1))
+        (making / RUN).write_text(json.dumps(_about(config, origin), indent=1))
         write_config(making, config)
         os.rename(making, out)  # an empty folder of that name is replaced
     except OSError as error:
@@ -123,10 +123,12 @@ def drop_probes_after(run: Path, step: int) -> None:
             path.unlink()
 
 
-def _about(origin: Origin) -> Json:
+def _about(config: RunConfig, origin: Origin) -> Json:
+    kl = config.objective.kl
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "parent": origin.parent,
+        "kl_reference": (kl.reference or config.model.path) if kl.coef else None,
         "versions": {
             "onepolicy": onepolicy.__version__,
             "torch": torch.__version__,

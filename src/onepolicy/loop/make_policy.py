@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet, build, warmup_examples
+from onepolicy.envs.render import TooLong
 from onepolicy.loop.evaluate import evaluate
 from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import load_tokenizer
@@ -34,7 +35,10 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     start = time.perf_counter()
     tokenizer = make_tokenizer(alphabet(config.task))
     environment = build(config.task, tokenizer, max_len=config.max_len)
-    environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
+    try:
+        environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
+    except TooLong as error:
+        raise UsageError(f"max_len: {config.max_len}, half of it for the response: {error.fact}; raise it") from None
     problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
     check = EvalConfig(problems=problems, greedy=True, k=4)
     environment.held_out(check.problems)  # are there that many?

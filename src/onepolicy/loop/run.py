@@ -156,7 +156,11 @@ def _due(done: int, every: int, steps: int) -> bool:
 def _write_samples(
     log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
-    """The first sample of the first groups as text, with both engines' mean log-probability."""
+    """The first sample of the first groups as text, with both engines' mean log-probability.
+
+    The trainer's is null where nobody scored the sample before the weights moved: with the rollout as the anchor, those
+    that are not in the first mini-step.
+    """
     batch, first_of_group = result.batch, 0
     assert batch.logp_old is not None
     for group in result.groups[: parts.config.log.samples_per_step]:
@@ -173,7 +177,7 @@ def _write_samples(
                 "answer": group.answer,
                 "reward": sample.reward,
                 "finish": sample.finish,
-                "mean_logp_rollout": batch.logp_rollout[slots].mean().item(),  # NaN: not in the part that was scored
+                "mean_logp_rollout": sample.logp_rollout[sample.trainable].mean().item(),
                 "mean_logp_trainer": batch.logp_old[slots].mean().item(),
             }
         )

@@ -26,6 +26,11 @@ def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> Routin
         raise UsageError(f"pad_routes: {len(traces)} traces for a batch of {len(lengths)} samples")
     width, pieces = attention_mask.shape[1], []
     for sample, (trace, start, tokens) in enumerate(zip(traces, starts, lengths, strict=True)):
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"pad_routes: sample {sample} has {type(trace).__name__} in place of a RoutingTrace; for a sample "
+                "without routes give rows that are not valid: RoutingTrace(ids, torch.zeros(n, dtype=torch.bool), ...)"
+            )
         rows = len(trace)
         if rows not in (tokens, tokens - 1):
             raise UsageError(
