@@ -78,7 +78,7 @@ def stripped_stop(done):
 
 def retokenised(done):
     ids = done.token_ids.clone()
-    ids[len(ids) // 2 :] = ids[len(ids) // 2 :].flip(0)
+    ids[len(ids) // 2 : -1] = ids[len(ids) // 2 : -1].flip(0)  # the last may be a stop token
     return dataclasses.replace(done, token_ids=ids)
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
 from onepolicy.loop.scorer import variant
 from onepolicy.loop.setup import build_parts, load_copy
-from onepolicy.measure.logprob import mismatch
 from onepolicy.models.fp32_head import Fp32Head, install, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
@@ -125,7 +124,7 @@ def test_options_do_not_change_a_bit_of_it(option):
 
 
 def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
-    """k3 of the same tokens, the trainer in float32 against the engine's arithmetic without and with the setting."""
+    """Median gap of the same tokens: a float32 trainer against the engine's arithmetic without and with the setting."""
     settings = {
         "out": "x",
         "steps": 1,
@@ -150,8 +149,8 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
             ModelConfig(path=str(policy)), BF16.model_copy(update={"lm_head": lm_head}), torch.device("cpu")
         )
         scored = variant(parts.learner, model=model).score_without_replay(exact)
-        gaps.append(mismatch(exact.logp_old, scored.logp_old, exact.trainable).k3)
-    assert gaps[1] < 0.9 * gaps[0]
+        gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
+    assert gaps[1] < 0.6 * gaps[0]
 
 
 def test_lora_of_the_layers_is_fine_and_of_the_head_is_refused():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.models.linear import CPULinear
 
 
 class Fp32Head:
@@ -23,7 +24,7 @@ class Fp32Head:
         so that gradients reach them (and, tied, the embedding). UsageError, naming `field`, for a head of another kind.
         """
         head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:
+        if type(head) not in (nn.Linear, CPULinear):
             raise UsageError(
                 f"{field}: the output layer of {type(model).__name__} is {type(head).__name__}, not a plain linear "
                 "layer, so it is not known how to compute it in float32; leave the setting out"
@@ -31,7 +32,7 @@ class Fp32Head:
         self._head, self._own = head, {}
         if copy:
             self._own = {name: tensor.detach().float().clone() for name, tensor in head.named_parameters()}
-        head.forward = self._project  # type: ignore[method-assign, assignment]
+        head.forward = self._project
 
     def _project(self, hidden: Tensor) -> Tensor:
         """[..., H] of any dtype -> [..., V] float32."""

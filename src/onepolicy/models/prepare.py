@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.models import experts, packed_attention
+from onepolicy.models import experts, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # mean difference of the
 
 
 def prepare_for_training(model: PreTrainedModel, device: torch.device) -> None:
-    """Select our packed attention and (CPU) our experts on this model only.
+    """Select our packed attention and (CPU) our experts and linear layers on this model only.
 
     UsageError if packed samples would not be what they are alone: recurrent state leaks between them, and attention
     that lives in a mask (chunks, alibi) would be lost.
@@ -34,6 +34,7 @@ def prepare_for_training(model: PreTrainedModel, device: torch.device) -> None:
         model.set_attn_implementation(packed_attention.NAME)
         if device.type == "cpu" and getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
+        linear.prepare(model, device)
         together = _packed_logits(model, _samples(model, device))
     if config._attn_implementation != packed_attention.NAME:
         raise UsageError(

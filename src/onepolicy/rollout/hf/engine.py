@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
-from onepolicy.models import decode_experts, fp32_head
+from onepolicy.models import decode_experts, fp32_head, linear
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
@@ -44,6 +44,7 @@ class HFEngine:
         self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
         decode_experts.prepare(model, device)
+        linear.prepare(model, device)
         routers = bind_routers(model) if record else None
         self._batch: Batch
         if needs_own_cache(model):

@@ -1,0 +1,56 @@
+"""Linear layers by oneDNN against torch's own, values and gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from onepolicy.models import linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 48), (1, 300, 48), (2, 3, 40, 48)])
+def test_same_values_and_gradients(shape, bias, monkeypatch):
+    monkeypatch.setattr(linear, "ENOUGH", 0)
+    monkeypatch.setattr(linear, "available", lambda: True)
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(48, 24, bias=bias), nn.Linear(24, 16, bias=bias))
+    ours = copy.deepcopy(theirs)
+    linear.prepare(ours, torch.device("cpu"))
+    assert [type(layer) for layer in ours] == [linear.CPULinear] * 2
+    x, grad = torch.randn(shape), torch.randn(*shape[:-1], 16)
+    results = []
+    for model in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        out = model(leaf)
+        out.backward(grad)
+        results.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+    with torch.no_grad():
+        assert torch.equal(ours(x), results[1][0])
+    for theirs_, ours_ in zip(*results, strict=True):
+        torch.testing.assert_close(ours_, theirs_, atol=1e-4, rtol=1e-5)
+
+
+def test_other_dtypes_and_autocast_are_torchs_own(monkeypatch):
+    monkeypatch.setattr(linear, "ENOUGH", 0)
+    monkeypatch.setattr(linear, "times", None)  # a call would raise
+    layer = linear.CPULinear(8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(3, 8)).dtype == torch.bfloat16
+    assert layer.bfloat16()(torch.randn(3, 8).bfloat16()).dtype == torch.bfloat16
+    monkeypatch.setattr(linear, "ENOUGH", 10**9)
+    assert layer.float()(torch.randn(3, 8)).shape == (3, 4)
+
+
+def test_prepare_leaves_subclasses_and_other_devices_alone(monkeypatch):
+    monkeypatch.setattr(linear, "available", lambda: True)
+
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Other(2, 2))
+    linear.prepare(model, torch.device("cuda"))
+    assert type(model[0]) is nn.Linear
+    linear.prepare(model, torch.device("cpu"))
+    assert [type(layer) for layer in model] == [linear.CPULinear, Other]
