@@ -19,7 +19,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
-from onepolicy.config.rollout import EvalConfig, RolloutConfig, SGLangConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig
 from onepolicy.config.task import TaskConfig
 
 
@@ -100,19 +100,12 @@ class RunConfig(Frozen):
                 "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
             )
         engine = self.rollout.engine
-        vllm = isinstance(engine, VLLMEngineConfig | VLLMServerConfig)
-        if vllm and isinstance(replay, WeightsReplay) and replay.source == "engine":
-            raise ValueError("replay.mode: weights needs the combine weights, which vLLM does not return; use r3")
-        if vllm and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
+        other = None if isinstance(engine, HFEngineConfig) else "SGLang" if engine.kind == "sglang" else "vLLM"
+        if other and isinstance(replay, WeightsReplay) and replay.source == "engine":
+            raise ValueError(f"replay.mode: weights needs the combine weights, which {other} does not return; use r3")
+        if other and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
             raise ValueError(
-                "rollout.engine.dtype: a float32 vLLM reads the checkpoint unrounded, but model.dtype = bfloat16 "
-                "trains it rounded; set it to bfloat16"
-            )
-        if isinstance(engine, SGLangConfig) and isinstance(replay, WeightsReplay) and replay.source == "engine":
-            raise ValueError("replay.mode: weights needs the combine weights, which SGLang does not return; use r3")
-        if isinstance(engine, SGLangConfig) and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
-            raise ValueError(
-                "rollout.engine.dtype: a float32 server reads the checkpoint unrounded, but model.dtype = bfloat16 "
+                f"rollout.engine.dtype: a float32 {other} reads the checkpoint unrounded, but model.dtype = bfloat16 "
                 "trains it rounded; set it to bfloat16"
             )
         if isinstance(self.replay, R2) and self.objective.mini_steps == 1:

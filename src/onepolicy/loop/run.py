@@ -93,6 +93,8 @@ async def _train(
     await push_weights(learner, *parts.samplers[1:])
     await checked_probabilities(parts.engine, learner, tokenizer)
     checked()
+    if not parts.engine.caps.seeded:
+        progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         if config.eval.every and not read_metrics(out):
             log.write(origin.step, await _evaluate(parts, progress))

@@ -89,9 +89,16 @@ class Part:
 def parse(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], int]) -> Part:
     """version_of: weight version as the server names it -> ours.
 
-    Malformed for a reply that is damaged or is not what was asked for; TrainingError for one that another try would not
-    change: no routes, log-probabilities that are no numbers.
+    Malformed for a reply that is damaged or is not what was asked for; TrainingError or UsageError for one that another
+    try would not change: no routes or another model's, log-probabilities that are no numbers, another's weights.
     """
+    try:
+        return _part(reply, asked, model, version_of)
+    except (TypeError, KeyError, IndexError, AttributeError) as error:  # entries of lists that are not what they should
+        raise Malformed(f"{type(error).__name__}: {error} in {str(reply)[:200]}") from error
+
+
+def _part(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], int]) -> Part:
     meta = _field(reply, "meta_info", dict)
     tokens = _field(reply, "output_ids", list)
     aborted = _finish(meta, tokens, asked, model) == "abort"

@@ -94,8 +94,11 @@ def _check(
             f"rollout.engine.max_len: {caps.max_len}, but the server takes {info.get('max_req_input_len')} tokens; "
             "lower it, or start the server with a larger --context-length or --max-total-tokens"
         )
-    if int(info.get("dp_size", 1)) != 1:
-        raise UsageError(f"{where} has dp_size {info.get('dp_size')}; such a server takes no broadcast weights, use 1")
+    for setting in ("dp_size", "pp_size"):
+        if config.sync != "disk" and info.get(setting, 1) != 1:
+            raise UsageError(
+                f"{where} has {setting}={info[setting]}, and takes broadcast weights only with 1; use sync=disk"
+            )
     if not caps.routing:
         return
     if not info.get("enable_return_routed_experts"):

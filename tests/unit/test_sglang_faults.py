@@ -1,0 +1,211 @@
+"""What SGLangEngine refuses: servers of another kind, damaged replies, failed updates, settings without effect."""
+
+import asyncio
+import base64
+
+import numpy as np
+import pytest
+from http_support import Reply
+from sglang_engines import PROMPT, make_models, open_engine, play
+from sglang_support import VOCAB, FakeSGLang
+
+from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.rollout import http
+from onepolicy.types import Sampling
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def fake(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def connected(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server, open_engine(server)
+
+
+@pytest.fixture
+def steady(connected):
+    """A server and its engine, for tests that change no weights."""
+    connected[0].damage = None
+    return connected
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
+        ({"dtype": "bfloat16"}, "server runs bfloat16"),
+        ({"quantization": "fp8"}, "quantised by fp8"),
+        ({"enable_fp32_lm_head": True}, "lm_head: same, but the server was started with --enable-fp32-lm-head"),
+        ({"max_req_input_len": 199}, r"max_len: 200, but the server takes 199"),
+        ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
+        ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
+        ({"pp_size": 2}, "pp_size=2: its routes would be wrong"),
+        ({"enable_hierarchical_cache": True}, "issues/26975"),
+        ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
+    ],
+)
+def test_server_that_cannot_be_this_runs_engine_is_refused(fake, info, message):
+    fake.info = info
+    with pytest.raises(UsageError, match=message):
+        open_engine(fake, sync="disk" if "pp_size" in info else "gloo")
+
+
+def test_raw_log_probabilities_are_found_by_asking(fake):
+    fake.tempered = False
+    with pytest.raises(UsageError, match="does not return the log-probabilities it samples from"):
+        open_engine(fake)
+
+
+def test_another_model_and_an_absent_server_are_refused(models, fake, tmp_path):
+    fake.http.handlers["GET /model_info"] = lambda _: {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
+    with pytest.raises(UsageError, match="serves a olmoe"):
+        open_engine(fake)
+    with pytest.raises(UsageError, match="Is the SGLang server running there"):
+        open_engine(fake, url="http://127.0.0.1:9")
+
+
+def meta(**changes):
+    return lambda reply: {**reply, "meta_info": {**reply["meta_info"], **changes}}
+
+
+def routed(change):
+    def damage(reply):
+        found = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4")
+        data = base64.b64encode(change(found).tobytes()).decode()
+        return meta(routed_experts=data)(reply)
+
+    return damage
+
+
+def without(name):
+    return lambda reply: {**reply, "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("routed_experts"), "no routed_experts with status 200"),
+        (routed(lambda ids: ids[:-1]), r"routed_experts has \d+ bytes; 6 rows x 3 decoder layers x 2 experts"),
+        (routed(lambda ids: ids.astype("<i8")), "bytes; 6 rows"),
+        (routed(lambda ids: ids[6:]), "bytes; 6 rows"),
+        (meta(routed_experts="***"), "not base64"),
+        (routed(lambda ids: ids + 100), "outside 0..7"),
+        (routed(lambda ids: np.roll(ids.reshape(6, 3, 2), 1, 1)), "dense layer 0 has routes"),
+        (lambda reply: {**reply, "output_ids": [VOCAB, 1, 2]}, "is it this model's server"),
+        (lambda reply: {**reply, "output_ids": reply["output_ids"][:2]}, "do not end where they should"),
+        (lambda reply: {**reply, "output_ids": reply["output_ids"][::-1]}, "not those of output_ids"),
+        (meta(output_token_logprobs=[]), "not those of output_ids"),
+        (meta(prompt_tokens=5), r"counts 5 \+ 3 tokens"),
+        (meta(finish_reason={"type": "stopped"}), "finish_reason 'stopped'"),
+        (without("finish_reason"), "finish_reason is NoneType"),
+        (without("weight_versions"), "weight_versions is NoneType"),
+        (meta(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "not this run's"),
+        (without("cached_tokens"), "cached_tokens is NoneType"),
+        (lambda reply: [reply], "meta_info is NoneType"),
+        (meta(output_token_logprobs=[1, 2, 3]), "TypeError"),
+        (meta(weight_versions=[{"start": 0}]), "KeyError: 'end'"),
+        (lambda reply: Reply(reply, cut=40), "3 times"),
+        (lambda reply: Reply(hang_up=True), "3 times"),
+        (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
+    ],
+)
+def test_damaged_replies_end_in_an_error_that_says_what_is_wrong(steady, damage, message):
+    fake, engine = steady
+    fake.damage = damage
+    with pytest.raises((TrainingError, UsageError), match=message):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_log_probabilities_that_are_no_numbers_are_an_error(steady):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(output_token_logprobs=[[None, token, None] for token in reply["output_ids"]])(
+        reply
+    )
+    with pytest.raises(TrainingError, match="are not numbers"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_damage_that_passes_is_retried_and_counted(steady):
+    fake, engine = steady
+    engine.take_metrics()
+    damages = [routed(lambda ids: ids[:-1]), lambda reply: Reply(reply, cut=40)]
+    fake.damage = lambda reply: damages.pop(0)(reply) if damages else reply
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))
+    assert len(done.token_ids) == 3
+    counted = engine.take_metrics()
+    assert (counted["rollout/requests"], counted["rollout/requests_retried"]) == (1, 2)
+
+
+def test_server_that_hangs_is_given_up(fake):
+    engine = open_engine(fake, timeout_s=0.2, retries=1)
+    fake.mode = "in_place"  # somebody paused it
+    with pytest.raises(TrainingError, match=r"no answer within 0\.2 s"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+    fake.resume({}, None)
+
+
+def test_requests_that_others_abort_are_repeated_with_a_bound(steady):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(finish_reason={"type": "abort"})(reply)
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))  # aborted after its last token: nothing is missing
+    assert (len(done.token_ids), done.finish) == (3, "length")
+    empty = {
+        "output_ids": [],
+        "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_versions": []},
+    }
+    fake.damage = lambda reply: empty
+    with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_failed_update_leaves_no_session_and_no_policy(fake, models):
+    engine = open_engine(fake)
+    fake.weights.pop("lm_head.weight")  # so that it refuses ours
+    with pytest.raises(TrainingError, match=r"unknown parameters .*lm_head"):
+        asyncio.run(engine.load_weights(models[1][0].state_dict().items(), 1))
+    assert fake.mode == "abort"
+    assert not fake.session
+    with pytest.raises(RuntimeError, match="half-way"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_weights_that_others_gave_are_noticed(fake, models):
+    engine = open_engine(fake)
+    fake.version = "default"  # as after a restart
+    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+        asyncio.run(engine.load_weights(models[0][0].state_dict().items(), 1))
+    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+RUN = {"out": "x", "steps": 1, "model": {"path": "x"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-4}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "message"),
+    [
+        ({"sync_dir": "/x"}, {}, r"sync_dir: has no effect with rollout\.engine\.sync = gloo"),
+        ({}, {"replay": {"mode": "weights"}}, "SGLang does not return"),
+        ({"dtype": "float32", "lm_head": "float32"}, {}, "lm_head: float32 has no effect"),
+        ({"dtype": "float32"}, {"model": {"path": "x", "dtype": "bfloat16"}}, "reads the checkpoint unrounded"),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(engine, changes, message):
+    resolve(RUN | {"rollout": {"engine": {"kind": "sglang"}}})
+    with pytest.raises(ValueError, match=message):
+        resolve(RUN | {"rollout": {"engine": {"kind": "sglang"} | engine}} | changes)
