@@ -31,7 +31,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     measure.add_argument(
         "--top", type=int, metavar="N", help="compare whole distributions too, from the engine's N likeliest tokens"
     )
-    measure.add_argument("--out", metavar="FOLDER", help="write measure.json and report.html there")
+    measure.add_argument(
+        "--out", metavar="FOLDER", help="write report.html, measure.json and figures/ (plotly JSON) there"
+    )
+    measure.add_argument("--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)")
 
 
 def run_measure(arguments: argparse.Namespace) -> None:
@@ -46,6 +49,8 @@ def run_measure(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out) if arguments.out else None
     if out is not None and out.exists():
         raise UsageError(f"--out: {out} already exists; choose another folder")
+    if arguments.png and out is None:
+        raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
     if arguments.prompts:
         tree["task"] = prompt_settings(arguments.prompts)
@@ -72,4 +77,4 @@ def run_measure(arguments: argparse.Namespace) -> None:
         console.print(part, highlight=False)
     if out is not None:
         measured.write(found, out)
-        console.print(f"written: {write_report(out)}", soft_wrap=True, highlight=False)
+        console.print(f"written: {write_report(out, png=arguments.png)}", soft_wrap=True, highlight=False)

@@ -128,7 +128,7 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
     if alone.same.any():
         how = "k3 between the engine sampling one sequence at a time and all together, same tokens"
         noise = distance(alone.logp, alone.before, alone.same, seen.native.segment)
-        each_alone.insert(0, Alone("engine, other batch", how, noise))
+        each_alone.insert(0, Alone("engine, one at a time", how, noise))
     return waterfall(_level("", "", first.native), steps), each_alone
 
 
@@ -145,7 +145,7 @@ def _alone(
     single = variant(same, model=same.model, tokens_per_micro_batch=1)
     how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     noise = distance(score(single), packed, mask, segment)
-    out = [Alone(f"forward in {engine.dtype}, other packing", how, noise)]
+    out = [Alone(f"{engine.dtype}, other packing", how, noise)]
     if (
         engine.dtype != "float32"
         and head_of(engine) == "same"

@@ -65,6 +65,9 @@ def measure_model(
             parts = dataclasses.replace(parts, top_logprobs=top)
         model = resolve_model(config.model)
         found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say))
+    if path is not None:
+        cached = cached_path(PolicyConfig()) == Path(path)
+        found = dataclasses.replace(found, model="the tiny policy" if cached else "a random tiny policy")
     if dense is None:
         return found
     del parts  # two engines at once may not fit

@@ -6,15 +6,21 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import onepolicy
 from onepolicy.config import RunConfig
 from onepolicy.correct.diagnose import Diagnosis
 from onepolicy.correct.verdict import Verdict
 from onepolicy.loop.causes import Alone, Explained
-from onepolicy.loop.probe import measure, per_layer, save_probe
-from onepolicy.loop.scorer import mismatch_of
+from onepolicy.loop.probe import measure, per_layer, routing_tensors
+from onepolicy.loop.scorer import logp_of, mismatch_of
 from onepolicy.measure.attribution import Waterfall
 from onepolicy.measure.breakdown import Row, WorstToken
 from onepolicy.measure.logprob import Mismatch
@@ -70,24 +76,38 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "worst": [dataclasses.asdict(each) for each in found.worst],
         "distribution": found.distribution,
         "config": found.config.model_dump(mode="json"),
+        "started": datetime.now().isoformat(timespec="seconds"),
+        "versions": {
+            "onepolicy": onepolicy.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
 
 
 def write(found: Measurement, out: Path) -> None:
-    """OUT/measure.json, and OUT/probes, the tensors the figures are drawn from."""
+    """OUT/measure.json, and OUT/tensors.safetensors, of which the figures are drawn: SCORING.NAME for each scoring of
+    `batches`, with the names of loop/probe.py."""
     out.mkdir(parents=True, exist_ok=True)
-    seen = found.look
-    trained, plain = (seen.native, None) if seen.replayed is None else (seen.replayed, seen.native)
-    save_probe(out / "probes" / "step_00000.safetensors", trained, plain)
+    tensors: dict[str, torch.Tensor] = {}
+    for scoring, batch in batches(found).items():
+        mask = batch.trainable
+        own = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": logp_of(batch)[mask]} | routing_tensors(batch)
+        tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in own.items()}
+    save_file(tensors, out / "tensors.safetensors")
     (out / "measure.json").write_text(json.dumps(to_tree(found), indent=1), encoding="utf-8")
+
+
+def batches(found: Measurement) -> dict[str, TokenBatch]:
+    """The scored batches by the name of their scoring."""
+    seen = found.look
+    out = {"without_replay": seen.native}
+    if seen.replayed is not None:
+        out["with_replay"] = seen.replayed
+    return out if found.dense is None else out | {"dense": found.dense[1].native}
 
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:
     """Every metric of each scoring, by the names of loop/metrics.py."""
-    seen = found.look
-    out = {"without_replay": measure(seen.native) | per_layer(seen.native)}
-    if seen.replayed is not None:
-        out["with_replay"] = measure(seen.replayed) | per_layer(seen.replayed)
-    if found.dense is not None:
-        out["dense"] = measure(found.dense[1].native)
+    out = {scoring: measure(batch) | per_layer(batch) for scoring, batch in batches(found).items()}
     return out | {"repeated_forward": found.repeats}

@@ -106,11 +106,11 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
     tensors = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": batch.logp_old[mask]}
     tensors |= {"entropy": batch.entropy[mask], "version": batch.version[mask]}
     tensors |= {"tokens": batch.target_ids[mask], "segment": batch.segment[mask]}
-    tensors |= _routing_tensors(batch, "") | _routes(batch)
+    tensors |= routing_tensors(batch, "") | _routes(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[mask]
-        tensors |= _routing_tensors(without_replay, "_native")
+        tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".writing")
     save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
@@ -130,7 +130,8 @@ def _routes(batch: TokenBatch) -> dict[str, Tensor]:
     return tensors
 
 
-def _routing_tensors(batch: TokenBatch, suffix: str) -> dict[str, Tensor]:
+def routing_tensors(batch: TokenBatch, suffix: str = "") -> dict[str, Tensor]:
+    """How far the trainer's own experts are from the rollout's, per token, layer, sequence; empty without routes."""
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return {}
     mass = {} if batch.gate_mass is None else {"gate_mass_per_layer": batch.gate_mass[batch.routing.valid].mean(0)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onepolicy.report.figure import REPLAY, TRAINER, Figure, LogScale, Spec, axis, line
+from onepolicy.report.figure import REPLAY, TRAINER, Figure, LogScale, Spec, line
 from onepolicy.report.words import DASH, Tree, number
 
 SCORINGS = {"without_replay": ("without replay", TRAINER), "with_replay": ("with replay", REPLAY)}
@@ -43,14 +43,18 @@ def figure(found: Tree) -> Figure:
         thin = {"color": look.color, "dash": look.dash, "width": 0.8}
         data.append(line(f"{words}, at most", found["edges"], scale.lift(high), look, line=thin))
     layout = {
-        "xaxis": axis("total variation x (log)", type="log", exponentformat="power", dtick=1),
-        "yaxis": scale.axis("share of positions beyond x (log)"),
+        "xaxis": LogScale.of(found["edges"]).axis("total variation x (log)") | {"tickangle": 0},
+        "yaxis": scale.axis("share beyond x (log)"),
     }
     note = (
         "Total variation = half the sum of |p_trainer - p_rollout| over the vocabulary. Of tokens the engine did not "
         "return only the whole mass is known: thick lines take the least they can add, thin lines the most."
     )
-    return Figure("distribution", "How far apart are the whole distributions?", note, data, layout, width="wide")
+    plain = found["metrics"]["without_replay"]
+    least, most = number(plain["tv_low"]), number(plain["tv_high"])
+    differs = number(plain["argmax_differs"], share=True)
+    heading = f"Total variation {least} {DASH} {most} on average; the likeliest token differs at {differs} of positions"
+    return Figure("distribution", heading, note, data, layout, width="wide")
 
 
 def worst_rows(found: Tree) -> list[tuple[str, ...]]:

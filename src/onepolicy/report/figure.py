@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Spec = dict[str, Any]
+Width = Literal["third", "half", "wide"]
 
 TAU = "\N{GREEK SMALL LETTER TAU}"
 RHO = "\N{GREEK SMALL LETTER RHO}"
@@ -51,7 +52,9 @@ class Look:
 ROLLOUT = Look("@rollout", "solid", "circle", "")
 TRAINER = Look("@trainer", "9px,3px", "diamond", "/")
 REPLAY = Look("@replay", "dot", "square", "x")
+DENSE = Look("@dense", "12px,3px,2px,3px", "triangle-up", "-")
 NEUTRAL = Look("@ink", "solid", "star", "")
+SOFT = Look("@soft", "dot", "circle", "")
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ class Figure:
     note: str  # how to read it
     data: list[Spec]
     layout: Spec
-    width: Literal["third", "half", "wide"] = "half"  # of the page
+    width: Width = "half"  # of the page
     square: bool = False
+    height: int | None = None  # pixels in the page; None: that of its width
 
     def spec(self) -> Spec:
         """{data, layout} for plotly, with everything that all figures share; colours still as @name."""
@@ -106,9 +110,10 @@ class LogScale:
         """Open markers for zeros."""
         return [f"{symbol}-open" if v <= 0 else symbol for v in values]
 
-    def axis(self, title: str) -> Spec:
+    def axis(self, title: str, *, steps: int = 6) -> Spec:
+        """steps: about how many between the labels."""
         low, high = round(math.log10(self.floor)), round(math.log10(self.top))
-        stride = max(1, (high - low) // 6)
+        stride = max(1, (high - low) // steps)
         ticks = list(range(high, low - 1, -stride))[::-1]
         if self.has_zero:
             ticks = [low, *(t for t in ticks if t > low)]
@@ -136,12 +141,12 @@ def line(name: str, x: Sequence[float], y: Sequence[float], look: Look, **settin
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": stroke, **settings}
 
 
-def markers(name: str, x: Sequence[float], y: Sequence[float], look: Look, **settings: Any) -> Spec:
+def markers(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
     marker = {"color": look.color, "symbol": look.symbol, "size": 8} | settings.pop("marker", {})
     return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **settings}
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[float | None], look: Look, **settings: Any) -> Spec:
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
     pattern = {"shape": look.pattern, "size": 7, "solidity": 0.15, "fgcolor": "@paper", "fillmode": "overlay"}
     marker = {"color": look.color, "pattern": pattern}
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **settings}

@@ -2,216 +2,260 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
+import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+from safetensors.numpy import load_file
 
 from onepolicy.report import distribution
-from onepolicy.report.figure import NEUTRAL, REPLAY, ROLLOUT, TRAINER, Absent, Figure, axis, bars
-from onepolicy.report.html import document, section
-from onepolicy.report.mismatch import extreme_tokens, scatters
-from onepolicy.report.routing import routing_figures
-from onepolicy.report.run import Run, Tree, read_probe
-from onepolicy.report.words import DASH, number
+from onepolicy.report.causes import breakdown_figures, fall_figure, interval, noise_figure, noise_rows
+from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
+from onepolicy.report.html import write_page
+from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
+from onepolicy.report.page import render
+from onepolicy.report.png import write_figures
+from onepolicy.report.routing import Series, routing_figures_of
+from onepolicy.report.words import DASH, Tree, nats, number, powers
 
+SCORINGS = {  # name in the files -> (label, look)
+    "without_replay": ("without replay", TRAINER),
+    "with_replay": ("with replay", REPLAY),
+    "dense": ("dense model", DENSE),
+}
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k1": ("k1, nats per token", False),
     "mismatch/k3": ("k3, nats per token", False),
     "mismatch/f1.25": ("F(1.25), tokens off by more", True),
     "mismatch/f2": ("F(2), tokens off by more", True),
     "mismatch/f5": ("F(5), tokens off by more", True),
-    "mismatch/max_dp": ("max |difference of p|", False),
-    "mismatch/max_dlogp": ("max |log rho|", False),
+    "mismatch/max_dp": ("largest difference of probability", False),
+    "mismatch/max_dlogp": ("largest |log rho|, nats", False),
     "mismatch/ess": ("effective share of tokens", True),
     "routing/routers": ("routers that differ", True),
     "routing/tokens": ("tokens with a differing router", True),
     "routing/sequence": ("differing routers per token", False),
 }
 REPEATS = {
-    "repeat/k3": ("forward repeated, other packing: k3", False),
-    "repeat/max_dlogp": ("forward repeated: max |log ratio|", False),
-    "repeat/routers": ("forward repeated: routers that differ", True),
+    "repeat/k3": ("trainer repeated, other packing: k3", False),
+    "repeat/max_dlogp": ("trainer repeated: largest |log ratio|", False),
+    "repeat/routers": ("trainer repeated: routers that differ", True),
 }
+ENGINE = {
+    "k3": ("k3", False),
+    "max_dlogp": ("largest |log ratio|", False),
+    "routers": ("routers that differ", True),
+    "same": ("tokens that came out the same", True),
+}
+FALL_HEADER = ("", "taken away", "95% interval", "left", "measured as")
+ALONE_HEADER = ("", "nats per token", "95% interval", "measured as")
+ENGINE_HEADER = ("Engine against itself, same requests and seeds", "all together", "one at a time")
+ROW_HEADER = ("", "tokens", "k3", "mean |log rho|", "share of the gap")
+FORECAST_HEADER = ("Preset", "tokens kept", "step multiplied by")
+COLORS = {"bug": "bold red", "nothing": "bold green"}
+BADGES = {"bug": "bug", "nothing": "nothing to do", "replay": "replay", "correct": "correct", "unclear": "unclear"}
 Rows = Sequence[tuple[str, ...]]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """The verdict, then tables: both scorings, the waterfall, what was measured alone, breakdowns."""
+    """Tables of both scorings, of the waterfall, of what was measured alone, of the breakdowns; then the verdict."""
     title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
-    parts: list[RenderableType] = [_table(title, ("", "without replay", "with replay"), comparison(tree))]
+    parts: list[RenderableType] = [_table(title, comparison_header(tree), comparison(tree))]
+    if engine := engine_rows(tree):
+        parts.append(_table("", ENGINE_HEADER, engine))
     if (whole := tree.get("distribution")) is not None:
         parts.append(_table(distribution.title(whole), distribution.HEADER, distribution.rows(whole)))
     parts.append(_table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree)))
-    parts.append(_table("Each measured alone", ("", "nats", "95% interval", "measured as"), alone_rows(tree)))
+    parts.append(_table("Each measured alone", ALONE_HEADER, alone_rows(tree)))
     parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
     said = tree["verdict"]
-    color = {"bug": "bold red", "nothing": "bold green"}.get(said["action"], "bold yellow")
-    parts.append(Text(said["sentence"], style=color))
-    parts += [Text(line) for line in verdict_lines(tree)]
-    return parts
+    parts.append(Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow")))
+    if said["setting"]:
+        parts.append(Text(f"Set: {said['setting']}"))
+    return [*parts, *(Text(powers(f"Because {text}.")) for text in said["basis"])]
 
 
-def verdict_lines(tree: Tree) -> list[str]:
-    said = tree["verdict"]
-    return [*([f"Set: {said['setting']}"] if said["setting"] else []), *(f"Because {text}." for text in said["basis"])]
+def comparison_header(tree: Tree) -> tuple[str, ...]:
+    return ("Rollout against trainer", *(SCORINGS[name][0] for name in SCORINGS if name in tree["metrics"]))
 
 
 def comparison(tree: Tree) -> Rows:
     metrics = tree["metrics"]
-    plain, replayed, repeated = metrics["without_replay"], metrics.get("with_replay", {}), metrics["repeated_forward"]
-    rows = [
-        (words, number(plain[name], share=share), number(replayed.get(name), share=share))
-        for name, (words, share) in QUANTITIES.items()
-        if name in plain
-    ]
-    for name, (words, share) in REPEATS.items():
-        if (value := repeated.get(f"counterfactual/{name}")) is not None:
-            rows.append((words, number(value, share=share), number(repeated.get(name), share=share)))
+    columns = [name for name in SCORINGS if name in metrics]
+    rows = []
+    for key, (words, share) in QUANTITIES.items():
+        if key in metrics["without_replay"]:
+            rows.append((words, *(_cell(metrics[name].get(key), share=share) for name in columns)))
+    prefixes = {"without_replay": "counterfactual/", "with_replay": ""}
+    repeated = metrics["repeated_forward"]
+    for key, (words, share) in REPEATS.items():
+        values = [repeated.get(f"{prefixes[name]}{key}") if name in prefixes else None for name in columns]
+        if any(value is not None for value in values):
+            rows.append((words, *(_cell(value, share=share) for value in values)))
     return rows
 
 
-FALL_HEADER = ("", "removed", "95% interval", "left", "measured as")
+def engine_rows(tree: Tree) -> Rows:
+    found = tree["metrics"]["repeated_forward"]
+    rows = []
+    for key, (words, share) in ENGINE.items():
+        values = [found.get(f"engine_{how}/{key}") for how in ("all", "alone")]
+        if any(value is not None for value in values):
+            rows.append((words, *(_cell(value, share=share) for value in values)))
+    return rows
 
 
 def waterfall_rows(tree: Tree) -> Rows:
     fall = tree["waterfall"]
     total = fall["total"]
-    rows: list[tuple[str, ...]] = [
-        ("the gap", "", _interval(total), number(total["value"]), "trainer as it is against the rollout")
-    ]
+    first = "trainer as it is against the rollout"
+    rows: list[tuple[str, ...]] = [("the gap", "", interval(total), nats(total["value"]), first)]
     for bar in fall["bars"]:
         removed = bar["removed"]
-        rows.append(
-            (bar["name"], number(removed["value"]), _interval(removed), number(bar["left"]["value"]), bar["how"])
-        )
+        rows.append((bar["name"], nats(removed["value"]), interval(removed), nats(bar["left"]["value"]), bar["how"]))
     left = fall["bars"][-1]["left"] if fall["bars"] else total
-    why = "what no step removes: the engine's kernels and batches, or other weights (see the verdict)"
-    return [*rows, ("remainder", "", _interval(left), number(left["value"]), why)]
+    why = "what no step takes away: the engine's kernels, or a fault of another kind"
+    return [*rows, ("remainder", "", interval(left), nats(left["value"]), why)]
 
 
 def alone_rows(tree: Tree) -> Rows:
-    return [(a["name"], number(a["nats"]["value"]), _interval(a["nats"]), a["how"]) for a in tree["alone"]]
-
-
-ROW_HEADER = ("", "tokens", "k3", "mean |log rho|", "share of the gap")
+    return [(name, nats(each["value"]), _interval_or_none(each), how) for name, each, how in noise_rows(tree)]
 
 
 def breakdown_rows(rows: list[Tree]) -> Rows:
     return [
-        (r["name"], f"{r['tokens']:,}", number(r["k3"]), number(r["mean_dlogp"]), number(r["share"], share=True))
+        (r["name"], f"{r['tokens']:,}", nats(r["k3"]), nats(r["mean_dlogp"]), number(r["share"], share=True))
         for r in rows
     ]
 
 
-def write_report(out: Path) -> Path:
-    """OUT/report.html from OUT/measure.json and OUT/probes. UsageError if plotly is not installed."""
+def forecast_rows(tree: Tree) -> Rows:
+    return [(f["preset"], f"{f['keep']:.1%}", f"{f['attenuation']:.3f}") for f in tree["verdict"]["forecasts"]]
+
+
+def write_report(out: Path, *, png: bool = False) -> Path:
+    """OUT/report.html and OUT/figures from OUT/measure.json and OUT/tensors.safetensors. UsageError if plotly is
+    missing (png: kaleido or its browser)."""
     tree = json.loads((out / "measure.json").read_text(encoding="utf-8"))
-    probe = read_probe(out / "probes" / "step_00000.safetensors", step=0)
-    config = tree["config"] if "with_replay" in tree["metrics"] else tree["config"] | {"replay": {"mode": "off"}}
-    run = Run(out, config, {}, {"steps": 1}, [{"step": 0, **tree["metrics"]["without_replay"]}], [], probe)
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
-        ("Attribution", "Which part of the gap goes away with which change?", [fall_figure(tree)]),
-        (
-            "Mismatch",
-            "How far apart are the engine that samples and the one that learns?",
-            [extreme_tokens(run), *scatters(run)],
-        ),
-        ("Routing", "Where do the two choose different experts?", routing_figures(run)),
-        ("Where the gap sits", "Its share by place, probability, entropy and class.", breakdown_figures(tree)),
+        ("Causes", "Which part of the gap goes away with which change?", [fall_figure(tree), noise_figure(tree)]),
+        *distance_sections(tree, load_file(out / "tensors.safetensors")),
+        ("Where the gap sits", "Which tokens carry more than their share of it?", breakdown_figures(tree)),
     ]
+    whole_tables: list[tuple[str, tuple[str, ...], Rows]] = []
     if (whole := tree.get("distribution")) is not None:
-        sections.insert(2, ("Distributions", distribution.title(whole) + ".", [distribution.figure(whole)]))
-    figures = [f for _, _, items in sections for f in items if isinstance(f, Figure)]
-    lines = "".join(f"<p>{escape(line)}</p>" for line in verdict_lines(tree))
-    head = (
-        f'<h1>{escape(tree["model"])}</h1><div class="card verdict"><p><b>{escape(tree["verdict"]["sentence"])}</b></p>'
-        f"{lines}</div>{_html(('Rollout vs trainer', 'without replay', 'with replay'), comparison(tree))}"
-    )
-    tables = _html(FALL_HEADER, waterfall_rows(tree)) + _html(
-        ("", "nats", "95% interval", "measured as"), alone_rows(tree)
-    )
-    if whole is not None:
-        tables += f"<h2>Distributions</h2>{_html(distribution.HEADER, distribution.rows(whole))}"
-        tables += f"<h2>Worst positions</h2>{_html(distribution.WORST_HEADER, distribution.worst_rows(whole))}"
-    body = "\n".join([head, *(section(*each) for each in sections), "<h2>Numbers</h2>", tables, worst(tree)])
-    path = out / "report.html"
-    temporary = out / "report.html.tmp"
-    temporary.write_text(document("onepolicy measure", body, figures), encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, path)
-    return path
-
-
-def fall_figure(tree: Tree) -> Figure:
-    """Waterfall as floating bars: each spans from what was left to what was there before."""
-    fall = tree["waterfall"]
-    levels = [fall["total"]["value"], *(bar["left"]["value"] for bar in fall["bars"])]
-    names = [bar["name"] for bar in fall["bars"]]
-    floating = bars("removed", names, [a - b for a, b in itertools.pairwise(levels)], REPLAY)
-    data = [
-        bars("the gap", ["the gap"], [levels[0]], ROLLOUT),
-        floating | {"base": levels[1:]},
-        bars("remainder", ["remainder"], [levels[-1]], TRAINER),
-    ]
-    layout = {
-        "xaxis": axis("", type="category"),
-        "yaxis": axis("k3, nats per token", rangemode="tozero", exponentformat="power"),
-        "barmode": "overlay",
-    }
-    note = "k3 of the same tokens, each bar after one more change of the trainer's side. " + "; ".join(
-        f"{bar['name']}: {number(bar['removed']['value'])} [{_interval(bar['removed'])}]" for bar in fall["bars"]
-    )
-    return Figure("waterfall", "Where the gap comes from", note, data, layout, width="wide")
-
-
-def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
-    out: list[Figure | Absent] = []
-    for i, (name, rows) in enumerate(tree["breakdowns"].items()):
-        labels = [row["name"] for row in rows]
-        tokens = sum(row["tokens"] for row in rows)
-        data = [
-            bars("of the gap", labels, [row["share"] for row in rows], TRAINER),
-            bars("of the tokens", labels, [row["tokens"] / tokens for row in rows], NEUTRAL),
+        sections.insert(2, ("Distributions", f"{distribution.title(whole)}.", [distribution.figure(whole)]))
+        whole_tables = [
+            ("Distributions", distribution.HEADER, distribution.rows(whole)),
+            ("Worst positions", distribution.WORST_HEADER, distribution.worst_rows(whole)),
         ]
-        layout = {"xaxis": axis(name, type="category"), "yaxis": axis("share", tickformat=".0%")}
-        note = "A bin whose blue bar is the higher one holds more than its share of the gap."
-        out.append(Figure(f"breakdown-{i}", f"By {name}", note, data, layout))
+    figures = [f for _, _, items in sections for f in items if isinstance(f, Figure)]
+    page = render(
+        "measure.html",
+        f"onepolicy measure: {tree['model']}",
+        figures,
+        tree=tree,
+        badge=BADGES[tree["verdict"]["action"]],
+        facts=facts(tree),
+        tiles=tiles(tree),
+        sections=sections,
+        tables=[
+            ("Both scorings", comparison_header(tree), comparison(tree)),
+            ("The engine against itself", ENGINE_HEADER, engine_rows(tree)),
+            ("Waterfall", FALL_HEADER, waterfall_rows(tree)),
+            ("Each measured alone", ALONE_HEADER, alone_rows(tree)),
+            *whole_tables,
+            *((f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()),
+            ("Corrections, predicted for what is left", FORECAST_HEADER, forecast_rows(tree)),
+        ],
+        config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
+    )
+    write_figures(out / "figures", figures, png=png)
+    return write_page(out / "report.html", page)
+
+
+def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[str, str, list[Figure | Absent]]]:
+    """How far apart, and where experts differ."""
+    shown = {name: label_look for name, label_look in SCORINGS.items() if f"{name}.logp_rollout" in tensors}
+    pairs = [
+        Pairs(label, look, tensors[f"{name}.logp_rollout"], tensors[f"{name}.logp_trainer"])
+        for name, (label, look) in shown.items()
+    ]
+    budget = MAX_POINTS // len(pairs)
+    width: Width = "third" if len(pairs) == 3 else "half"
+    drawn: list[Figure | Absent] = [
+        scatter(f"scatter-{name}", each, budget, width=width) for name, each in zip(shown, pairs, strict=True)
+    ]
+
+    def series(tensor: str) -> list[Series]:
+        return [Series(*_of(name), tensors[f"{name}.{tensor}"]) for name in shown if f"{name}.{tensor}" in tensors]
+
+    question = "How far apart are the engine that samples and the one that learns?"
+    routes: list[Figure | Absent] = [Absent("routing", "A dense model has no routers: nothing to compare.")]
+    if series("experts_differing"):
+        routes = routing_figures_of(series, replay="with_replay" in shown)
+    return [
+        ("Distance", question, [extreme_tokens(pairs), *drawn]),
+        ("Routing", "Where do the two choose different experts?", routes),
+    ]
+
+
+def facts(tree: Tree) -> list[tuple[str, str]]:
+    config = tree["config"]
+    engine, sampling, task = config["rollout"]["engine"], config["rollout"]["sampling"], config["task"]
+    named = " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key))
+    out = [
+        ("engine", " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key))),
+        ("trainer", config["model"]["dtype"] + (" + bf16 autocast" if config["train"]["autocast"] != "off" else "")),
+        ("prompts", named),
+        ("sampled", f"{tree['sequences']} sequences, {tree['tokens']:,} tokens"),
+        ("temperature", f"{sampling['temperature']:g}"),
+        ("beside it", tree["dense"] or ""),
+        ("seed", str(config["seed"])),
+        ("versions", ", ".join(f"{name} {version}" for name, version in tree["versions"].items())),
+        ("measured", tree["started"]),
+    ]
+    return [(name, value) for name, value in out if value]
+
+
+def tiles(tree: Tree) -> list[tuple[str, str, str]]:
+    """(name, value, small print)"""
+    metrics = tree["metrics"]
+    plain, replayed, dense = metrics["without_replay"], metrics.get("with_replay"), metrics.get("dense")
+    out = [("k3 without replay", nats(plain["mismatch/k3"]), "nats per token")]
+    if replayed is not None:
+        cut = plain["mismatch/k3"] / replayed["mismatch/k3"] if replayed["mismatch/k3"] else None
+        more = "nothing is left"
+        if cut is not None:
+            more = f"{cut:.2g} times less" if cut >= 1 else f"{1 / cut:.2g} times more"
+        out.append(("k3 with replay", nats(replayed["mismatch/k3"]), more))
+    if dense is not None:
+        out.append(("k3 of the dense model", nats(dense["mismatch/k3"]), "nats per token"))
+    out.append(("F(2)", number(plain["mismatch/f2"], share=True), "of the tokens off by more than a factor of 2"))
+    if "routing/routers" in plain:
+        more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
+        out.append(("Routers that differ", number(plain["routing/routers"], share=True), more))
     return out
 
 
-def worst(tree: Tree) -> str:
-    header = ("Text before", "Token", "p rollout", "p trainer", "sequence, place")
-    rows = [
-        (
-            w["before"],
-            repr(w["token"]),
-            number(w["p_rollout"]),
-            number(w["p_trainer"]),
-            f"{w['sequence']}, {w['place']}",
-        )
-        for w in tree["worst"]
-    ]
-    return "<h2>Worst tokens</h2>" + _html(header, rows)
+def _of(name: str) -> tuple[str, Look]:
+    return SCORINGS[name]
 
 
-def _html(header: tuple[str, ...], rows: Rows) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+def _cell(value: float | None, *, share: bool) -> str:
+    return DASH if value is None else number(value, share=True) if share else nats(value)
+
+
+def _interval_or_none(each: Tree) -> str:
+    return DASH if each["low"] == each["high"] else interval(each)
 
 
 def _table(title: str, header: tuple[str, ...], rows: Rows) -> Table:
-    table = Table(*header, title=title, title_justify="left", pad_edge=False)
+    table = Table(*header, title=title or None, title_justify="left", pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-def _interval(estimate: Tree) -> str:
-    return f"{number(estimate['low'])} {DASH} {number(estimate['high'])}"

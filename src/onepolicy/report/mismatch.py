@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from onepolicy.report.figure import REPLAY, RHO, TAU, TRAINER, Absent, Figure, LogScale, Look, Spec, axis, line, markers
+from onepolicy.measure.logprob import Mismatch, mismatch
+from onepolicy.report.figure import (
+    REPLAY,
+    RHO,
+    TAU,
+    TRAINER,
+    Absent,
+    Figure,
+    LogScale,
+    Look,
+    Spec,
+    Width,
+    axis,
+    line,
+    markers,
+)
 from onepolicy.report.learning import step_axis
 from onepolicy.report.run import Array, Run
+from onepolicy.report.words import number
 
 MAX_POINTS = 20_000  # of both scatters together: SVG stays usable
 KEPT_EXTREMES = 500  # per scatter; the rest is a random subsample
@@ -17,11 +36,13 @@ NO_PROBE = "no probe was written (log.counterfactual_every)"
 
 
 def mismatch_figures(run: Run) -> list[Figure | Absent]:
-    return [k3(run), extreme_tokens(run), *scatters(run)]
+    if run.probe is None:
+        return [k3(run), Absent("f_tau", f"F({TAU}): {NO_PROBE}."), *scatters(run)]
+    return [k3(run), extreme_tokens(pairs_of(run), f" of the probe at step {run.probe.step}"), *scatters(run)]
 
 
 def trained_label(run: Run) -> tuple[str, Look]:
-    return ("with replay (trained on)", REPLAY) if run.replay else ("no replay (trained on)", TRAINER)
+    return ("with replay", REPLAY) if run.replay else ("without replay", TRAINER)
 
 
 def k3(run: Run) -> Figure | Absent:
@@ -56,34 +77,61 @@ def counterfactual_missing(run: Run) -> str:
     return "No second curve: no probe step in this run (log.counterfactual_every)."
 
 
-def extreme_tokens(run: Run) -> Figure | Absent:
-    """F(tau): share of tokens with max(rho, 1/rho) > tau (R3 paper eq. 3), at the last probe."""
-    if run.probe is None:
-        return Absent("f_tau", f"F({TAU}): {NO_PROBE}.")
-    found = {trained_label(run): run.probe.mismatch("logp_trainer")}
-    if "logp_trainer_native" in run.probe.tensors:
-        found[("without replay", TRAINER)] = run.probe.mismatch("logp_trainer_native")
-    count = len(run.probe.tensors["logp_rollout"])
-    end = max(10.0, math.exp(min(max(each.max_dlogp for each in found.values()), 12.0)) * 1.2)
+@dataclass(frozen=True)
+class Pairs:
+    """The sampled tokens' log-probabilities from both engines, under one scoring."""
+
+    label: str
+    look: Look
+    rollout: Array  # [n] float32
+    trainer: Array  # [n] float32
+
+    @property
+    def mismatch(self) -> Mismatch:
+        trainer, rollout = torch.from_numpy(self.trainer), torch.from_numpy(self.rollout)
+        return mismatch(trainer, rollout, torch.ones_like(rollout, dtype=torch.bool))
+
+
+def pairs_of(run: Run) -> list[Pairs]:
+    """Of the last probe: as trained, then without replay."""
+    assert run.probe is not None
+    tensors = run.probe.tensors
+    found = [Pairs(*trained_label(run), tensors["logp_rollout"], tensors["logp_trainer"])]
+    if "logp_trainer_native" in tensors:
+        found.append(Pairs("without replay", TRAINER, tensors["logp_rollout"], tensors["logp_trainer_native"]))
+    return found
+
+
+def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
+    """F(tau): share of tokens with max(rho, 1/rho) > tau (R3 paper eq. 3). where: of what, as in ` at step 10`."""
+    found = [(each, each.mismatch) for each in pairs]
+    most = max(each.tokens for _, each in found)
+    end = max(2.5, math.exp(min(max(each.max_dlogp for _, each in found), 12.0)) * 1.2)
+    marked = [tau for tau in MARKED if tau < end]
     grid = (1 + np.geomspace(1e-3, end - 1, 200)).tolist()
-    curves = {key: each.extreme(grid) for key, each in found.items()}
-    scale = LogScale.of(*curves.values(), [1 / count, 0.0], top=1.0)
+    curves = [each.extreme(grid) for _, each in found]
+    scale = LogScale.of(*curves, [1 / most, 0.0], top=1.0)
     data = []
-    for (label, look), shares in curves.items():
+    for (each, numbers), shares in zip(found, curves, strict=True):
         stop = shares.index(0.0) + 1 if 0.0 in shares else len(grid)  # to the first zero
-        data.append(line(label, grid[:stop], scale.lift(shares[:stop]), look, hovertemplate="%{x:.3g}: %{y:.2g}"))
-        marked = found[(label, look)].extreme(MARKED)
-        data += [_spot(tau, share, look, scale) for tau, share in zip(MARKED, marked, strict=True)]
+        lifted = scale.lift(shares[:stop])
+        data.append(line(each.label, grid[:stop], lifted, each.look, hovertemplate="%{x:.3g}: %{y:.2g}"))
+        spots = zip(marked, numbers.extreme(marked), strict=True)
+        data += [_spot(tau, share, each.look, scale) for tau, share in spots]
     layout = {
         "xaxis": axis(f"probability ratio {TAU} (log)", type="log", **_ratio_ticks(end)),
-        "yaxis": scale.axis(f"share of tokens beyond {TAU} (log)"),
+        "yaxis": scale.axis(f"share beyond {TAU} (log)"),
     }
     note = (
-        f"F({TAU}) at probe step {run.probe.step}: share of {count:,} tokens whose probability differs by more than "
-        f"a factor {TAU} between rollout and trainer. "
-        "Markers at 1.25, 2 and 5; an open marker on the lowest line is exactly 0."
+        f"F({TAU}){where}: share of {most:,} tokens whose probability differs by more than a factor {TAU}, either way, "
+        f"between rollout and trainer. Markers at {' and '.join(f'{tau:g}' for tau in marked)}; an open marker on the "
+        "lowest line is exactly 0."
     )
-    title = "Few tokens beyond a factor of 2" + (", fewer with replay" if len(found) == 2 else "")
+    shares = [(each.label, numbers.extreme(2.0)) for each, numbers in found]
+    if any(share for _, share in shares):
+        title = "Off by more than a factor of 2: " + ", ".join(f"{number(s, share=True)} {n}" for n, s in shares)
+    else:
+        title = "No token is off by more than a factor of 2"
     return Figure("f_tau", title, note, data, layout, width="wide")
 
 
@@ -91,44 +139,41 @@ def scatters(run: Run) -> list[Figure | Absent]:
     """Rollout against trainer probability of each sampled token, one figure per scoring, same axes."""
     if run.probe is None:
         return [Absent("scatter", f"Probability scatter: {NO_PROBE}.")]
-    tensors = run.probe.tensors
-    label, look = trained_label(run)
-    panels = [("scatter", "logp_trainer", label, look)]
-    if "logp_trainer_native" in tensors:
-        panels.insert(0, ("scatter_native", "logp_trainer_native", "without replay", TRAINER))
-    out: list[Figure | Absent] = []
-    for name, tensor, panel, panel_look in panels:
-        out.append(_scatter(run, name, tensor, panel, panel_look, MAX_POINTS // len(panels)))
-    if len(panels) == 1 and run.replay:
+    trained, *native = pairs_of(run)
+    budget, where = MAX_POINTS // (1 + len(native)), f" of the probe at step {run.probe.step}"
+    out: list[Figure | Absent] = [scatter("scatter_native", each, budget, where) for each in native]
+    out.append(scatter("scatter", trained, budget, where))
+    if not native and run.replay:
         out.append(Absent("scatter_native", "Scatter without replay: the last probe has no logp_trainer_native."))
     return out
 
 
-def _scatter(run: Run, name: str, tensor: str, label: str, look: Look, budget: int) -> Figure:
-    assert run.probe is not None
-    rollout = np.exp(run.probe.tensors["logp_rollout"].astype(np.float64))
-    trainer = np.exp(run.probe.tensors[tensor].astype(np.float64))
+def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width = "half") -> Figure:
+    rollout, trainer = (np.exp(each.astype(np.float64)) for each in (pairs.rollout, pairs.trainer))
     difference = np.abs(trainer - rollout)
     chosen = subsample(difference, budget)
     x, y = rollout[chosen].round(5).tolist(), trainer[chosen].round(5).tolist()
-    marker = {"size": 4, "opacity": 0.5, "color": look.color, "symbol": look.symbol}
-    diagonal = line("equal", [0, 1], [0, 1], Look("@ink", "dot", "circle", ""), hoverinfo="skip", opacity=0.6)
-    data = [
-        markers(label, x, y, look, marker=marker, hovertemplate="rollout %{x}<br>trainer %{y}<extra></extra>"),
-        diagonal,
-    ]
+    marker = {"size": 4, "opacity": 0.5, "color": pairs.look.color, "symbol": pairs.look.symbol}
+    largest = max(rollout.max(), trainer.max())
+    top = 1.0 if largest > 0.5 else float(f"{1.1 * largest:.1g}") or 1.0
+    diagonal = line("equal", [0, top], [0, top], Look("@ink", "dot", "circle", ""), hoverinfo="skip", opacity=0.6)
+    hover = "rollout %{x}<br>trainer %{y}<extra></extra>"
+    data = [markers(pairs.label, x, y, pairs.look, marker=marker, hovertemplate=hover), diagonal]
+    span = [-0.02 * top, 1.02 * top]
     layout = {
-        "xaxis": axis("rollout probability", range=[-0.02, 1.02]),
-        "yaxis": axis("trainer probability", range=[-0.02, 1.02]),
+        "xaxis": axis("rollout probability", range=span, dtick=top / 4),
+        "yaxis": axis("trainer probability", range=span, dtick=top / 4),
         "showlegend": False,
     }
-    shown = f"{len(chosen):,} of {len(rollout):,} tokens (the {KEPT_EXTREMES} farthest off, the rest at random)"
+    shown = f"{len(chosen):,} of {len(rollout):,} tokens{where} (the {KEPT_EXTREMES} farthest off, the rest at random)"
     if len(chosen) == len(rollout):
-        shown = f"All {len(rollout):,} tokens"
-    found = run.probe.mismatch(tensor)
+        shown = f"All {len(rollout):,} tokens{where}"
+    found = pairs.mismatch
     pearson = f"{found.pearson:.6f}" if math.isfinite(found.pearson) else "undefined"
-    note = f"{shown} of probe step {run.probe.step}. Correlation {pearson}, largest difference {found.max_dp:.3g}."
-    return Figure(name, f"Points should hug the diagonal: {label}", note, data, layout, square=True)
+    label = pairs.label[0].upper() + pairs.label[1:]
+    title = f"{label}: largest difference of probability {found.max_dp:.3g}"
+    note = f"{shown}; on the diagonal both agree. Correlation {pearson}."
+    return Figure(name, title, note, data, layout, width=width, square=True)
 
 
 def subsample(difference: Array, budget: int) -> Array:

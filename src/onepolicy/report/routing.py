@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from onepolicy.report.figure import TRAINER, Absent, Figure, LogScale, Look, axis, bars
 from onepolicy.report.mismatch import NO_PROBE, trained_label
 from onepolicy.report.run import Array, Run
+from onepolicy.report.words import number
 
 BINS = 16
+
+
+@dataclass(frozen=True)
+class Series:
+    """One tensor of a probe under one scoring (loop/probe.py `routing_tensors` has their shapes)."""
+
+    label: str
+    look: Look
+    values: Array
 
 
 def routing_figures(run: Run) -> list[Figure | Absent]:
@@ -16,97 +29,108 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
         return [Absent("routing", "Routing: a dense model has no routers, nothing to compare.")]
     if run.probe is None:
         return [Absent("routing", f"Routing: {NO_PROBE}.")]
-    figures = [per_router(run), per_token(run), per_sequence(run), per_layer(run)]
-    return [*figures, gate_mass(run)] if run.replay else figures
+    probe = run.probe
+
+    def series(tensor: str) -> list[Series]:
+        trained, native = probe.both(tensor)
+        out = [] if native is None else [Series("without replay", TRAINER, native)]
+        return out if trained is None else [*out, Series(*trained_label(run), trained)]
+
+    return routing_figures_of(series, replay=run.replay)
 
 
-def per_router(run: Run) -> Figure | Absent:
-    """Share of routers (token, layer) with 0..K differing experts."""
-    series = _series(run, "experts_differing")
-    if not series:
-        return _no_tensor("routers", "experts_differing")
-    shares = [(label, look, counts / counts.sum()) for label, look, counts in series]
-    scale = LogScale.of(*(values[values > 0] for _, _, values in shares), top=1.0)
-    data = [
-        bars(label, list(range(len(values))), [v if v > 0 else None for v in values.tolist()], look)
-        for label, look, values in shares
+def routing_figures_of(series: Callable[[str], list[Series]], *, replay: bool) -> list[Figure | Absent]:
+    """series: of every scoring that has the tensor of this name."""
+    drawn: list[tuple[str, str, Callable[[Sequence[Series]], Figure]]] = [
+        ("routers", "experts_differing", per_router),
+        ("tokens", "disagree_per_token", per_token),
+        ("sequences", "disagree_per_sequence", per_sequence),
+        ("layers", "disagree_per_layer", per_layer),
     ]
-    layout = {"xaxis": axis("differing experts of a router", dtick=1), "yaxis": scale.axis("share of routers (log)")}
-    differing = ", ".join(f"{label}: {1 - values[0]:.2%}" for label, _, values in shares)
-    note = f"A router is one token in one MoE layer. Any expert differs: {differing}. A bar left out is exactly 0."
-    return Figure("routers", "Routers: nearly all at 0 differing experts", note, data, layout)
-
-
-def per_token(run: Run) -> Figure | Absent:
-    series = _series(run, "disagree_per_token")
-    if not series:
-        return _no_tensor("tokens", "disagree_per_token")
-    layers = max(int(values.max()) for _, _, values in series)
-    data, touched = [], []
-    for label, look, values in series:
-        shares = np.bincount(values.astype(np.int64), minlength=layers + 1) / len(values)
-        data.append(bars(label, list(range(layers + 1)), shares.tolist(), look))
-        touched.append(f"{label}: {1 - shares[0]:.1%}")
-    layout = {"xaxis": axis("differing layers of a token"), "yaxis": axis("share of tokens", tickformat=".0%")}
-    note = f"Tokens with at least one differing router: {', '.join(touched)}."
-    return Figure("tokens", "Tokens: mass near 0 differing layers", note, data, layout)
-
-
-def per_sequence(run: Run) -> Figure | Absent:
-    series = _series(run, "disagree_per_sequence")
-    if not series:
-        return _no_tensor("sequences", "disagree_per_sequence")
-    top = max(float(values.max()) for _, _, values in series) or 1.0
-    edges = np.linspace(0, top, BINS + 1)
-    middles = ((edges[1:] + edges[:-1]) / 2).round(4).tolist()
-    data = []
-    for label, look, values in series:
-        counts = np.histogram(values, bins=edges)[0]
-        data.append(bars(label, middles, (counts / len(values)).tolist(), look))
-    layout = {
-        "xaxis": axis("differing routers per token, sequence mean"),
-        "yaxis": axis("share of sequences", tickformat=".0%"),
-        "bargap": 0.08,
-    }
-    means = ", ".join(f"{label}: {float(values.mean()):.3g}" for label, _, values in series)
-    return Figure(
-        "sequences", "Sequences: no tail of badly routed ones", f"Mean of all sequences: {means}.", data, layout
-    )
-
-
-def per_layer(run: Run) -> Figure | Absent:
-    series = _series(run, "disagree_per_layer")
-    if not series:
-        return _no_tensor("layers", "disagree_per_layer")
-    data = [bars(label, list(range(len(values))), values.tolist(), look) for label, look, values in series]
-    layout = {"xaxis": axis("MoE layer"), "yaxis": axis("share of tokens that differ", tickformat=".1%")}
-    note = "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
-    return Figure("layers", "Layers: a smooth rise with depth at most", note, data, layout)
-
-
-def gate_mass(run: Run) -> Figure | Absent:
-    """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
-    series = _series(run, "gate_mass_per_layer")
-    if not series:
-        return _no_tensor("gate mass", "gate_mass_per_layer")
-    lost = [(label, look, 1 - values.astype(np.float64)) for label, look, values in series]
-    data = [bars(label, list(range(len(values))), values.tolist(), look) for label, look, values in lost]
-    layout = {"xaxis": axis("MoE layer"), "yaxis": axis("gate mass not captured", tickformat=".2p")}
-    mean = ", ".join(f"{label}: {values.mean():.3%}" for label, _, values in lost)
-    note = f"Share of the trainer's best experts' scores that the replayed experts lack; mean of all layers, {mean}."
-    return Figure("gate-mass", "Gate mass that the replayed experts do not hold", note, data, layout)
-
-
-def _series(run: Run, tensor: str) -> list[tuple[str, Look, Array]]:
-    assert run.probe is not None
-    trained, native = run.probe.both(tensor)
-    out = []
-    if native is not None:
-        out.append(("without replay", TRAINER, native))
-    if trained is not None:
-        out.append((*trained_label(run), trained))
+    if replay:
+        drawn.append(("gate mass", "gate_mass_per_layer", gate_mass))
+    out: list[Figure | Absent] = []
+    for name, tensor, draw in drawn:
+        found = series(tensor)
+        out.append(draw(found) if found else Absent(name, f"Routing, {name}: the last probe has no {tensor}."))
     return out
 
 
-def _no_tensor(name: str, tensor: str) -> Absent:
-    return Absent(name, f"Routing, {name}: the last probe has no {tensor}.")
+def per_router(series: Sequence[Series]) -> Figure:
+    """Share of routers (token, layer) with 0..K differing experts."""
+    shares = [(each, each.values / each.values.sum()) for each in series]
+    scale = LogScale.of(*(values[values > 0] for _, values in shares), top=1.0)
+    data = [
+        bars(each.label, list(range(len(values))), [v if v > 0 else None for v in values.tolist()], each.look)
+        for each, values in shares
+    ]
+    layout = {"xaxis": axis("differing experts of a router", dtick=1), "yaxis": scale.axis("share of routers (log)")}
+    title = "Routers that choose another expert: " + _each((e.label, 1 - values[0]) for e, values in shares)
+    note = "A router is one token in one MoE layer. A bar left out is exactly 0."
+    return Figure("routers", title, note, data, layout)
+
+
+def per_token(series: Sequence[Series]) -> Figure:
+    layers = max(int(each.values.max()) for each in series)
+    data, touched = [], []
+    for each in series:
+        shares = np.bincount(each.values.astype(np.int64), minlength=layers + 1) / len(each.values)
+        data.append(bars(each.label, list(range(layers + 1)), shares.tolist(), each.look))
+        touched.append((each.label, 1 - shares[0]))
+    x = axis("layers that differ, per token", dtick=max(1, layers // 8))
+    layout = {"xaxis": x, "yaxis": axis("share of tokens", tickformat=".0%")}
+    note = "Prompt and response tokens. At 0 every layer of the token chose the same experts on both sides."
+    return Figure("tokens", "Tokens with a differing router: " + _each(touched), note, data, layout)
+
+
+def per_sequence(series: Sequence[Series]) -> Figure:
+    top = max(float(each.values.max()) for each in series) or 1.0
+    edges = np.linspace(0, top, BINS + 1)
+    middles = ((edges[1:] + edges[:-1]) / 2).round(4).tolist()
+    data = []
+    for each in series:
+        counts = np.histogram(each.values, bins=edges)[0]
+        data.append(bars(each.label, middles, (counts / len(each.values)).tolist(), each.look))
+    layout = {
+        "xaxis": axis("differing routers per token", rangemode="tozero"),
+        "yaxis": axis("share of sequences", tickformat=".0%"),
+        "bargap": 0.08,
+    }
+    title = "Differing routers per token: " + ", ".join(f"{number(float(e.values.mean()))} {e.label}" for e in series)
+    note = "Mean of each sequence. A tail to the right is a group of sequences that are routed worse than the rest."
+    return Figure("sequences", title, note, data, layout)
+
+
+def per_layer(series: Sequence[Series]) -> Figure:
+    layers = [list(range(len(each.values))) for each in series]
+    data = [bars(e.label, x, e.values.tolist(), e.look) for e, x in zip(series, layers, strict=True)]
+    count = max(map(len, layers))
+    layout = {
+        "xaxis": axis("MoE layer, from the input", dtick=max(1, count // 12)),
+        "yaxis": axis("share of tokens that differ", tickformat=".1%", rangemode="tozero"),
+    }
+    worst = max(series, key=lambda each: float(each.values.max()))
+    where, most = int(worst.values.argmax()), float(worst.values.max())
+    title = f"Layer {where} differs most: {number(most, share=True)} of tokens {worst.label}"
+    if most == 0:
+        title = "No layer chooses another expert"
+    note = "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
+    return Figure("layers", title, note, data, layout)
+
+
+def gate_mass(series: Sequence[Series]) -> Figure:
+    """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
+    lost = [(each, 1 - each.values.astype(np.float64)) for each in series]
+    data = [bars(each.label, list(range(len(values))), values.tolist(), each.look) for each, values in lost]
+    layout = {
+        "xaxis": axis("MoE layer, from the input", dtick=max(1, len(lost[0][1]) // 12)),
+        "yaxis": axis("gate mass not captured", tickformat=".2p", rangemode="tozero"),
+    }
+    held = ", ".join(f"{1 - values.mean():.4%}" for _, values in lost)
+    note = "What the replayed experts lack of the scores of those that the trainer would have chosen itself."
+    title = f"Replayed experts hold {held} of the trainer's best gate mass"
+    return Figure("gate-mass", title, note, data, layout, "wide")
+
+
+def _each(shares: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{number(float(share), share=True)} {label}" for label, share in shares)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from onepolicy.config import UsageError
 from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.measure.logprob import Mismatch, mismatch
 from onepolicy.report.jsonl import read_jsonl
 
 Array = np.ndarray
@@ -41,11 +39,6 @@ class Probe:
     def both(self, name: str) -> tuple[Array | None, Array | None]:
         """(under the scoring that trained, under the scoring without replay); None where not recorded."""
         return self.tensors.get(name), self.tensors.get(f"{name}_native")
-
-    def mismatch(self, scoring: str) -> Mismatch:
-        """Of `logp_trainer` or `logp_trainer_native` with the rollout."""
-        trainer, rollout = (torch.from_numpy(self.tensors[name]) for name in (scoring, "logp_rollout"))
-        return mismatch(trainer, rollout, torch.ones_like(rollout, dtype=torch.bool))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ probe step, ascending]; time {part: seconds}, tokens_per_second, parent {run, st
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,24 @@ def number(value: float | None, *, share: bool = False) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+
+
+SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+
+
+def nats(value: float | None) -> str:
+    """Three significant digits, with a power of ten below 0.001; a dash where there is no number."""
+    if value is None or math.isnan(value):
+        return DASH
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3g}".replace("-", "\u2212")
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}{TIMES}10{str(int(exponent)).translate(SUPERSCRIPT)}".replace("-", "\u2212")
+
+
+def powers(text: str) -> str:
+    """The same text with 1.5e-05 written as 1.5\u00d710\u207b\u2075."""
+    return re.sub(r"(\d)e([+-]?\d+)\b", lambda m: f"{m[1]}{TIMES}10{str(int(m[2])).translate(SUPERSCRIPT)}", text)
 
 
 def factor(ratio: float | None) -> str:

@@ -1,0 +1,213 @@
+"""Figures of why the gap is there and where it sits. Input: the tree of OUT/measure.json."""
+
+from __future__ import annotations
+
+import math
+
+from onepolicy.report.figure import (
+    NEUTRAL,
+    REPLAY,
+    ROLLOUT,
+    SOFT,
+    Absent,
+    Figure,
+    LogScale,
+    Look,
+    Spec,
+    axis,
+    bars,
+    markers,
+)
+from onepolicy.report.words import DASH, Tree, nats, number
+
+ROW = 46  # pixels of one row of a horizontal figure
+NOTHING = "at or below 0"
+REPEATED = {  # metric -> (name, what was repeated)
+    "counterfactual/repeat/k3": ("trainer, repeated", "the same forward a second time, packed in the opposite order"),
+    "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
+}
+
+
+def fall_figure(tree: Tree) -> Figure:
+    """Waterfall: the gap, what each change took away from it (to the left), and what is left."""
+    fall = tree["waterfall"]
+    total, steps = fall["total"], fall["bars"]
+    left = steps[-1]["left"] if steps else total
+    levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
+    removed = [bar["removed"] for bar in steps]
+    unit, unit_words = _unit(max(abs(total["high"]), *levels))
+    names = [_named("the gap", nats(total["value"]))]
+    names += [_named(b["name"], _signed(b["removed"]["value"], total["value"])) for b in steps]
+    names.append(_named("remainder", nats(left["value"])))
+    data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
+    for label, look, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
+        chosen = [i for i, each in enumerate(removed) if (each["value"] < 0) == worse and each["value"] != 0]
+        if chosen:
+            rows, starts = [names[1 + i] for i in chosen], [levels[i] for i in chosen]
+            data.append(_bar(label, rows, starts, look, [_turned(removed[i]) for i in chosen], unit))
+    data.append(_bar("remainder", names[-1:], [0.0], SOFT, [left], unit))
+    layout = {
+        "xaxis": axis(f"k3, {unit_words} per token", rangemode="tozero", nticks=6, tickangle=0),
+        "yaxis": _rows(names),
+        "barmode": "overlay",
+        "bargap": 0.4,
+        "showlegend": False,
+        "shapes": [_connector(names, i, level / unit) for i, level in enumerate(levels)],
+    }
+    note = (
+        "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to the left is what the "
+        "change took away; the last one is what no change explains. Whiskers: 95% bootstrap over sequences."
+    )
+    return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names))
+
+
+def fall_title(fall: Tree) -> str:
+    """What accounts for most of the gap."""
+    total, bars_of = fall["total"]["value"], fall["bars"]
+    if not total:
+        return "There is no gap to explain"
+    left = bars_of[-1]["left"]["value"] if bars_of else total
+    first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
+    if first is None or first["removed"]["value"] < 0.2 * total:
+        unexplained = number(left / total, share=True)
+        return f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
+    share = number(first["removed"]["value"] / total, share=True)
+    unsure = "" if first["removed"]["low"] > 0 else ", though its interval includes 0"
+    name = first["name"][0].upper() + first["name"][1:]
+    return f"{name} accounts for {share} of the gap of {nats(total)} nats per token{unsure}"
+
+
+def noise_figure(tree: Tree) -> Figure:
+    """What single changes do by themselves, on a log axis beside the whole gap."""
+    rows = noise_rows(tree)
+    total = tree["waterfall"]["total"]["value"]
+    scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
+    names = [_named(name, nats(each["value"])) for name, each, _ in rows]
+    values = [each["value"] for _, each, _ in rows]
+    lifted = scale.lift(values)
+    reach = [max(0.0, each["high"] - x) for (_, each, _), x in zip(rows, lifted, strict=True)]
+    below = [max(0.0, x - max(each["low"], scale.floor)) for (_, each, _), x in zip(rows, lifted, strict=True)]
+    error = {"type": "data", "array": reach, "arrayminus": below, "thickness": 1.5, "width": 5, "color": "@ink"}
+    marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
+    hover = "%{x:.3g} nats<extra></extra>"
+    points = markers("", lifted, names, NEUTRAL, marker=marker, error_x=error, hovertemplate=hover)
+    gap = {"type": "line", "x0": total, "x1": total, "y0": 0, "y1": 1, "yref": "paper"}
+    layout = {
+        "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
+        "yaxis": _rows(names),
+        "showlegend": False,
+        "shapes": [gap | {"line": {"color": "@rollout", "width": 1.5, "dash": "dash"}}] if total > 0 else [],
+    }
+    note = (
+        "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
+        f"open circle at the left end is {NOTHING}. Whiskers: 95% bootstrap over sequences."
+    )
+    return Figure("noise", _noise_title(rows, total), note, [points], layout, "wide", height=90 + ROW * len(names))
+
+
+def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
+    """(name, estimate, measured as) of everything measured alone; repeats have no interval."""
+    repeated = tree["metrics"]["repeated_forward"]
+    out = [
+        (name, {"value": repeated[key], "low": repeated[key], "high": repeated[key]}, f"k3 between two passes: {how}")
+        for key, (name, how) in REPEATED.items()
+        if key in repeated
+    ]
+    return [*out, *((each["name"], each["nats"], each["how"]) for each in tree["alone"])]
+
+
+def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
+    name, largest, _ = max(rows, key=lambda row: row[1]["value"])
+    if total <= 0 or largest["value"] < 0.1 * total:
+        return "No source of noise by itself comes near the gap"
+    return (
+        f"By itself, {name} moves {nats(largest['value'])} nats per token: {largest['value'] / total:.2g} times the gap"
+    )
+
+
+def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
+    """Share of the gap against share of the tokens, per bin."""
+    out: list[Figure | Absent] = []
+    height = 110 + ROW * max(map(len, tree["breakdowns"].values()))
+    for i, (name, rows) in enumerate(tree["breakdowns"].items()):
+        labels = [row["name"] for row in rows]
+        tokens = sum(row["tokens"] for row in rows)
+        shares = [row["tokens"] / tokens for row in rows]
+        gap = [row["share"] for row in rows]
+        data = [
+            _shares("of the tokens", labels, shares, SOFT),
+            _shares("of the gap", labels, gap, NEUTRAL),
+        ]
+        layout = {
+            "xaxis": axis("share", tickformat=".0%", range=[0, 1.02 * max([*gap, *shares])], nticks=6),
+            "yaxis": _rows(labels) | {"title": {"text": name}},
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "reversed"},
+        }
+        most = max(rows, key=lambda row: row["share"])
+        share, own = number(most["share"], share=True), number(most["tokens"] / tokens, share=True)
+        title = f"By {name}: {most['name']} holds {share} of the gap on {own} of the tokens"
+        note = "A dark bar longer than its light one: these tokens are worse than average."
+        out.append(Figure(f"breakdown-{i}", title, note, data, layout, height=height))
+    return out
+
+
+def interval(estimate: Tree) -> str:
+    return f"{nats(estimate['low'])} {DASH} {nats(estimate['high'])}"
+
+
+def _shares(name: str, labels: list[str], values: list[float], look: Look) -> Spec:
+    return bars(name, values, labels, look, orientation="h", hovertemplate="%{y}: %{x:.1%}<extra></extra>")
+
+
+def _bar(name: str, rows: list[str], starts: list[float], look: Look, spans: list[Tree], unit: float) -> Spec:
+    """Horizontal bars from `starts` over the estimates `spans`, with their intervals at the far ends."""
+    up = [(each["high"] - each["value"]) / unit for each in spans]
+    down = [(each["value"] - each["low"]) / unit for each in spans]
+    error = {"type": "data", "array": up, "arrayminus": down, "thickness": 1.5, "width": 5, "color": "@muted"}
+    text = [f"{nats(each['value'])} nats ({interval(each)})" for each in spans]
+    base = [start / unit for start in starts]
+    settings = {"base": base, "orientation": "h", "error_x": error, "text": text, "textposition": "none"}
+    lengths = [each["value"] / unit for each in spans]
+    return bars(name, lengths, rows, look, hovertemplate="%{text}<extra></extra>", **settings)
+
+
+def _turned(removed: Tree) -> Tree:
+    """What a change did to the gap: less is negative."""
+    return {"value": -removed["value"], "low": -removed["high"], "high": -removed["low"]}
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    """A power of ten that leaves short numbers on the axis, and its words."""
+    exponent = math.floor(math.log10(largest)) if largest > 0 else 0
+    if exponent >= -2:
+        return 1.0, "nats"
+    return 10.0**exponent, f"10<sup>\u2212{-exponent}</sup> nats"
+
+
+def _connector(names: list[str], i: int, level: float) -> Spec:
+    """From the end of one bar to the next row."""
+    line = {"color": "@muted", "width": 1, "dash": "dot"}
+    return {
+        "type": "line",
+        "x0": level,
+        "x1": level,
+        "y0": names[i],
+        "y1": names[i + 1],
+        "line": line,
+        "layer": "below",
+    }
+
+
+def _rows(names: list[str]) -> Spec:
+    return {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "showgrid": False, "ticks": ""}
+
+
+def _named(name: str, value: str) -> str:
+    return f"{name}<br><b>{value}</b>"
+
+
+def _signed(value: float, total: float) -> str:
+    if value == 0:
+        return "nothing"
+    share = f" ({number(abs(value) / total, share=True)})" if total else ""
+    return f"{nats(-value) if value > 0 else '+' + nats(-value)}{share}"
