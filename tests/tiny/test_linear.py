@@ -54,3 +54,16 @@ def test_prepare_leaves_subclasses_and_other_devices_alone(monkeypatch):
     assert type(model[0]) is nn.Linear
     linear.prepare(model, torch.device("cpu"))
     assert [type(layer) for layer in model] == [linear.CPULinear, Other]
+
+
+@pytest.mark.parametrize("shape", [(70, 8, 20), (70, 20, 8)])
+def test_products_without_a_graph(shape, monkeypatch):
+    monkeypatch.setattr(linear, "ENOUGH", 0)
+    monkeypatch.setattr(linear, "available", lambda: True)
+    torch.manual_seed(0)
+    rows, inner, outer = shape
+    x, weight, y = torch.randn(rows, inner), torch.randn(outer, inner).T, torch.randn(rows, outer)
+    out = torch.empty(rows, outer)
+    linear.multiply(x, weight, out)
+    torch.testing.assert_close(out, x @ weight, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(linear.products(x, y), x.T @ y, atol=1e-5, rtol=1e-5)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
 from transformers import AutoModelForCausalLM, BloomConfig, Qwen3NextConfig, RwkvConfig
 
 from onepolicy.config import UsageError
+from onepolicy.models import experts, linear
 from onepolicy.models.experts import NAME as EXPERTS
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
@@ -66,10 +67,13 @@ def test_buckets_hold_every_slot_once(lengths):
         assert bucket.samples * bucket.width <= 2 * len(bucket.slots)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 40))
-def test_experts_equal_the_eager_loop(seed, tokens):
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
+def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
     """Values and gradients of hidden states, routing weights and expert weights; some experts get no token."""
+    monkeypatch.setattr(experts, "BLOCK", 2 if blocks else 1 << 40)  # rows of an expert filled up to pairs, or not
+    monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(linear, "ENOUGH", 0 if blocks else 1 << 40)
     block = make("qwen3_moe").model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 64, generator=generator)
@@ -99,9 +103,9 @@ def test_experts_are_selected_on_this_model_only(name):
 
 def test_families_that_cannot_be_packed_are_refused_with_the_reason():
     """Recurrent state, and attention that lives in a mask which packed attention never sees."""
-    linear = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    recurrent = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     refused = {
-        "linear_attention": Qwen3NextConfig(**{**BASE, **linear}, **HEADS, num_experts=4, num_experts_per_tok=2),
+        "linear_attention": Qwen3NextConfig(**{**BASE, **recurrent}, **HEADS, num_experts=4, num_experts_per_tok=2),
         "recurrent": RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
         "attention function": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     }

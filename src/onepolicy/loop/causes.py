@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onepolicy.config import ModelConfig
 from onepolicy.correct.diagnose import EXPLAINED, FEWEST
@@ -16,6 +16,7 @@ from onepolicy.loop.resample import Again
 from onepolicy.loop.scorer import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
 from onepolicy.loop.setup import head_of, load_copy
 from onepolicy.measure.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
+from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.train.learner import LocalLearner
@@ -146,11 +147,7 @@ def _alone(
     how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     noise = distance(score(single), packed, mask, segment)
     out = [Alone(f"{engine.dtype}, other packing", how, noise)]
-    if (
-        engine.dtype != "float32"
-        and head_of(engine) == "same"
-        and type(same.model.get_output_embeddings()) is nn.Linear
-    ):
+    if engine.dtype != "float32" and head_of(engine) == "same" and plain(same.model.get_output_embeddings()):
         headed = load_copy(model, engine, same.device, lm_head="float32")
         head = score(variant(same, model=headed))
         how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"

@@ -1,13 +1,15 @@
 """Experts of a training forward on the CPU: the same sums as transformers' `grouped_mm`, with less memory traffic.
 
 At the sizes a CPU trains, moving rows costs more than multiplying them. Three changes remove most of it: the routing
-weight scales the narrow intermediate instead of the wide output, rows are gathered back and summed in one
-`embedding_bag`, and the backward of a gather is that same sum instead of a scatter. Families this cannot express
+weight scales the narrow intermediate instead of the wide output, a token's rows are summed in one `embedding_bag`, both
+for the output and for the gradient, and rows are gathered where they are multiplied. Families this cannot express
 (expert biases, expert parallelism) and other devices go to `grouped_mm`: the function is safe for any model.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,11 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from onepolicy.models import linear
+from onepolicy.models.linear import multiply, products
+
 NAME = "onepolicy_grouped"
+BLOCK = 64  # rows
 
 
 def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -30,70 +36,90 @@ def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weig
         gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    token, place, ends = _layout(top_k_index, module.num_experts)
+    scale = top_k_weights.new_zeros(len(token)).index_copy(0, place.view(-1), top_k_weights.reshape(-1))
+    inner = module._apply_gate(_Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends))  # [rows, I]
+    return _Down.apply(inner * scale[:, None].to(inner.dtype), down, token, place, ends).to(hidden.dtype)
+
+
+def _layout(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Rows sorted by expert: the token [rows] of each, the row [N, K] of each (token, k), the end of every expert.
+
+    With many rows an expert has a multiple of BLOCK, so that oneDNN meets the same shapes again. What fills up reads
+    token 0 and must be given weight 0.
+    """
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
-    order = torch.argsort(experts, stable=True)  # [N*K] rows sorted by expert
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view(tokens, top_k)
-    ends = torch.bincount(experts, minlength=module.num_experts).cumsum(0).tolist()
+    block = BLOCK if linear.available() and len(experts) >= 4 * BLOCK * num_experts else 1
+    order = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=num_experts)
+    room = (counts + block - 1) // block * block
+    ends = room.cumsum(0)
+    row = torch.arange(len(order)) + (ends - room - counts.cumsum(0) + counts).repeat_interleave(counts)
+    last = ends.tolist()
+    token = torch.zeros(last[-1], dtype=torch.int64).index_copy_(0, row, order // top_k)
+    place = torch.empty_like(order).scatter_(0, order, row).view(tokens, top_k)
+    return token, place, last
 
-    token = order // top_k
-    rows = _Gather.apply(hidden.to(gate_up.dtype), token, back)  # [N*K, H]
-    inner = module._apply_gate(_GroupedLinear.apply(rows, gate_up, ends))  # [N*K, I]
-    inner = inner * top_k_weights.reshape(-1)[order, None].to(inner.dtype)
-    out = _GroupedLinear.apply(inner, down, ends)
-    return _Combine.apply(out, token, back).to(hidden.dtype)
 
+class _Up(torch.autograd.Function):
+    """out[r] = x[token[r]] @ weight[e] for row r of expert e; x [N, H], weight [E, H, I'] -> [rows, I'].
 
-class _Gather(torch.autograd.Function):
-    """rows[j] = x[token[j]]; backward sums each token's K rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, back: Tensor) -> Tensor:
-        ctx.back = back
-        return x.index_select(0, token)
+    Rows are gathered one expert at a time, again in the backward: they stay in the cache and cost no memory.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return embedding_bag(ctx.back, grad.contiguous(), mode="sum"), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """out[n] = sum of token n's K rows; backward hands every row its token's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, back: Tensor) -> Tensor:
-        ctx.token = token
-        return embedding_bag(back, rows, mode="sum")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.token), None, None
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """out[ends[e-1]:ends[e]] = x[ends[e-1]:ends[e]] @ weight[e] for weight [E, in, out]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.ends = ends
-        out = x.new_empty(len(x), weight.shape[2])
-        for e, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            if start < end:
-                torch.mm(x[start:end], weight[e], out=out[start:end])
+        ctx.token, ctx.place, ctx.ends = token, place, ends
+        out = x.new_empty(len(token), weight.shape[2])
+        for e, rows in _experts(ends):
+            multiply(x.index_select(0, token[rows]), weight[e], out[rows])
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = torch.empty_like(x)
+        grad_rows = x.new_empty(len(grad), x.shape[1])
         grad_weight = torch.zeros_like(weight)  # keeps the transposed layout, so the parameter's gradient is contiguous
-        for e, (start, end) in enumerate(zip([0, *ctx.ends[:-1]], ctx.ends, strict=True)):
-            if start < end:
-                torch.mm(grad[start:end], weight[e].T, out=grad_x[start:end])
-                grad_weight[e] = x[start:end].T @ grad[start:end]
-        return grad_x, grad_weight, None
+        for e, rows in _experts(ctx.ends):
+            multiply(grad[rows], weight[e].T, grad_rows[rows])
+            grad_weight[e] = products(x.index_select(0, ctx.token[rows]), grad[rows])
+        return embedding_bag(ctx.place, grad_rows, mode="sum"), grad_weight, None, None, None
+
+
+class _Down(torch.autograd.Function):
+    """out[n] = sum of x[r] @ weight[e] over the rows r of token n, each of an expert e.
+
+    x [rows, I], weight [E, I, H] -> [N, H]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.token, ctx.ends = token, ends
+        out = x.new_empty(len(x), weight.shape[2])
+        for e, rows in _experts(ends):
+            multiply(x[rows], weight[e], out[rows])
+        return embedding_bag(place, out, mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for e, rows in _experts(ctx.ends):
+            grad_rows = grad.index_select(0, ctx.token[rows])
+            multiply(grad_rows, weight[e].T, grad_x[rows])
+            grad_weight[e] = products(x[rows], grad_rows)
+        return grad_x, grad_weight, None, None, None
+
+
+def _experts(ends: list[int]) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) of every expert that has any."""
+    for e, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        if start < end:
+            yield e, slice(start, end)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)

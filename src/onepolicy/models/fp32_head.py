@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.models.linear import CPULinear
+from onepolicy.models.linear import plain
 
 
 class Fp32Head:
@@ -24,7 +24,7 @@ class Fp32Head:
         so that gradients reach them (and, tied, the embedding). UsageError, naming `field`, for a head of another kind.
         """
         head = model.get_output_embeddings()
-        if type(head) not in (nn.Linear, CPULinear):
+        if not plain(head):
             raise UsageError(
                 f"{field}: the output layer of {type(model).__name__} is {type(head).__name__}, not a plain linear "
                 "layer, so it is not known how to compute it in float32; leave the setting out"

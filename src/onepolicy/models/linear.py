@@ -20,8 +20,13 @@ def prepare(model: nn.Module, device: torch.device) -> None:
     """Make the linear layers of this model use `linear`. Parameters, names and hooks stay."""
     if device.type == "cpu" and available():
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if plain(module):
                 module.__class__ = CPULinear
+
+
+def plain(module: nn.Module) -> bool:
+    """Whether this is a linear layer and nothing more: torch's own or ours, no subclass of another library."""
+    return type(module) in (nn.Linear, CPULinear)
 
 
 @cache
@@ -36,11 +41,30 @@ class CPULinear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`. x [..., I], weight [O, I], bias [O] -> [..., O]"""
-    if x.dtype != torch.float32 or x.numel() * len(weight) < ENOUGH or torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") or not _worth_it(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
     return times(x, weight, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [M, O] = x [M, I] @ weight [I, O], without a graph."""
+    if _worth_it(x, weight.shape[1]):
+        out.copy_(times(x, weight.T))
+    else:
+        torch.mm(x, weight, out=out)
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x.T @ y without a graph: x [M, I], y [M, O] -> [I, O], the gradient of a weight."""
+    if not _worth_it(x, y.shape[1]):
+        return x.T @ y
+    return times(x.T.contiguous(), y.T) if x.shape[1] <= y.shape[1] else times(y.T.contiguous(), x.T).T
+
+
+def _worth_it(x: Tensor, width: int) -> bool:
+    return x.dtype == torch.float32 and x.numel() * width >= ENOUGH and available()
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -61,6 +85,6 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             times(grad, weight.T) if wants_x else None,
-            times(grad.T.contiguous(), x.T) if wants_weight else None,
+            products(grad, x) if wants_weight else None,
             grad.sum(0) if wants_bias else None,
         )
