@@ -55,6 +55,9 @@ _REPEAT = {
     "repeat/max_dlogp": "largest |log ratio| of the two [nats]",
     "repeat/routers": "routers whose own set of experts differs between the two [share]",
 }
+_PER_TURN = {
+    "mismatch/k3_turn@k": "k3 of the tokens of model turn k, from 0; from 8 on of turns k to 2k - 1 [nats]",
+}
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
     "train/response_length": "mean sampled tokens per episode [tokens]",
@@ -80,6 +83,7 @@ METRICS: dict[str, str] = {
     **_MISMATCH,
     **_ROUTING,
     **_PER_LAYER,
+    **_PER_TURN,
     "replay/missing_samples": "samples without any route, routed by the trainer (replay.missing = native) [samples]",
     "replay/native_rows": "slots without a route, routed by the trainer [share]",
     "replay/gate_mass": "scores of the replayed experts over those of the trainer's own (modes.gate_mass) [share]",
@@ -130,7 +134,10 @@ METRICS: dict[str, str] = {
     "eval/response_length": "mean tokens per evaluation answer [tokens]",
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _MISMATCH.items()},
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
-    **{f"counterfactual/{name}": f"{text}; scored without replay" for name, text in (_PER_LAYER | _REPEAT).items()},
+    **{
+        f"counterfactual/{name}": f"{text}; scored without replay"
+        for name, text in (_PER_LAYER | _PER_TURN | _REPEAT).items()
+    },
 }
 
 

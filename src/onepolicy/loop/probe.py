@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.interfaces import Learner
+from onepolicy.measure.attribution import k3_terms
 from onepolicy.measure.logprob import mismatch
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.types import TokenBatch
@@ -22,12 +23,29 @@ def measure(batch: TokenBatch) -> dict[str, float]:
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
     metrics = mismatch(batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment).metrics()
+    metrics |= per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.routing is not None and batch.routing_native is not None:
         metrics |= _disagreement(batch)
     if batch.gate_mass is not None:
         metrics |= replay_metrics(batch)
     return metrics
+
+
+TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers start here
+
+
+def per_turn(batch: TokenBatch) -> dict[str, float]:
+    """mismatch/k3_turn@k: where an episode has several turns, k3 of the tokens of turn k up to the next bin."""
+    mine = batch.trainable
+    turn = batch.turn[mine].long()
+    if not len(turn) or int(turn.max()) == 0:
+        return {}
+    assert batch.logp_old is not None
+    terms = k3_terms(batch.logp_old[mine], batch.logp_rollout[mine])
+    bins = torch.bucketize(turn, torch.tensor(TURNS), right=True) - 1
+    found = {k: terms[bins == i] for i, k in enumerate(TURNS)}
+    return {f"mismatch/k3_turn@{k}": float(part.mean()) for k, part in found.items() if len(part)}
 
 
 def _disagreement(batch: TokenBatch) -> dict[str, float]:
