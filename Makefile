@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train test test-slow vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent test test-slow vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -34,6 +34,14 @@ $(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requir
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
 	$(BIN)/onepolicy make-policy
 	$(BIN)/onepolicy train $(RECIPE)
+
+AGENT := runs/policies/agent_products
+train-agent: $(VENV)/.train ## the same in episodes with tools: a policy that guesses learns to call a calculator
+	test -d $(AGENT) || $(BIN)/onepolicy make-policy --out $(AGENT) layers=4 max_len=256 tokens_per_step=2048 steps=400 \
+	  mistakes=0.5 mistakes_from=0.6 task.kind=react task.max_turns=3 'task.instructions=""' \
+	  'task.tools=[{kind="calculator"}]' task.problems.kind=gym task.problems.name=products \
+	  task.problems.params.min_digits=2 task.problems.params.max_digits=2
+	$(BIN)/onepolicy train recipes/agent_products.toml
 
 # vLLM takes torch's threads over for its process, so its tests have one of their own: one engine for all of them.
 test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests
