@@ -188,12 +188,9 @@ def test_chunks_of_sequences_on_several_ranks_are_the_whole(config: CorrectionCo
 
 
 @EVERY
-@pytest.mark.parametrize("average", ["slots", "sequences"])
-@given(seed=SEEDS, size=st.integers(1, 12))
-@FEW
-def test_the_slots_worked_on_at_once_change_nothing(
-    config: CorrectionConfig, average: str, seed: int, size: int
-) -> None:
+@given(seed=SEEDS, average=st.sampled_from(["slots", "sequences"]), size=st.integers(2, 12))
+@settings(max_examples=3, deadline=None)
+def test_slots_worked_on_at_once_change_nothing(config: CorrectionConfig, seed: int, average: str, size: int) -> None:
     batch = random_batch(seed)
     whole = batch.reweight(config, average=average)
     with mock.patch.object(slots_module, "CHUNK", size):
