@@ -228,7 +228,7 @@ OUTPUT = [
     pytest.param(SamplesWhenGreedy, "temperature", "likeliest token in", marks=pytest.mark.slow),
 ]
 WEIGHTS = [
-    (KeepsItsWeights, "with the weights just pushed"),
+    (KeepsItsWeights, "nats from the weights just pushed"),
     pytest.param(DamagesExperts, "moved the log-probabilities", marks=pytest.mark.slow),
     (KeepsItsCache, "where prefixes were cached"),
 ]
@@ -281,7 +281,7 @@ def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch,
 
 
 def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):
-    assert main(["engine", "check", str(policy), *SETTINGS, "rollout.engine.lm_head=float32"]) == 0
+    assert main(["engine", "check", str(policy), "--engine", "hf", *SETTINGS, "rollout.engine.lm_head=float32"]) == 0
     printed = capsys.readouterr().out
     assert all(name.split()[0] in printed for name in NAMES)
     assert "FAIL" not in printed

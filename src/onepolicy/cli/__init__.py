@@ -16,7 +16,7 @@ from onepolicy.config.stored import read_config
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
@@ -28,6 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; `onepolicy train --resume RUN` continues from the last checkpoint", file=sys.stderr)
         return 130
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments. Settings may stand behind options too, where argparse by itself takes them for a mistake."""
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(w.startswith("-") or "=" not in w for w in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def parser() -> argparse.ArgumentParser:

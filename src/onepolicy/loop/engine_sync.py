@@ -19,11 +19,11 @@ from onepolicy.sync.local import push_weights
 from onepolicy.train.learner import LocalLearner
 from onepolicy.types import TokenBatch
 
-FLOOR = {"float32": 1e-6, "bfloat16": 2e-5}
-"""k3 nobody needs to explain [nats a token]: about 1.4e-3 and 6e-3 a token."""
-MARGIN = 10.0
-"""Times the k3 between the trainer and a copy of itself in the engine's dtype, on the same tokens."""
-CHANGE = 0.1
+FLOOR = {"float32": 5e-4, "bfloat16": 5e-3}
+"""`distance` nobody needs to explain [nats]."""
+MARGIN = 5.0
+"""Times the distance between the trainer and a copy of itself in the engine's dtype, on the same tokens."""
+CHANGE = 0.2
 """Relative noise on the matrices of the weights that are pushed to see whether the engine follows."""
 
 
@@ -45,10 +45,10 @@ class Copy:
         fp32_head.load_weights(self._model, self._learner.named_weights())
 
     def limit(self, batch: TokenBatch) -> float:
-        """Largest k3 of an engine of this dtype with the trainer on the tokens of a scored batch [nats a token]."""
+        """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
         rounded = self._scorer.score_without_replay(batch).logp_old
         assert rounded is not None
-        return max(FLOOR[self._dtype], MARGIN * distance(batch.replace(logp_rollout=rounded)))
+        return max(FLOOR[self._dtype], MARGIN * float(distance(batch.replace(logp_rollout=rounded)).max()))
 
 
 async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
@@ -67,22 +67,22 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
             await engine.reset_cache()
             fresh = await play(engine, plain.prompts, plain.sampling, numbers)
             score = scored(learner, fresh)
-            limit, now, behind = copy.limit(score), distance(score), distance(scored(learner, cached))
+            limit, now, behind = copy.limit(score), distance(score).max(), distance(scored(learner, cached)).max()
         await push_weights(learner, engine)
         back = await probe(engine, size)
     except (UsageError, TrainingError) as error:
         return Check("weight sync", False, str(error), mend)
-    old = distance(scored(learner, fresh))
+    old = distance(scored(learner, fresh)).max()
     wrong = None
     if not now <= limit:
-        wrong = f"k3 {now:.2g} nats a token with the weights just pushed, {old:.2g} with the ones before"
+        wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
     elif not behind <= limit:
-        wrong = f"k3 {behind:.2g} nats a token where prefixes were cached before the push, {now:.2g} where not"
+        wrong = f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
     elif not (back - before).abs().max() <= NOISE * (again - before).abs().max():
         wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
     if wrong is not None:
         return Check("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", mend)
-    followed = f"k3 {now:.2g} with them, {old:.2g} with the ones before"
+    followed = f"{now:.2g} nats off, {old:.2g} from the ones before"
     return Check("weight sync", True, f"the same weights move nothing; others are followed, cached or not: {followed}")
 
 
