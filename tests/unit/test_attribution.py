@@ -143,6 +143,7 @@ def test_tokens_of_a_tool_call():
     texts = ["so ", "<tool", "_call>", "{x}", "</tool_call>", " end", "<|tool_call|>", "y"]
     assert inside_calls(texts) == [False, True, True, True, True, False, True, True]
     assert inside_calls(["a<b", " and", " c>d"]) == [False, False, False]
+    assert inside_calls(["so", "\nAct", "ion: x[1]", "\n", "y"]) == [False, True, True, False, False]
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):

@@ -18,8 +18,10 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
 CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
 ECHO = 4  # tokens in a row, as they stand earlier in what was given to the policy, that make the last one an echo
-CALL = re.compile(r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>.*?(?:<\|?/\1\|?>|\Z)", re.DOTALL)
-"""Markup of a tool call in a response, as chat templates write it; one that is never closed reaches to the end."""
+CALL = re.compile(
+    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)|^Action:[^\n]*", re.MULTILINE
+)
+"""A tool call in a response: markup of chat templates (never closed, it reaches to the end), or a ReAct action line."""
 
 
 @dataclass(frozen=True, slots=True)
