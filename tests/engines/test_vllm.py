@@ -16,6 +16,7 @@ from onepolicy.envs import alphabet
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import _VLLMBatch
+from onepolicy.rollout.vllm.start import has_monolithic_kernel
 from onepolicy.sync.check import checked_push
 from onepolicy.train.policy import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
@@ -130,6 +131,13 @@ def test_warm_up_finds_routes_that_are_all_zeros(engine):
     with pytest.raises(UsageError, match=r"no MoE kernel was captured .*issues/54730"):
         _VLLMBatch(engine.llm, batch._routes, broken, 3).warm_up([3, 4, 5])
     assert engine.llm.get_num_unfinished_requests() == 0
+
+
+def test_kernels_say_whether_they_are_monolithic(engine):
+    """What rollout/vllm/start.py asks of every MoE layer."""
+    methods = [getattr(module, "quant_method", None) for module in engine.llm.apply_model(lambda m: m)[0].modules()]
+    assert [method.is_monolithic for method in methods if hasattr(method, "is_monolithic")] == [False] * 3
+    assert engine.llm.apply_model(has_monolithic_kernel) == [False]
 
 
 def test_threads_are_still_torchs(engine):

@@ -142,6 +142,7 @@ def test_routes_of_moe_layers_only_or_none_are_refused():
         ("0.30.0", [[1]], "expected base64 of an .npy file"),  # what 0.21 sends
         ("0.21.0", "QUJD", r"expected nested lists \[rows\]\[layers\]\[K\] of integers"),  # what 0.22 sends
         ("0.21.0", [[[1, 2]], [[1]]], "expected nested lists"),
+        ("0.21.0", [[[1, 2.5]]], "expected nested lists"),
         ("0.20.2", None, "no routes over HTTP"),
     ],
 )

@@ -125,9 +125,12 @@ def _nested_lists(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
         ("routed_experts", body["choices"][choice].get("routed_experts")),
     ):
         try:
-            parts.append(None if found is None else np.asarray(found, dtype=np.int16))
-        except (ValueError, TypeError, OverflowError) as error:
-            raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers: {error}") from error
+            rows = None if found is None else np.asarray(found)
+        except ValueError:  # rows of different lengths
+            rows = np.empty(0)
+        if rows is not None and (rows.dtype.kind != "i" or rows.ndim != 3):
+            raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers, got {str(found)[:40]}")
+        parts.append(rows)
     return _joined(*parts)
 
 
