@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from vllm_support import BLOCK, VOCAB, open_engine, play, prompts, ragged, stock
+from vllm_support import BLOCK, VOCAB, FakeLearner, open_engine, play, prompts, ragged, stock
 
 from onepolicy.cli import main
 from onepolicy.config import UsageError
@@ -165,16 +165,6 @@ def test_synced_engine_equals_a_fresh_one_of_the_saved_checkpoint(engine, models
         assert not torch.equal(ours.logp, before.logp)
         assert (ours.version == 2).all()
         assert {span.version for span in ours.routing.spans} == {2}
-
-
-class FakeLearner:
-    version = 0
-
-    def __init__(self, model):
-        self.model = model
-
-    def named_weights(self):
-        yield from self.model.state_dict().items()
 
 
 def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(engine, models, monkeypatch):

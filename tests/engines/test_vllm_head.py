@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import torch
-from test_vllm import CPU, VOCAB, FakeLearner, play, prompts
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm_support import VOCAB, FakeLearner, play, prompts
 
 from onepolicy.config import ModelConfig, VLLMEngineConfig
 from onepolicy.models.load import load_model, read_config
@@ -32,7 +32,7 @@ def test_float32_head_comes_nearer_to_the_trainer(tmp_path):
     made.lm_head.weight.data *= 8
     made.bfloat16().save_pretrained(tmp_path)
     source = ModelConfig(path=str(tmp_path))
-    model = load_model(source, torch.float32, CPU)
+    model = load_model(source, torch.float32, torch.device("cpu"))
     requests = [(prompt, Sampling(1.0, 60), i) for i, prompt in enumerate(prompts(16))]
     gaps, values = {}, {}
     for lm_head in ("same", "float32"):

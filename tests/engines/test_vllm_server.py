@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from vllm_support import BLOCK, CONFIG, MAX_LEN, VOCAB, open_engine, play, prompts, ragged, rules_of, stock
+from vllm_support import BLOCK, CONFIG, MAX_LEN, VOCAB, FakeLearner, open_engine, play, prompts, ragged, rules_of, stock
 
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
@@ -76,16 +76,6 @@ def connect(server, path, **settings):
 @pytest.fixture
 def remote(server, folders):
     return connect(server, folders[0])
-
-
-class FakeLearner:
-    version = 0
-
-    def __init__(self, model):
-        self.model = model
-
-    def named_weights(self):
-        yield from self.model.state_dict().items()
 
 
 def same(ours, theirs):
