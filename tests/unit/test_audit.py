@@ -289,6 +289,6 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     assert gap["low"] < 4e-3 - 1e-4 < gap["high"]
     assert gap["high"] - gap["low"] < 1e-3
     flat = " ".join(text.split())
-    assert "k3 is larger in b.parquet than in a.parquet, by 0.00" in flat
+    assert "k3 is larger in b.parquet than in a.parquet: 0.00" in flat
     same = run_audit([paths[0], paths[0]], {}, None, Console(record=True, width=120))
     assert "no difference is shown" in compared(same)

@@ -55,4 +55,4 @@ def compared(audited: Sequence[Audited]) -> str:
     if found.low <= 0 <= found.high:
         return f"k3 of {b.label} less that of {a.label} is {found.text()} nats a token: no difference is shown."
     word = "larger" if found.value > 0 else "smaller"
-    return f"k3 is {word} in {b.label} than in {a.label}, by {found.text()} nats a token."
+    return f"k3 is {word} in {b.label} than in {a.label}: {found.text()} nats a token."

@@ -12,7 +12,7 @@ import torch
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
-from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, line
+from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, line
 
 SECOND = Look("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80
@@ -23,7 +23,7 @@ EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)
 def figures(audited: Sequence[Audited]) -> list[Figure | Absent]:
     looks = (NEUTRAL, SECOND)
     pairs = list(zip(audited, looks[: len(audited)], strict=True))
-    return [_histogram(pairs), _extreme(pairs), *_curves(pairs)]
+    return [_histogram(pairs), _extreme(pairs), *_curves(pairs), _layers(pairs)]
 
 
 def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
@@ -73,7 +73,8 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
     scale = LogScale.of(*(shares for _, shares in curves.values()), top=1.0)
     data = [line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}") for a, look in pairs]
     end = max([2.2, *(taus[-1] for taus, _ in curves.values() if taus)])
-    ticks = [t for t in (1.0, 1.25, 2.0, 5.0) if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
+    small = (1.0, 1.25, 2.0, 5.0) if end < 50 else (1.0,)  # or they overlap on a phone
+    ticks = [t for t in small if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
     x = {
         "type": "log",
         "range": [0, math.log10(end)],
@@ -115,6 +116,20 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
         return [*out, Absent("reward", "Reward: the dump has no column reward.")]
     layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": marks}
     return [*out, Figure("reward", "Does reward fall after the onset?", "Mean over a step's rows.", rewards, layout)]
+
+
+def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
+    data = []
+    for each, look in pairs:
+        routes = each.tally.routes
+        if routes is not None and routes.slots:
+            shares = (routes.per_layer / routes.slots).tolist()
+            data.append(bars(each.label, list(range(len(shares))), shares, look))
+    if not data:
+        return Absent("layers", "Routers per layer: the dump has no columns routes_rollout and routes_trainer.")
+    note = "Share of tokens for which a layer's router chose another set of experts on the two sides."
+    layout = {"xaxis": axis("MoE layer, in the order of the dump"), "yaxis": axis("share", tickformat=".1%")}
+    return Figure("layers", "Routers that differ: no layer should stand out", note, data, layout)
 
 
 def _over_steps(

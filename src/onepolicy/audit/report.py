@@ -205,4 +205,7 @@ def _grounds(each: Audited) -> list[str]:
     """What to set, what the verdict rests on, and how it was reached; one sentence each."""
     said = each.verdict
     setting = [f"Set: {said.setting}"] if said.setting else []
+    if "correction.preset=" in said.setting:
+        name = said.setting.rpartition("=")[2]
+        setting.append(f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and others.")
     return [*setting, *(f"Because {text.removesuffix('.')}." for text in said.basis), *each.notes]
