@@ -58,6 +58,38 @@ def world_rows(
     return rows
 
 
+def with_routes(
+    rows: Rows, *, layers: int = 4, experts: int = 16, k: int = 4, noise: float = 0.02, seed: int = 0
+) -> Rows:
+    """Both sides route every token to the same experts but for one expert of a share `noise` of the routers."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for row in rows:
+        tokens = len(row["tokens"])
+        rollout = rng.random((tokens, layers, experts)).argsort(-1)[..., : k + 1]
+        trainer, differs = rollout[..., :k].copy(), rng.random((tokens, layers)) < noise
+        trainer[..., 0] = np.where(differs, rollout[..., k], trainer[..., 0])
+        both = {"routes_rollout": rollout[..., :k].reshape(-1).tolist(), "routes_trainer": trainer.reshape(-1).tolist()}
+        out.append(row | both | {"route_layers": layers, "route_top_k": k})
+    return out
+
+
+def moved_routes(rows: Rows, how: str) -> Rows:
+    """The rollout's routes one layer on, one row late, or of the next sample."""
+    out = []
+    for i, row in enumerate(rows):
+        ids = np.array(row["routes_rollout"]).reshape(len(row["tokens"]), row["route_layers"], row["route_top_k"])
+        match how:
+            case "layer":
+                ids = np.roll(ids, 1, axis=1)
+            case "row":
+                ids = np.roll(ids, 1, axis=0)
+            case "swap":
+                ids = np.array(rows[i ^ 1]["routes_rollout"]).reshape(ids.shape)
+        out.append(row | {"routes_rollout": ids.reshape(-1).tolist()})
+    return out
+
+
 def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
     import json
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from audit_support import gaussian_rows, world_rows, write_jsonl
+from audit_support import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -151,6 +152,47 @@ def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
         assert each.verdict.basis[0].startswith(f"{cause}: ")
     missing = "temperature" in " ".join(each.not_checked)
     assert missing == ("entropy" not in planted)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("layer", "the layer axis is moved by one"), ("row", "routes are one row late"), ("swap", "swapped")],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_moved_routes_are_named_with_what_is_beside_them(tmp_path, how, words, temperature) -> None:
+    rows = with_routes(world_rows(1, temperature=temperature, entropy=True))
+    moved = moved_routes(rows, how) if how != "swap" else [*moved_routes(rows[:2], how), *rows[2:]]
+    found = audited(tmp_path, moved).verdict
+    assert found.causes == ((*(["temperature"] if temperature != 1 else []), "routes")), found.text()
+    assert words in found.text()
+
+
+@pytest.mark.parametrize("planted", [{"shift": 1}, {"stale": 0.7}])
+def test_two_causes_in_one_dump(tmp_path, planted) -> None:
+    found = audited(tmp_path, world_rows(2, temperature=1.4, entropy=True, **planted)).verdict
+    assert found.causes == (next(iter(planted)), "temperature"), found.text()
+    assert CAUSES[next(iter(planted))] in found.sentence
+    assert CAUSES["temperature"] in found.sentence
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 1.0),
+    routes=st.floats(0, 0.15),
+    newest=st.integers(1, 4),
+    steps=st.sampled_from([1, 2, 24]),
+)
+@settings(max_examples=25, deadline=None)
+def test_whatever_a_clean_dump_holds_it_is_not_accused(seed, noise, routes, newest, steps) -> None:
+    rows = with_routes(world_rows(seed, noise=noise, entropy=True), noise=routes, seed=seed)
+    rng = np.random.default_rng(seed)
+    for i, row in enumerate(rows):
+        before = np.array(row["logp_trainer"]) - rng.exponential(0.3, len(row["tokens"]))
+        row |= {"version": int(rng.integers(newest)), "step": i % steps, "logp_previous": before.tolist()}
+        row |= {"logp_native": row["logp_trainer"], "turn": 0, "reward": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        found = audited(Path(folder), rows)
+    assert (found.verdict.causes, found.onset) in (((), None), (("routing",), None), (("numerics",), None))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -74,15 +74,30 @@ def test_plain_mismatch_is_never_accused(seed: int, noise: float, spread: float,
     assert causes(check(old, rollout, mask, entropy=entropy(w.logits))) == []
 
 
-@given(seed=st.integers(0, 10**6), kl=st.floats(1e-6, 1.0), jumps=st.floats(0, 0.01))
+@given(
+    seed=st.integers(0, 10**6),
+    kl=st.floats(1e-6, 1.0),
+    jumps=st.floats(0, 0.01),
+    masked=st.floats(0, 0.9),
+    newest=st.floats(0.01, 1),
+)
 @settings(max_examples=40, deadline=None)
-def test_gaussian_and_heavy_tailed_noise_is_never_accused(seed: int, kl: float, jumps: float) -> None:
+def test_gaussian_and_heavy_tailed_noise_is_never_accused(seed, kl, jumps, masked, newest) -> None:
     """Also with tokens here and there that one engine finds impossible, as quantised rollouts have."""
     g = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(MASK.shape, generator=g) * 6
     log_ratio = torch.randn(MASK.shape, generator=g) * math.sqrt(2 * kl) - kl
     log_ratio = torch.where(torch.rand(MASK.shape, generator=g) < jumps, -6.0, log_ratio)
-    assert causes(check((rollout + log_ratio).clamp(max=-1e-4), rollout)) == []
+    mask = torch.rand(MASK.shape, generator=g) >= masked
+    mask[0] = True
+    known = {"version": (torch.rand(MASK.shape, generator=g) < newest).long()}
+    known["entropy"] = (-rollout * 2 * torch.rand(MASK.shape, generator=g)).abs()
+    old = (rollout + log_ratio).clamp(max=-1e-4)
+    assert causes(check(old, rollout, mask, version=known["version"])) == []
+    kept = [
+        cause for cause in causes(check(old, rollout, mask, **known)) if cause != "support"
+    ]  # this entropy is noise
+    assert kept == []
 
 
 def test_the_same_weights_and_kernels_are_clean() -> None:

@@ -10,6 +10,10 @@ from torch import Tensor
 from onepolicy.correct.pairs import EXPLAINED, FEWEST, Finding, Pairs
 
 
+SURELY = 4.0
+"""Standard errors by which two parts of the pairs must differ."""
+
+
 def weights_and_sampling(pairs: Pairs) -> list[Finding]:
     """Stale weights; another temperature, or narrowed sampling. Where weights and temperature are both wrong, each is
     looked for behind what the other explains."""
@@ -50,7 +54,9 @@ def _stale(pairs: Pairs, beside: _Fit | None = None) -> tuple[Finding, Pairs] | 
     if version is not None and int(version.min()) < int(version.max()):
         old, gaps = version < version.max(), left(pairs)
         older, now = float(gaps[old].mean()), float(gaps[~old].mean())
-        if older > 1e-3 and now < EXPLAINED * older:
+        parts = int(old.sum()), int((~old).sum())
+        error = float(gaps.std()) * sum(1 / n for n in parts) ** 0.5  # of the difference, were both alike
+        if older > 1e-3 and now < EXPLAINED * older and min(parts) >= FEWEST and older - now > SURELY * error:
             finding = Finding(
                 "stale",
                 f"{int(old.sum())} slots were sampled by older weights, with mean |log rho| {older:.3g} nats against "
@@ -80,6 +86,9 @@ def _temperature(pairs: Pairs) -> _Fit | None:
     (weights, of_rollout), (_, of_old) = _linear(pairs, pairs.rollout), _linear(pairs, pairs.old)
     explained, slope = min(of_rollout, of_old), float(weights[0])
     if explained < 0.5 or abs(slope) < 0.05:
+        return None
+    left = pairs.old - pairs.rollout - _design(pairs, pairs.rollout) @ weights
+    if left.abs().median() > 0.8 * pairs.gap.median():  # it explains a few far tokens only
         return None
     finding = Finding(
         "temperature",
