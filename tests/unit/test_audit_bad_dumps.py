@@ -279,6 +279,129 @@ def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
     figures([each])
 
 
+arrow_values = st.sampled_from(
+    [
+        pa.array([[1, 2], [3]]),
+        pa.array([[-1.0, -2.0], [-3.0]]),
+        pa.array([[-1.0, None], [-3.0]]),
+        pa.array([[True, True], [True]]),
+        pa.array([[1.0, 0.0], [1.0]]),
+        pa.array([[1, 2], None]),
+        pa.array([[[1], [2]], [[3]]]),
+        pa.array([["a", "b"], ["c"]]),
+        pa.array([[], []], pa.list_(pa.float32())),
+        pa.array([[None, None], [None]]),
+        pa.array([None, None]),
+        pa.array([1, 2]),
+        pa.array([0.5, float("nan")]),
+        pa.array([{"a": 1}, {"a": 2}]),
+        pa.array([[1, 2], [3, 4]], pa.list_(pa.uint64(), 2)),
+        pa.array([2**60, -(2**60)]),
+        pa.array(["x", "y"]).dictionary_encode(),
+        pa.array([[0.5, 1.5], [2.5]], pa.list_(pa.float16())),
+        pa.array([b"1", b"2"]),
+    ]
+)
+
+
+@given(columns=st.dictionaries(st.sampled_from(sorted(COLUMNS)), arrow_values), good=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_fuzz_of_arrow_types(columns, good) -> None:
+    logp = pa.array([[-1.0, -2.0], [-3.0]])
+    base = {
+        "tokens": pa.array([[1, 2], [3]]),
+        "mask": pa.array([[1, 1], [1]]),
+        "logp_rollout": logp,
+        "logp_trainer": logp,
+    }
+    columns = (base if good else {}) | columns
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "d.parquet"
+        pq.write_table(pa.table(columns), path)
+        _survives(path)
+
+
+tensors = st.dictionaries(
+    st.sampled_from(["logp_rollout", "logp_trainer", "logp_trainer_native", "entropy", "version", "tokens", "segment"])
+    | st.sampled_from(["routes_rollout", "routes_trainer"]),
+    st.sampled_from(
+        [
+            torch.zeros(0),
+            -torch.ones(4),
+            torch.tensor(1.0),
+            torch.arange(4),
+            torch.full((4,), math.nan),
+            torch.zeros(2, 2),
+            torch.zeros(4, 1, 2, dtype=torch.int32),
+            torch.full((9, 1, 2), -7),
+            torch.ones(4, dtype=torch.bool),
+            -torch.ones(4).bfloat16(),
+        ]
+    ),
+)
+
+
+@given(tensors=tensors, good=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_fuzz_of_our_probes(tensors, good) -> None:
+    base = {"logp_rollout": -torch.ones(4), "logp_trainer": -torch.ones(4), "entropy": torch.ones(4)}
+    base |= dict.fromkeys(("version", "tokens", "segment"), torch.arange(4))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "probes").mkdir()
+        for file in ("metrics.jsonl", "config.json"):
+            (folder / file).write_text("{}")
+        chosen = (base if good else {}) | tensors
+        save_file({key: value.clone() for key, value in chosen.items()}, folder / "probes" / "step_00001.safetensors")
+        _survives(folder)
+
+
+payloads = st.recursive(
+    st.sampled_from([None, 1, -1.5, "x", "7", torch.arange(3), -torch.ones(2), torch.tensor(1), torch.zeros(0)]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "samples",
+                    "rollout_data",
+                    "rollout_id",
+                    "rank",
+                    "cp_size",
+                    "tokens",
+                    "loss_masks",
+                    "log_probs",
+                    "rollout_log_probs",
+                    "entropy",
+                    "weight_versions",
+                    "sample_index",
+                    "sample_indices",
+                ]
+            ),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(payload=payloads, sample=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_fuzz_of_slime_dumps(payload, sample) -> None:
+    from onepolicy.audit.export.slime import convert
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.save({"samples": [payload]} if sample else payload, folder / "0.pt")
+        message = ""
+        try:
+            convert(folder, folder / "out")
+        except UsageError as error:
+            message = str(error)
+        assert message.startswith(str(folder)) or not message
+
+
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_fuzz_of_bytes(data) -> None:

@@ -46,7 +46,7 @@ def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
 
             def take(name: str) -> Part:
-                return lambda start, stop: _numpy(slices[name][start:stop])
+                return lambda start, stop: as_numpy(slices[name][start:stop])
 
             yield from read_arrays(str(path), shapes, mapping, take)
     except (SafetensorError, OSError) as error:
@@ -79,7 +79,7 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             raise UsageError(f"{path}: column {name}: holds {type(value).__name__}; expected a dense tensor")
-    arrays = {name: _numpy(value) for name, value in tensors.items()}
+    arrays = {name: as_numpy(value) for name, value in tensors.items()}
     yield from read_arrays(str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays))
 
 
@@ -87,7 +87,7 @@ def _of(arrays: Mapping[str, Array]) -> Callable[[str], Part]:
     return lambda name: lambda start, stop: arrays[name][start:stop]
 
 
-def _numpy(tensor: torch.Tensor) -> Array:
+def as_numpy(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach()
     return (tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor).numpy()
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
+from onepolicy.audit.arrays import as_numpy
 from onepolicy.audit.check import assemble
 from onepolicy.audit.schema import Array, Block, Ragged
 from onepolicy.config import UsageError
@@ -39,7 +40,7 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
 
 def _columns(path: Path, step: int) -> dict[str, Ragged]:
     try:
-        tensors = load_file(path)
+        tensors = {name: as_numpy(tensor) for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
     if lacking := [name for name in (*PER_TOKEN, "segment") if name not in tensors]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from onepolicy.correct.pairs import EXPLAINED, FEWEST, Finding, Pairs
 
-
 SURELY = 4.0
 """Standard errors by which two parts of the pairs must differ."""
 

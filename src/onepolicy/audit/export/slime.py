@@ -30,15 +30,15 @@ def convert(source: Path | str, folder: Path | str) -> int:
     written = 0
     for path in paths:
         found = load_pt(path)
-        rollout = int(found.get("rollout_id", -1))
+        rollout, rank = (_whole(path, name, found.get(name, 0)) for name in ("rollout_id", "rank"))
         rows = []
         for number, sample in enumerate(samples(path, found)):
-            key = (rollout, int(sample.get("sample_index", number)))
+            key = (rollout, _whole(path, "sample_index", sample.get("sample_index", number)))
             if "log_probs" in sample and key not in seen:  # other pipeline stages have none
                 seen.add(key)
                 rows.append(row(path, sample) | {"step": rollout})
         if rows:
-            write_step(folder, rollout, rows, rank=int(found.get("rank", 0)))
+            write_step(folder, rollout, rows, rank=rank)
             written += len(rows)
     if not written:
         mend = "let the trainer score, without --use-rollout-logprobs"
@@ -46,34 +46,64 @@ def convert(source: Path | str, folder: Path | str) -> int:
     return written
 
 
-def samples(path: Path, found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def samples(path: Path, found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """One dict a sample: slime's list (format_version 2), or miles' columns."""
-    if "samples" in found:
-        yield from found["samples"]
-        return
-    if "rollout_data" not in found:
+    if not ({"samples", "rollout_data"} & found.keys()):
         raise UsageError(f"{path}: neither samples nor rollout_data; is it a --save-debug-train-data file?")
-    if found.get("cp_size", 1) > 1:
+    if found.get("cp_size", 1) != 1:
         raise UsageError(f"{path}: holds one rank's slices of context parallelism; dump with --context-parallel-size 1")
-    columns = found["rollout_data"]
-    count = len(columns["tokens"])
-    names = {name: name for name in ("tokens", "entropy", "rewards", "weight_versions", *PER_TOKEN)}
-    for i in range(count):
-        sample = {ours: columns[theirs][i] for theirs, ours in names.items() if columns.get(theirs) is not None}
-        yield sample | ({"sample_index": columns["sample_indices"][i]} if "sample_indices" in columns else {})
+    if "samples" in found:
+        yield from (
+            _expect(path, sample, dict, "a sample") for sample in _expect(path, found["samples"], list, "samples")
+        )
+        return
+    columns = _expect(path, found["rollout_data"], dict, "rollout_data")
+    names = {name: name for name in ("tokens", "entropy", "weight_versions", *PER_TOKEN)}
+    known = {
+        ours: _expect(path, columns[theirs], list, theirs)
+        for ours, theirs in (names | {"sample_index": "sample_indices"}).items()
+        if columns.get(theirs) is not None
+    }
+    if len({len(values) for values in known.values()}) > 1:
+        raise UsageError(f"{path}: columns of rollout_data differ in length")
+    for i in range(len(known.get("tokens", ()))):
+        yield {name: values[i] for name, values in known.items()}
 
 
 def row(path: Path, sample: Mapping[str, Any]) -> dict[str, Any]:
     """The response of a sample: log-probabilities and mask are of its last tokens."""
-    lacking = [name for name in PER_TOKEN if name not in sample]
+    lacking = [name for name in (*PER_TOKEN, "tokens") if name not in sample]
     if lacking:
         raise UsageError(f"{path}: samples have no {', '.join(lacking)}")
-    made = {ours: torch.as_tensor(sample[theirs]).tolist() for theirs, ours in PER_TOKEN.items()}
-    made["tokens"] = torch.as_tensor(sample["tokens"]).tolist()[-len(made["mask"]) :]
-    if "entropy" in sample:
-        made["entropy"] = torch.as_tensor(sample["entropy"]).tolist()
-    versions = [int(v) for v in sample.get("weight_versions") or () if str(v).isdigit()]
+    names = PER_TOKEN | {name: name for name in ("tokens", "entropy") if name in sample}
+    made = {ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()}
+    made["tokens"] = made["tokens"][max(0, len(made["tokens"]) - len(made["mask"])) :]
+    given = sample.get("weight_versions")  # as strings, one a turn
+    versions = [int(v) for v in (given if isinstance(given, list) else ()) if str(v).isdecimal()]
     return made | ({"version": min(versions)} if versions else {})
+
+
+def _numbers(path: Path, name: str, value: Any) -> list[Any]:
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(())
+    if found.dim() != 1:
+        raise UsageError(f"{path}: {name} of a sample is not a list of numbers")
+    listed: list[Any] = found.tolist()
+    return listed
+
+
+def _whole(path: Path, name: str, value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    raise UsageError(f"{path}: {name} is {str(value)[:40]}; expected a whole number")
+
+
+def _expect(path: Path, value: Any, kind: type, name: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise UsageError(f"{path}: {name} is of type {type(value).__name__}; expected {kind.__name__}")
 
 
 if __name__ == "__main__":
