@@ -93,6 +93,7 @@ def alone(engine, requests):
 def test_served_at_its_start_as_in_this_process(remote, engine):
     """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
+    requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
     requests += [((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)]
     asyncio.run(remote.reset_cache())
     for ours, theirs in zip(alone(remote, requests), alone(engine, requests), strict=True):

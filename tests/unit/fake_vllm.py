@@ -7,12 +7,21 @@ import io
 import json
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from http_support import Reply, Request, Server
 from safetensors.numpy import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.config import ModelConfig, VLLMServerConfig
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.types import Sampling
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
 SENT = {
@@ -26,12 +35,65 @@ SENT = {
     "logprobs",
     "detokenize",
 } | {"routed_experts_prompt_start"}
+HF = Qwen3MoeConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=LAYERS,
+    num_experts=EXPERTS,
+    num_experts_per_tok=TOP_K,
+    moe_intermediate_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=96,
+    initializer_range=0.7,
+)
+RULES = RouteRules(tuple(range(LAYERS)), EXPERTS, TOP_K, "error")
+TABLE = "model.embed_tokens.weight"
+GENERATE = "/inference/v1/generate"
+
+
+def make_checkpoints(base):
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(HF)
+        model.save_pretrained(base / str(seed))
+        made.append((str(base / str(seed)), model))
+    return made
+
+
+@contextmanager
+def serving(checkpoints):
+    fake = FakeVLLM(checkpoints[0][0], shape_of(HF))
+    with fake.server:
+        yield fake
+
+
+def engine_of(fake, **settings):
+    config = VLLMServerConfig(**{"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": 5.0} | settings)
+    return VLLMServer(ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96)
+
+
+def connected(fake, **settings):
+    engine = engine_of(fake, **settings)
+    with engine.client.starting():
+        asyncio.run(engine.connect())
+    engine.take_metrics()
+    return engine
+
+
+def one(engine, prompt=(3, 4, 5), **sampling):
+    """The completion of one request."""
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 6} | sampling)
+    return asyncio.run(engine.generate(list(prompt), sampling, seed=7))
 
 
 def embedding(path: str) -> np.ndarray:
     for file in Path(path).glob("*.safetensors"):
         for name, tensor in load_file(file).items():
-            if name == "model.embed_tokens.weight":
+            if name == TABLE:
                 return tensor
     raise FileNotFoundError(path)
 

@@ -45,12 +45,12 @@ async def handshake(
     told = await describe(client)
     _check_settings(client, told, version, text, config, caps)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
-    most = told["max_logprobs"] if told["max_logprobs"] >= 0 else reader.vocab
+    most = told["max_logprobs"] if told["max_logprobs"] >= 0 else reader.vocab  # the sampled token takes one of them
     return Served(
         model=told["model"],
         weights=await stamp_of(client),
         first_probe=told["first_probe"],
-        top_logprobs=max(min(most, reader.vocab) - 1, 0),  # the sampled token takes one
+        top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
         reader=reader,
     )
 

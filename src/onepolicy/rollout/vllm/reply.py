@@ -1,4 +1,5 @@
-"""One reply of /inference/v1/generate: checked field by field, because nothing behind it can tell a wrong one."""
+"""Requests to /inference/v1/generate and their replies, which are checked field by field: nothing behind can tell a
+wrong one."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from onepolicy.config import UsageError
@@ -17,6 +19,28 @@ from onepolicy.types import Completion, Finish, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # what vLLM writes for a log-probability it does not have, and for minus infinity
 PREFIX = "token_id:"
+
+
+def parameters(sampling: Sampling, seed: int, *, first: int, vocab: int) -> dict[str, Any]:
+    """vLLM's sampling_params. first: slot whose routes are the first wanted."""
+    asked = sampling.top_logprobs
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": True,  # only our stop tokens stop
+        "seed": seed,
+        "logprobs": min(asked + 1, vocab) if asked else 0,  # vLLM cuts the list behind the sampled token, its first
+        "detokenize": False,
+        "routed_experts_prompt_start": first,
+    }
+
+
+def continued(seed: int, done: int) -> int:
+    """Seed of a request's rest after `done` tokens: its first numbers must not be those of the beginning again."""
+    return int(np.random.SeedSequence([seed, done]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +173,7 @@ def _logp(
 
 
 def _likeliest(entries: list[Any], vocab: int, asked: int) -> tuple[list[int], list[float]]:
-    """vLLM lists the sampled token first and cuts the list there, so one more than `asked` was asked for."""
+    """Of the sampled token and the likeliest ones, in no order that is relied on."""
     pairs = sorted((_entry(entry, vocab) for entry in entries), key=lambda pair: -pair[1])[:asked]
     if len(pairs) < asked:
         raise Malformed(f"top_logprobs: {len(pairs)} of {asked} tokens")

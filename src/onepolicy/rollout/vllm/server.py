@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
@@ -25,7 +24,7 @@ from onepolicy.rollout.probabilities import check_probabilities
 from onepolicy.rollout.traffic import Traffic, here
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
-from onepolicy.rollout.vllm.reply import Part, joined
+from onepolicy.rollout.vllm.reply import Part, continued, joined, parameters
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
@@ -211,10 +210,8 @@ class VLLMServer:
         async with self._here().admitted():
             if self.version < 0:
                 raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
-            pauses = self._pauses
-            read = partial(
-                self._known.reader.part, prompt=len(path), first=first, sampling=sampling, version=self.version
-            )
+            pauses, known = self._pauses, self._known.reader
+            read = partial(known.part, prompt=len(path), first=first, sampling=sampling, version=self.version)
 
             def parse(reply: Any) -> Part:
                 part = read(reply)
@@ -222,7 +219,7 @@ class VLLMServer:
                     raise Malformed("no token, and nothing of ours aborted the request")
                 return part
 
-            body = {"token_ids": path, "sampling_params": parameters(sampling, seed, first)}
+            body = {"token_ids": path, "sampling_params": parameters(sampling, seed, first=first, vocab=known.vocab)}
             part = await self.client.post("/inference/v1/generate", body, parse=parse, confirm=self.confirm_weights)
             return part, pauses != self._pauses
 
@@ -251,27 +248,6 @@ class VLLMServer:
     def _here(self) -> Traffic:
         self._traffic = here(self._traffic, self.config.slots)
         return self._traffic
-
-
-def parameters(sampling: Sampling, seed: int, first: int = 0) -> dict[str, Any]:
-    """vLLM's sampling_params. first: slot whose routes are the first wanted."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": list(sampling.stop),
-        "ignore_eos": True,  # only our stop tokens stop
-        "seed": seed,
-        "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,  # see reply.py
-        "detokenize": False,
-        "routed_experts_prompt_start": first,
-    }
-
-
-def continued(seed: int, done: int) -> int:
-    """Seed of a request's rest after `done` tokens: its first numbers must not be those of the beginning again."""
-    return int(np.random.SeedSequence([seed, done]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _results(reply: Any) -> list[Any]:
