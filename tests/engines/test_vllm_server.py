@@ -150,36 +150,37 @@ def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, fol
         asyncio.run(remote.load_weights(models[0].state_dict().items(), 1))
 
 
-async def tokens_sampled(remote):
-    """By the server, since it started."""
-    text = await remote.client.get("/metrics")
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_total"))
-
-
 def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, models):
     remote = connect(server, folders[0])
     paths = prompts(24)
+    updated = asyncio.Event()
+
+    async def busy(i):
+        """Requests one after the other, of another length than the neighbours', until the weights have changed."""
+        while True:
+            done = await remote.generate(paths[i], Sampling(1.0, 20 + 2 * i), seed=i)
+            if updated.is_set():
+                return done
 
     async def interrupted():
-        before = await tokens_sampled(remote)
-        requests = [asyncio.create_task(remote.generate(p, Sampling(1.0, 70), seed=i)) for i, p in enumerate(paths)]
-        while await tokens_sampled(remote) < before + 100:
-            await asyncio.sleep(0.005)
+        tasks = [asyncio.create_task(busy(i)) for i in range(24)]
+        await asyncio.sleep(0.3)
         await remote.pause()
         await remote.load_weights(models[1].state_dict().items(), 4)
+        updated.set()
         await remote.resume()
-        return await asyncio.gather(*requests)
+        return await asyncio.gather(*tasks)
 
     spanning = 0
     for prompt, done in zip(paths, asyncio.run(interrupted()), strict=True):
-        kept = int((done.version == 0).sum())
-        assert done.version.tolist() == [0] * kept + [4] * (70 - kept)
+        total, kept = len(done.token_ids), int((done.version == 0).sum())
+        assert done.version.tolist() == [0] * kept + [4] * (total - kept)
         check_completion(done, prompt, remote._routes, "sample")
         first, second = (stock(model, prompt, done.token_ids) for model in models)
         logits = torch.cat([first[0][:kept], second[0][kept:]])  # the rest was computed anew, by the new weights
         logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
-        if not 0 < kept < 70:
+        if not 0 < kept < total:
             continue
         spanning += 1
         old = len(prompt) + kept - 1  # slots fed before the pause
@@ -190,11 +191,11 @@ def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, mo
             (0, len(prompt), "prefill", 0),
             (len(prompt), kept - 1, "decode", 0),
             (old, 1, "prefill", 4),
-            (old + 1, 70 - kept - 1, "decode", 4),
+            (old + 1, total - kept - 1, "decode", 4),
         ]
         found = [(s.start, s.length, s.source, s.version) for s in done.routing.spans]
         assert found == [span for span in spans if span[1]]
-    assert spanning >= 12
+    assert spanning >= 6
     assert remote.take_metrics()["rollout/requests_resumed"] >= spanning
 
 
