@@ -28,13 +28,14 @@ START_S = 600
 class ServerProcess:
     """`onepolicy engine serve` and what it says."""
 
-    def __init__(self, folder, log, port=None):
+    def __init__(self, folder, log, port=None, token_env=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = port or free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
-        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port), str(folder)]
+        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port)]
+        serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
         with log.open("ab") as file:
             self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)
 
@@ -227,7 +228,7 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
         )
 
 
-def recipe(tmp_path, folder, server):
+def recipe(tmp_path, folder, server, more=""):
     path = tmp_path / "recipe.toml"
     path.write_text(
         f"""
@@ -243,7 +244,7 @@ def recipe(tmp_path, folder, server):
         prompts_per_step = 2
         group_size = 4
         sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1 }}
+        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1{more} }}
         """
     )
     return path
@@ -272,12 +273,15 @@ def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd):
-    """Killed in the middle of a step: one error, nothing written of that step; it resumes on a new server."""
-    server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
+def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkeypatch):
+    """Killed in the middle of a batch: one error; the run resumes on a new server. Both want a token."""
+    monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
+    server = ServerProcess(folders[0], tmp_path / "log", token_env="ENGINE_TOKEN").wait_until_ready()
     try:
-        remote = connect(server, folders[0], retries=1)
-        assert main(["train", str(recipe(tmp_path, folders[0], server))]) == 0
+        with pytest.raises(UsageError, match=r"/version; got status 401"):
+            connect(server, folders[0])
+        remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
+        assert main(["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]) == 0
 
         async def dies():
             requests = [asyncio.create_task(remote.generate([3, i], Sampling(1.0, 90), seed=i)) for i in range(8)]
@@ -290,7 +294,7 @@ def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd):
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 2
         assert "Is the vLLM server running there" in capfd.readouterr().err
         check_steps(tmp_path, 2)
-        server = ServerProcess(folders[0], tmp_path / "log of another", server.port).wait_until_ready()
+        server = ServerProcess(folders[0], tmp_path / "log of another", server.port, "ENGINE_TOKEN").wait_until_ready()
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
         check_steps(tmp_path, 4)
     finally:

@@ -149,7 +149,7 @@ class EngineClient:
                 response = await client.request(method, self.url + path, **content)
         except TimeoutError:
             raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:  # also a body that cannot be decoded
             raise _NoReply(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code >= 500:
             raise _NoReply(_status(response))
