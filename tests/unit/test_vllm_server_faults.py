@@ -64,8 +64,8 @@ def spoiled_logp(reply, value):
 
 def malformed():
     rows = routes_of(range(8))
-    yield "no choices", lambda reply: {"usage": reply["usage"]}, "choices: expected list"
-    yield "no tokens", lambda reply: edited(reply, token_ids=None), "token_ids: expected list"
+    yield "no choices", lambda reply: {"usage": reply["usage"]}, "choices is NoneType, expected list"
+    yield "no tokens", lambda reply: edited(reply, token_ids=None), "token_ids is NoneType, expected list"
     yield "a token too many", lambda reply: edited(reply, token_ids=[1] * 7), "logprobs: 6 for 7 tokens"
     yield "a token outside", lambda reply: edited(reply, token_ids=[1, 2, 3, 4, 5, 32]), "'32' is no token id in 0..31"
     yield "another token's", lambda reply: edited(reply, token_ids=[0] * 5 + [1]), "logprobs: of token"
@@ -170,10 +170,19 @@ def test_nobody_unmanaged_and_unextended_servers_are_refused(fake):
         connected(fake)
 
 
+def test_a_server_without_our_extension_or_with_an_older_one_is_refused(fake):
+    fake.told = {"colour": "red"}
+    with pytest.raises(UsageError, match=r"another version of onepolicy \(.*'colour'"):
+        connected(fake)
+    fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "no attribute 'onepolicy_describe'"}, 500)
+    with pytest.raises(UsageError, match=r"no attribute 'onepolicy_describe'.*worker extension.*engine serve"):
+        connected(fake)
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"shape": {"vocab_size": 99}}, "another model: its hidden_size is None, model.path's 8"),
+        ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
         ({"shape": shape_of(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
         ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
         ({"quantization": "fp8"}, "quantised by fp8"),

@@ -32,6 +32,14 @@ class Malformed(ValueError):
     """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
 
 
+def field(of: Any, name: str, kind: type) -> Any:
+    """of[name], if `of` is a JSON object that has it, of this kind. Malformed if not."""
+    value = of.get(name) if isinstance(of, dict) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise Malformed(f"{name} is {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
 class _NoReply(Exception):
     """An attempt that another one may mend."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from onepolicy.config import TrainingError
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import Malformed
+from onepolicy.rollout.http import Malformed, field
 from onepolicy.types import RouteSource, RouteSpan, RoutingTrace, Sampling
 
 
@@ -99,13 +99,13 @@ def parse(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], in
 
 
 def _part(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], int]) -> Part:
-    meta = _field(reply, "meta_info", dict)
-    tokens = _field(reply, "output_ids", list)
+    meta = field(reply, "meta_info", dict)
+    tokens = field(reply, "output_ids", list)
     aborted = _finish(meta, tokens, asked, model) == "abort"
     n, fed = len(tokens), len(asked.path)
     logp = _logp(meta, tokens, asked)
     runs = _runs(meta, n, version_of)
-    if n and (_field(meta, "prompt_tokens", int), _field(meta, "completion_tokens", int)) != (fed, n):
+    if n and (field(meta, "prompt_tokens", int), field(meta, "completion_tokens", int)) != (fed, n):
         raise Malformed(
             f"it counts {meta['prompt_tokens']} + {meta['completion_tokens']} tokens, but {fed} were sent and {n} came"
         )
@@ -117,17 +117,10 @@ def _part(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], in
     return Part(torch.tensor(tokens, dtype=torch.int32), logp, version, aborted, top_ids, top_logp, routing)
 
 
-def _field(of: Any, name: str, kind: type) -> Any:
-    value = of.get(name) if isinstance(of, dict) else None
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise Malformed(f"{name} is {type(value).__name__}, expected {kind.__name__}")
-    return value
-
-
 def _finish(meta: dict, tokens: list[int], asked: Asked, model: Model) -> str:
     if not all(type(token) is int and 0 <= token < model.vocab for token in tokens):
         raise Malformed(f"output_ids are not all token ids in 0..{model.vocab - 1}; is it this model's server?")
-    kind = _field(_field(meta, "finish_reason", dict), "type", str)
+    kind = field(field(meta, "finish_reason", dict), "type", str)
     if kind not in ("stop", "length", "abort"):
         raise Malformed(f"finish_reason {kind!r} is none of stop, length, abort")
     n, most = len(tokens), asked.sampling.max_tokens
@@ -139,12 +132,12 @@ def _finish(meta: dict, tokens: list[int], asked: Asked, model: Model) -> str:
 
 def _logp(meta: dict, tokens: list[int], asked: Asked) -> Tensor:
     """[n] float32, of the distribution that was sampled from."""
-    entries = _field(meta, "output_token_logprobs", list)
+    entries = field(meta, "output_token_logprobs", list)
     if [entry[1] for entry in entries] != tokens:
         raise Malformed("output_token_logprobs are not those of output_ids, token by token")
     values = [entry[0] for entry in entries]
     if is_narrowed(asked.sampling) and tokens:
-        values = _field(meta, "output_token_sampling_logprobs", list)
+        values = field(meta, "output_token_sampling_logprobs", list)
         if len(values) != len(tokens):
             raise Malformed(f"{len(values)} output_token_sampling_logprobs for {len(tokens)} tokens")
     if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
@@ -157,7 +150,7 @@ def _logp(meta: dict, tokens: list[int], asked: Asked) -> Tensor:
 def _top(meta: dict, n: int, asked: int) -> tuple[Tensor | None, Tensor | None]:
     if not asked:
         return None, None
-    rows = _field(meta, "output_top_logprobs", list)
+    rows = field(meta, "output_top_logprobs", list)
     if len(rows) != n or any(len(row) != asked for row in rows):
         raise Malformed(f"output_top_logprobs are not {n} rows of {asked}")
     ids = torch.tensor([[entry[1] for entry in row] for row in rows], dtype=torch.int32).view(n, asked)
@@ -166,7 +159,7 @@ def _top(meta: dict, n: int, asked: int) -> tuple[Tensor | None, Tensor | None]:
 
 def _runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[tuple[int, int, int]]:
     """(start, end, version) of the n tokens, in order, without gaps."""
-    spans = _field(meta, "weight_versions", list)
+    spans = field(meta, "weight_versions", list)
     runs = [(span["start"], span["end"], version_of(span["version"])) for span in spans]
     bounds = [0, *(end for _, end, _ in runs)]
     if [start for start, _, _ in runs] != bounds[:-1] or bounds[-1] != n or (n and not runs):
@@ -193,7 +186,7 @@ def _trace(
             f"in int32 have {rows * model.depth * rules.top_k * 4}"
         )
     ids = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, model.depth, rules.top_k)
-    segments, foreign = _origin(runs, asked, _field(meta, "cached_tokens", int), _field(meta, "num_retractions", int))
+    segments, foreign = _origin(runs, asked, field(meta, "cached_tokens", int), field(meta, "num_retractions", int))
     valid = torch.ones(rows, dtype=torch.bool)
     valid[max(foreign[0] - asked.first_row, 0) : max(foreign[1] - asked.first_row, 0)] = False
     trace = trace_from(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,12 @@ from transformers import PreTrainedConfig
 from onepolicy.config import UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.http import EngineClient, Malformed, field
 from onepolicy.rollout.vllm.contract import contract_of
 from onepolicy.rollout.vllm.known_bad import Deployment, parse_version, refuse_known_bad
 from onepolicy.rollout.vllm.reply import Reader
 from onepolicy.rollout.vllm.start import check_version
-from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.rollout.vllm.worker import Description, shape_of
 
 OLDEST = (0, 28)
 """First version with the endpoints used here, by its source. Run: 0.30 on the CPU."""
@@ -40,36 +39,46 @@ async def handshake(
     client: EngineClient, text: PreTrainedConfig, config: VLLMServerConfig, caps: EngineCaps, routes: RouteRules | None
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
-    version = await client.get("/version", parse=lambda reply: _field(reply, "version", str))
+    version = await client.get("/version", parse=lambda reply: field(reply, "version", str))
     await _check_endpoints(client)
     told = await describe(client)
     _check_settings(client, told, version, text, config, caps)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
-    most = told["max_logprobs"] if told["max_logprobs"] >= 0 else reader.vocab  # the sampled token takes one of them
+    most = told.max_logprobs if told.max_logprobs >= 0 else reader.vocab  # the sampled token takes one of them
     return Served(
-        model=told["model"],
+        model=told.model,
         weights=await stamp_of(client),
-        first_probe=told["first_probe"],
+        first_probe=told.first_probe,
         top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
         reader=reader,
     )
 
 
-async def describe(client: EngineClient) -> dict[str, Any]:
-    """What rollout/vllm/worker.py says of the engine, by its first worker."""
+async def describe(client: EngineClient) -> Description:
+    """What the server's first worker says. UsageError if it has no worker of ours, or one of another onepolicy."""
 
     def parse(reply: Any) -> dict[str, Any]:
-        results = _field(reply, "results", list)
+        results = field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
             raise Malformed(f"no description: {str(reply)[:100]}")
         return results[0]
 
-    return await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
+    try:
+        told = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
+    except UsageError as error:
+        raise UsageError(f"{error} Without our worker extension no weights can be given to it: {START}") from error
+    try:
+        return Description(**told)
+    except TypeError as error:
+        raise UsageError(
+            f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({error}); {START} "
+            "of this one"
+        ) from error
 
 
 async def stamp_of(client: EngineClient) -> str:
     """The name of the weights the server holds, as given by whoever gave it the weights."""
-    return await client.get("/weight_info", parse=lambda reply: _field(reply, "weight_version", str))
+    return await client.get("/weight_info", parse=lambda reply: field(reply, "weight_version", str))
 
 
 async def _check_endpoints(client: EngineClient) -> None:
@@ -79,61 +88,51 @@ async def _check_endpoints(client: EngineClient) -> None:
         await client.post("/abort_requests", {})
         await client.post("/resume")
     except UsageError as error:
-        raise UsageError(f"{error}; without these endpoints no weights can be given to it: {START}") from error
+        raise UsageError(f"{error} Without these endpoints no weights can be given to it: {START}") from error
 
 
 def _check_settings(
     client: EngineClient,
-    told: Mapping[str, Any],
+    told: Description,
     version: str,
     text: PreTrainedConfig,
     config: VLLMServerConfig,
     caps: EngineCaps,
 ) -> None:
     where = f"rollout.engine.url: the vLLM server at {client.url}"
-    check_version(version, cpu=told["device"] == "cpu")
+    check_version(version, cpu=told.device == "cpu")
     if parse_version(version) < OLDEST:
         raise UsageError(f"{where} is version {version}, which lacks endpoints this needs; use 0.28 to 0.30")
     ours = shape_of(text)
-    differing = [
-        name for name in sorted(ours.keys() | told["shape"].keys()) if ours.get(name) != told["shape"].get(name)
-    ]
-    if differing:
-        name = differing[0]
+    for name in sorted(ours.keys() & told.shape.keys()):
+        if ours[name] != told.shape[name]:
+            raise UsageError(
+                f"{where} serves {told.model!r}, another model: its {name} is {told.shape[name]}, model.path's "
+                f"{ours[name]}; start it with the run's model"
+            )
+    if told.dtype != config.dtype or told.quantization:
         raise UsageError(
-            f"{where} serves {told['model']!r}, another model: its {name} is {told['shape'].get(name)}, model.path's "
-            f"{ours.get(name)}; start it with the run's model"
-        )
-    if told["dtype"] != config.dtype or told["quantization"]:
-        raise UsageError(
-            f"rollout.engine.dtype: {config.dtype}, but the server runs {told['dtype']}"
-            + (f" quantised by {told['quantization']}" if told["quantization"] else "")
+            f"rollout.engine.dtype: {config.dtype}, but the server runs {told.dtype}"
+            + (f" quantised by {told.quantization}" if told.quantization else "")
         )
     head = "float32" if config.lm_head == "float32" else config.dtype
-    if set(told["head_dtypes"]) - {"None"} - {f"torch.{head}"} or (head != config.dtype and not told["head_dtypes"]):
+    if set(told.head_dtypes) - {"None"} - {f"torch.{head}"} or (head != config.dtype and not told.head_dtypes):
         raise UsageError(
-            f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in {told['head_dtypes']}; "
+            f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in {told.head_dtypes}; "
             "start it with the same lm_head"
         )
-    if told["max_len"] < caps.max_len:
+    if told.max_len < caps.max_len:
         raise UsageError(
-            f"rollout.engine.max_len: {caps.max_len}, but the server takes {told['max_len']} tokens; lower it, or "
-            "start the server with a larger --max-len"
+            f"rollout.engine.max_len: {caps.max_len}, but the server takes {told.max_len} tokens; lower it, or "
+            f"start the server with max_len={caps.max_len}"
         )
-    if told["logprobs_mode"] != "processed_logprobs":
+    if told.logprobs_mode != "processed_logprobs":
         raise UsageError(
-            f"{where} returns {told['logprobs_mode']}, not log-probabilities of the distribution sampled from; {START}"
+            f"{where} returns {told.logprobs_mode}, not log-probabilities of the distribution sampled from; {START}"
         )
     if not caps.routing:
         return
-    if not told["routes"]:
+    if not told.routes:
         raise UsageError(f"{where} does not return routes; {START}, or set replay.mode=off")
-    deployment = told["deployment"]
+    deployment = told.deployment
     refuse_known_bad(Deployment(**deployment | {"version": tuple(deployment["version"])}))
-
-
-def _field(reply: Any, name: str, kind: type) -> Any:
-    value = reply.get(name) if isinstance(reply, Mapping) else None
-    if not isinstance(value, kind):
-        raise Malformed(f"{name}: expected {kind.__name__} in {str(reply)[:100]}")
-    return value

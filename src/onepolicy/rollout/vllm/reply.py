@@ -13,7 +13,7 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import Malformed
+from onepolicy.rollout.http import Malformed, field
 from onepolicy.rollout.vllm.contract import Contract, trace_of
 from onepolicy.types import Completion, Finish, RoutingTrace, Sampling
 
@@ -66,16 +66,14 @@ class Reader:
 
     def part(self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int) -> Part:
         """Malformed for anything but a complete answer to a request of `prompt` tokens for routes from slot `first`."""
-        if not isinstance(reply, Mapping):
-            raise Malformed(f"expected an object, got {type(reply).__name__}")
-        choices = _get(reply, "choices", list)
-        if len(choices) != 1 or not isinstance(choices[0], Mapping):
+        choices = field(reply, "choices", list)
+        if len(choices) != 1 or not isinstance(choices[0], dict):
             raise Malformed(f"expected one choice, got {len(choices)}")
         choice = choices[0]
         tokens = _tokens(choice, self.vocab)
         logp, top = _logp(choice, tokens, self.vocab, sampling.top_logprobs)
-        finish = _finish(_get(choice, "finish_reason", str), tokens, sampling)
-        usage = _get(reply, "usage", Mapping)
+        finish = _finish(field(choice, "finish_reason", str), tokens, sampling)
+        usage = field(reply, "usage", dict)
         if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != (prompt, len(tokens)):
             raise Malformed(
                 f"usage says {usage.get('prompt_tokens')} + {usage.get('completion_tokens')} tokens, "
@@ -83,7 +81,7 @@ class Reader:
             )
         routing = None
         if self.routes is not None and tokens:
-            cached = _get(_get(usage, "prompt_tokens_details", Mapping), "cached_tokens", int)
+            cached = field(field(usage, "prompt_tokens_details", dict), "cached_tokens", int)
             routing = self._routing(reply, prompt, len(tokens), cached, first, version)
         return Part(tokens, logp, top, routing, finish, version)
 
@@ -137,15 +135,8 @@ def joined(parts: list[Part], sampling: Sampling) -> Completion:
     )
 
 
-def _get(tree: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = tree.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise Malformed(f"{name}: expected {kind.__name__}, got {str(value)[:60]!r}")
-    return value
-
-
 def _tokens(choice: Mapping[str, Any], vocab: int) -> list[int]:
-    tokens = _get(choice, "token_ids", list)
+    tokens = field(choice, "token_ids", list)
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab:
             raise Malformed(f"token_ids: {str(token)[:60]!r} is no token id in 0..{vocab - 1}")
@@ -156,7 +147,7 @@ def _logp(
     choice: Mapping[str, Any], tokens: list[int], vocab: int, asked: int
 ) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
     """Of the sampled tokens, and of the `asked` likeliest ones."""
-    content = _get(_get(choice, "logprobs", Mapping), "content", list)
+    content = field(field(choice, "logprobs", dict), "content", list)
     if len(content) != len(tokens):
         raise Malformed(f"logprobs: {len(content)} for {len(tokens)} tokens")
     logp, top = [], []
@@ -168,7 +159,7 @@ def _logp(
             raise Malformed(f"logprobs: the sampled token {token} has none")
         logp.append(value)
         if asked:
-            top.append(_likeliest(_get(entry, "top_logprobs", list), vocab, asked))
+            top.append(_likeliest(field(entry, "top_logprobs", list), vocab, asked))
     return logp, top
 
 
@@ -181,9 +172,9 @@ def _likeliest(entries: list[Any], vocab: int, asked: int) -> tuple[list[int], l
 
 
 def _entry(entry: Any, vocab: int) -> tuple[int, float]:
-    if not isinstance(entry, Mapping):
+    if not isinstance(entry, dict):
         raise Malformed(f"logprobs: expected an object, got {str(entry)[:60]!r}")
-    name, value = _get(entry, "token", str), entry.get("logprob")
+    name, value = field(entry, "token", str), entry.get("logprob")
     digits = name.removeprefix(PREFIX)
     if not name.startswith(PREFIX) or not (digits.isascii() and digits.isdecimal()) or int(digits) >= vocab:
         raise Malformed(f"logprobs: expected {PREFIX}ID, got {name[:60]!r}")

@@ -18,7 +18,7 @@ from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.http import EngineClient, Malformed, field
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.probabilities import check_probabilities
 from onepolicy.rollout.traffic import Traffic, here
@@ -187,7 +187,8 @@ class VLLMServer:
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of rollout/vllm/worker.py on every worker."""
-        return await self.client.post("/collective_rpc", {"method": method, "args": list(args)}, parse=_results)
+        body = {"method": method, "args": list(args)}
+        return await self.client.post("/collective_rpc", body, parse=lambda reply: field(reply, "results", list))
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call; see loop/metrics.py."""
@@ -248,9 +249,3 @@ class VLLMServer:
     def _here(self) -> Traffic:
         self._traffic = here(self._traffic, self.config.slots)
         return self._traffic
-
-
-def _results(reply: Any) -> list[Any]:
-    if not isinstance(reply, dict) or not isinstance(reply.get("results"), list):
-        raise Malformed(f"results: expected a list, got {str(reply)[:100]}")
-    return reply["results"]

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
@@ -36,6 +37,24 @@ def shape_of(text_config: Any) -> dict[str, str | int]:
     return {"model_type": text_config.model_type} | {k: v for k, v in shape.items() if isinstance(v, int)}
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server serves. Sent as JSON."""
+
+    shape: dict[str, str | int]  # shape_of
+    model: str  # path or hub id it was started with
+    dtype: str
+    head_dtypes: list[str]  # of the logits, `torch.float32`
+    quantization: str | None
+    device: str
+    max_len: int
+    max_logprobs: int  # -1: no limit
+    logprobs_mode: str
+    routes: bool
+    deployment: dict[str, Any]  # known_bad.Deployment
+    first_probe: list[float] | None  # what onepolicy_remember was given
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its workers, called through /collective_rpc. Names must not clash with a worker's."""
 
@@ -46,22 +65,23 @@ class WorkerExtension:
     onepolicy_own: tuple[str, str | None] | None = None
 
     def onepolicy_describe(self) -> dict[str, Any]:
-        """What this server serves, as JSON."""
+        """A Description, as JSON."""
         config, model = self.vllm_config, self.vllm_config.model_config
-        return {
-            "shape": shape_of(model.hf_text_config),
-            "model": self._onepolicy_own()[0],
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "head_dtypes": sorted(set(head_dtypes(self.get_model()))),
-            "quantization": model.quantization,
-            "device": config.device_config.device_type,
-            "max_len": model.max_model_len,
-            "max_logprobs": model.max_logprobs,
-            "logprobs_mode": str(model.logprobs_mode),
-            "routes": bool(model.enable_return_routed_experts),
-            "deployment": dataclasses.asdict(self._onepolicy_deployment()),
-            "first_probe": self.onepolicy_first_probe,
-        }
+        description = Description(
+            shape=shape_of(model.hf_text_config),
+            model=self._onepolicy_own()[0],
+            dtype=str(model.dtype).removeprefix("torch."),
+            head_dtypes=sorted(set(head_dtypes(self.get_model()))),
+            quantization=model.quantization,
+            device=config.device_config.device_type,
+            max_len=model.max_model_len,
+            max_logprobs=model.max_logprobs,
+            logprobs_mode=str(model.logprobs_mode),
+            routes=bool(model.enable_return_routed_experts),
+            deployment=dataclasses.asdict(self._onepolicy_deployment()),
+            first_probe=self.onepolicy_first_probe,
+        )
+        return dataclasses.asdict(description)
 
     def _onepolicy_deployment(self) -> Deployment:
         import vllm
