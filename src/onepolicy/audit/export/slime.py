@@ -50,7 +50,7 @@ def samples(path: Path, found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
     """One dict a sample: slime's list (format_version 2), or miles' columns."""
     if not ({"samples", "rollout_data"} & found.keys()):
         raise UsageError(f"{path}: neither samples nor rollout_data; is it a --save-debug-train-data file?")
-    if found.get("cp_size", 1) != 1:
+    if _whole(path, "cp_size", found.get("cp_size", 1)) != 1:
         raise UsageError(f"{path}: holds one rank's slices of context parallelism; dump with --context-parallel-size 1")
     if "samples" in found:
         yield from (
