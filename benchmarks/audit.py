@@ -1,9 +1,11 @@
 """Tokens per second and peak memory of `onepolicy audit`: the numbers of docs/audit.md.
 
-    python benchmarks/audit.py --millions 1 5 20 --kind parquet
+    python benchmarks/audit.py --millions 1 5 20
+    python benchmarks/audit.py --millions 1 --layers 24
 
 Writes a synthetic dump of 2000-token samples in 50 steps (Gaussian log-ratio), then audits it in a fresh process, whose
-peak resident memory is read at the end. `baseline`: the same process after its imports, before it reads.
+peak resident memory is read at the end. `baseline`: the same process after its imports, before it reads. layers: both
+sides' routes too, top 8 of 128 in so many layers.
 """
 
 import argparse
@@ -17,19 +19,20 @@ import tempfile
 import time
 from pathlib import Path
 
-LENGTH, STEPS = 2000, 50
+LENGTH, STEPS, TOP_K = 2000, 50, 8
 
 
-def write(path: Path, tokens: int) -> None:
+def write(path: Path, tokens: int, layers: int) -> None:
     """In parts, so that writing needs no more memory than reading. Same columns and row groups as write_parquet."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from onepolicy.audit.schema import ROW_GROUP_TOKENS
+    from onepolicy.audit.schema import ROW_GROUP_ENTRIES
 
     rng, rows = np.random.default_rng(0), tokens // LENGTH
-    part = ROW_GROUP_TOKENS // LENGTH
+    each = layers * TOP_K  # routes of a token
+    part = max(1, ROW_GROUP_ENTRIES // (LENGTH * (4 + 2 * each)))
     writer, kl = None, 1e-3
     for first in range(0, rows, part):
         count = min(part, rows - first)
@@ -45,6 +48,14 @@ def write(path: Path, tokens: int) -> None:
         offsets = pa.array(np.arange(count + 1, dtype=np.int32) * LENGTH)
         columns = {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in flat.items()}
         columns["step"] = pa.array((np.arange(first, first + count) * STEPS // rows).astype(np.int32))
+        if layers:
+            ids = rng.integers(0, 16, (n, layers, TOP_K), dtype=np.int32) + 16 * np.arange(TOP_K, dtype=np.int32)
+            other = np.where(rng.random((n, layers, 1)) < 0.02, (ids + 1) % 128, ids)
+            routed = pa.array(np.arange(count + 1, dtype=np.int32) * LENGTH * each)
+            for name, routes in (("routes_rollout", ids), ("routes_trainer", other)):
+                columns[name] = pa.ListArray.from_arrays(routed, pa.array(routes.reshape(-1)))
+            for name, size in (("route_layers", layers), ("route_top_k", TOP_K)):
+                columns[name] = pa.array(np.full(count, size, np.int32))
         table = pa.table(columns)
         writer = writer or pq.ParquetWriter(path, table.schema)
         writer.write_table(table)
@@ -77,6 +88,7 @@ def measure(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 5, 20])
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -86,7 +98,7 @@ def main() -> None:
     for millions in args.millions:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dump.parquet"
-            write(path, millions * 1_000_000)
+            write(path, millions * 1_000_000, args.layers)
             size = path.stat().st_size / 2**20
             done = subprocess.run(
                 [sys.executable, __file__, "--child", str(path)], check=True, capture_output=True, text=True

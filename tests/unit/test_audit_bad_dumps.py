@@ -71,8 +71,10 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, suffix) -> N
     wanted = tally(write(tmp_path / "wanted.parquet", rows), {})
     for module in ("read", "arrays"):
         monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
-    monkeypatch.setattr(read_module, "PARQUET_ROWS", 2)
+    monkeypatch.setattr(read_module, "PARQUET_ENTRIES", 240)
     found = tally(write(tmp_path / f"dump{suffix}", rows), {})
+    if suffix == ".parquet":  # 110 entries a row
+        assert [len(block.lengths) for block in read_dump(tmp_path / "dump.parquet", {})] == [2, 2, 2]
     assert (
         set(found.columns) == set(wanted.columns) == set(COLUMNS) - {"logp_native", "logp_previous", "tokens_rollout"}
     )

@@ -18,7 +18,8 @@ from onepolicy.config import UsageError
 
 BLOCK_TOKENS = 2**18
 PARQUET_ROWS = 64
-"""Rows decoded at once: bounded even if every sample has a hundred thousand tokens."""
+PARQUET_ENTRIES = 2**22
+"""Decoded at once: at most so many rows, and about so many entries of all columns (but one row at least)."""
 
 
 def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
@@ -74,7 +75,8 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
             raise UsageError(f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}")
         chosen = choose(str(path), file.schema_arrow.names, mapping)
         first, total = 0, file.metadata.num_rows
-        batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=list(dict.fromkeys(chosen.values())))
+        wanted = list(dict.fromkeys(chosen.values()))
+        batches = file.iter_batches(batch_size=_rows_at_once(file.metadata, wanted), columns=wanted)
         while True:
             try:
                 batch = next(batches, None)
@@ -87,6 +89,13 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
             raw = {ours: _from_arrow(pa, path, first, ours, batch.column(name)) for ours, name in chosen.items()}
             yield assemble(str(path), first, raw, (first + batch.num_rows) / total)
             first += batch.num_rows
+
+
+def _rows_at_once(metadata: Any, wanted: list[str]) -> int:
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = (group.column(j) for group in groups for j in range(metadata.num_columns))
+    entries = sum(column.num_values for column in columns if column.path_in_schema.partition(".")[0] in wanted)
+    return max(1, min(PARQUET_ROWS, PARQUET_ENTRIES * metadata.num_rows // max(1, entries)))
 
 
 def _from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) -> Ragged:

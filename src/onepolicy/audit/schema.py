@@ -18,8 +18,8 @@ from onepolicy.config import UsageError
 Array = np.ndarray
 VERSION = 1
 VERSION_KEY = b"onepolicy_audit_schema"
-ROW_GROUP_TOKENS = 2**18
-"""Tokens of a Parquet row group we write: what a reader holds in memory at once."""
+ROW_GROUP_ENTRIES = 2**20
+"""Entries of all columns in a Parquet row group we write, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             scalar = column.per == "row" or (column.per == "token or row" and np.ndim(rows[0][name]) == 0)
             fields.append(pa.field(name, types[column.kind] if scalar else pa.list_(types[column.kind])))
     schema = pa.schema(fields, metadata={VERSION_KEY: str(VERSION).encode()})
-    lengths = np.array([len(row["tokens"]) for row in rows])
-    group = (lengths.cumsum() - lengths) // ROW_GROUP_TOKENS
+    sizes = np.array([sum(np.size(row[field.name]) for field in fields if field.name in row) for row in rows])
+    group = (sizes.cumsum() - sizes) // ROW_GROUP_ENTRIES
     starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
     with pq.ParquetWriter(path, schema) as writer:
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
