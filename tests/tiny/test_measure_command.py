@@ -91,6 +91,13 @@ def test_a_clean_run_is_not_accused(clean):
 SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")
 
 
+def show(fault, found):
+    """One row of the table in docs/measure.md; pytest -rP prints it."""
+    bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
+    total, left = found.waterfall.total.value, found.waterfall.remainder.value
+    print(f"{fault}: {found.verdict.action} {found.verdict.causes}: {total:.2g}: {bars}: {left:.1g}")
+
+
 def bars_of(found):
     return {bar.name: bar.removed.value for bar in found.waterfall.bars}
 
@@ -140,6 +147,7 @@ def test_breakdowns_account_for_every_token(clean):
 )
 def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, bar):
     found = measured(policy, "rollout.engine.dtype=float32", **fault)
+    show(fault, found)
     assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
     if "temperature" in causes and "stale" not in causes:  # a stale engine has one of its own
         assert found.look.explained.scorer.factor == pytest.approx(1.3, abs=0.02)
@@ -159,6 +167,7 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
 )
 def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar):
     found = measured(policy, setting, **fault)
+    show(fault, found)
     assert found.verdict.action != "bug", found.verdict.text()
     bars = bars_of(found)
     assert max(bars, key=bars.get) == bar, bars
