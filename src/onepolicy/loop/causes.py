@@ -14,7 +14,7 @@ from onepolicy.correct.diagnose import EXPLAINED, FEWEST
 from onepolicy.correct.verdict import HARMLESS_KL
 from onepolicy.loop.resample import Again
 from onepolicy.loop.scorer import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
-from onepolicy.loop.setup import head_of, load_copy
+from onepolicy.loop.setup import load_copy
 from onepolicy.measure.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
 from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model
@@ -147,7 +147,7 @@ def _alone(
     how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
     noise = distance(score(single), packed, mask, segment)
     out = [Alone(f"{engine.dtype}, other packing", how, noise)]
-    if engine.dtype != "float32" and head_of(engine) == "same" and plain(same.model.get_output_embeddings()):
+    if engine.dtype != "float32" and engine.lm_head == "same" and plain(same.model.get_output_embeddings()):
         headed = load_copy(model, engine, same.device, lm_head="float32")
         head = score(variant(same, model=headed))
         how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"

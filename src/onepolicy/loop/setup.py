@@ -197,18 +197,13 @@ def load_copy(
     model: ModelConfig, engine: EngineConfig, device: torch.device, *, lm_head: Head | None = None
 ) -> PreTrainedModel:
     """The model in the engine's dtype, its lm_head too (or as said), ready for packed samples."""
-    lm_head = lm_head or head_of(engine)
+    lm_head = lm_head or engine.lm_head
     copy, dtype = load_engine_model(model, engine.dtype, lm_head, device), DTYPES[engine.dtype]
     if lm_head == "float32":
         fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
     copy.to(dtype)  # type: ignore[arg-type]
     prepare_for_training(copy, device)
     return copy
-
-
-def head_of(engine: EngineConfig) -> Head:
-    """lm_head of an engine; a server's is its own affair."""
-    return getattr(engine, "lm_head", "same")
 
 
 def load_engine_model(model: ModelConfig, dtype: str, lm_head: Head, device: torch.device) -> PreTrainedModel:

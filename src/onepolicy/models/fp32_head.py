@@ -1,7 +1,7 @@
 """The vocabulary projection in float32 while the layers below it stay in bfloat16.
 
-A bfloat16 projection rounds logits of 10 to steps of 1/16. Largest single source of mismatch in MiniMax-M1
-(arXiv:2506.13585, section 3.2), mended there as here: float32 weights, float32 hidden states.
+A bfloat16 projection rounds logits of 10 to steps of 1/16: the main source of mismatch in MiniMax-M1
+(arXiv:2506.13585), mended there as here: float32 weights, float32 hidden states.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.models.linear import plain
+from onepolicy.models.linear import linear, plain
 
 
 class Fp32Head:
@@ -38,7 +38,7 @@ class Fp32Head:
         """[..., H] of any dtype -> [..., V] float32."""
         weight, bias = self._own.get("weight", self._head.weight), self._own.get("bias", self._head.bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            return linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
     def take(self, ours: Tensor, theirs: Tensor) -> None:
         """A sync wrote `theirs` over `ours`: if that is a tensor of the head, our copy takes it over unrounded."""
