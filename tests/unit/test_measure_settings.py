@@ -77,7 +77,7 @@ def test_bad_prompts(tmp_path, text, message):
 def test_prompts_have_no_answers(tmp_path):
     (tmp_path / "p").write_text("12\n34\n")
     config = PromptsTask(path=str(tmp_path / "p"))
-    task = build(config, make_tokenizer("1234"))
+    task = build(config, make_tokenizer("1234"), max_len=64)
     assert [task.train_problem(i).prompt for i in range(3)] == ["12", "34", "12"]
     assert len({task.train_problem(i).id for i in range(3)}) == 3
     with pytest.raises(UsageError, match="no answers to evaluate"):

@@ -214,7 +214,7 @@ def test_waterfall_bars_stand_between_their_levels():
     assert drawn.layout["xaxis"]["title"]["text"] == "k3, 10<sup>\u22123</sup> nats per token"
     assert less["y"] == ["routing<br><b>\u22120.004 (80%)</b>"]
     assert more["y"] == ["precision<br><b>+0.001 (20%)</b>"]
-    assert drawn.title == "Routing accounts for 80% of the gap of 0.005 nats per token"
+    assert drawn.title == "80% of the gap of 0.005 nats per token comes from routing"
     assert [row[0] for row in waterfall_rows(TREE)] == ["the gap", "routing", "precision", "remainder"]
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
 

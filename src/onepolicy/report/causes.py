@@ -56,7 +56,7 @@ def fall_figure(tree: Tree) -> Figure:
     }
     note = (
         "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to the left is what the "
-        "change took away; the last one is what no change explains. Whiskers: 95% bootstrap over sequences."
+        "change took away; the last one is what no change explains. Whiskers: 95% interval of each bar's own length."
     )
     return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names))
 
@@ -69,12 +69,11 @@ def fall_title(fall: Tree) -> str:
     left = bars_of[-1]["left"]["value"] if bars_of else total
     first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
     if first is None or first["removed"]["value"] < 0.2 * total:
-        unexplained = number(left / total, share=True)
+        unexplained = _share(left / total)
         return f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
-    share = number(first["removed"]["value"] / total, share=True)
     unsure = "" if first["removed"]["low"] > 0 else ", though its interval includes 0"
-    name = first["name"][0].upper() + first["name"][1:]
-    return f"{name} accounts for {share} of the gap of {nats(total)} nats per token{unsure}"
+    share = _share(first["removed"]["value"] / total)
+    return f"{share} of the gap of {nats(total)} nats per token comes from {first['name']}{unsure}"
 
 
 def noise_figure(tree: Tree) -> Figure:
@@ -198,6 +197,10 @@ def _connector(names: list[str], i: int, level: float) -> Spec:
     }
 
 
+def _share(value: float) -> str:
+    return "<0.1%" if 0 < value < 1e-3 else number(value, share=True)
+
+
 def _rows(names: list[str]) -> Spec:
     return {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "showgrid": False, "ticks": ""}
 
@@ -209,5 +212,5 @@ def _named(name: str, value: str) -> str:
 def _signed(value: float, total: float) -> str:
     if value == 0:
         return "nothing"
-    share = f" ({number(abs(value) / total, share=True)})" if total else ""
+    share = f" ({_share(abs(value) / total)})" if total else ""
     return f"{nats(-value) if value > 0 else '+' + nats(-value)}{share}"

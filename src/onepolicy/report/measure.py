@@ -159,6 +159,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         f"onepolicy measure: {tree['model']}",
         figures,
         tree=tree,
+        name=short_name(tree),
         badge=BADGES[tree["verdict"]["action"]],
         facts=facts(tree),
         tiles=tiles(tree),
@@ -209,6 +210,7 @@ def facts(tree: Tree) -> list[tuple[str, str]]:
     engine, sampling, task = config["rollout"]["engine"], config["rollout"]["sampling"], config["task"]
     named = " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key))
     out = [
+        ("model", tree["model"] if short_name(tree) != tree["model"] else ""),
         ("engine", " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key))),
         ("trainer", config["model"]["dtype"] + (" + bf16 autocast" if config["train"]["autocast"] != "off" else "")),
         ("prompts", named),
@@ -220,6 +222,12 @@ def facts(tree: Tree) -> list[tuple[str, str]]:
         ("measured", tree["started"]),
     ]
     return [(name, value) for name, value in out if value]
+
+
+def short_name(tree: Tree) -> str:
+    """Of a folder its last part."""
+    model: str = tree["model"]
+    return Path(model).name if model.startswith(("/", ".", "~")) else model
 
 
 def tiles(tree: Tree) -> list[tuple[str, str, str]]:
