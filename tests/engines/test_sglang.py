@@ -2,25 +2,29 @@
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import time
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import httpx2
 import pytest
 import torch
+from sglang_live import (
+    RULES,
+    agreement,
+    checksums,
+    greedy,
+    make_glm,
+    open_engine,
+    play,
+    prompts,
+    serving,
+    stock,
+)
 
 from onepolicy.cli import main
-from onepolicy.config import ModelConfig, SGLangConfig
+from onepolicy.config import ModelConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.models.load import load_model, read_config
+from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteRules, check_completion
-from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.sync.check import adopt, checked_push
 from onepolicy.train.policy import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
@@ -28,14 +32,6 @@ from onepolicy.types import Sampling
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
 CPU = torch.device("cpu")
 SIZE = PolicyConfig(hidden_size=64, layers=3, experts=16, top_k=4, max_len=512)
-RULES = RouteRules((0, 1, 2), 16, 4, "error")
-
-
-def _start_module():
-    spec = spec_from_file_location("sglang_start", Path(__file__).parent / "sglang" / "start.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
@@ -60,37 +56,8 @@ def models(folders):
 
 @pytest.fixture(scope="session")
 def server(folders, tmp_path_factory):
-    """URL of a server that was started with the first policy, in float32."""
-    start = _start_module()
-    if not start.PYTHON.exists():
-        assert "CI" not in os.environ, "make sglang was not run"
-        pytest.skip(f"no {start.PYTHON}: run `make sglang`")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("sglang") / "server.log"
-    with log.open("w") as out:
-        process = start.start(folders[0], port, dtype="float32", log=out)
-    try:
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                if httpx2.get(f"{url}/model_info", timeout=5).status_code == 200:
-                    break
-            except httpx2.TransportError:
-                time.sleep(1)
+    with serving(folders[0], tmp_path_factory.mktemp("sglang") / "server.log") as url:
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def open_engine(server, folder, **settings):
-    config = SGLangConfig(url=server, dtype="float32", **settings)
-    model = ModelConfig(path=str(folder))
-    engine = SGLangEngine(model, read_config(model), config, routes=RULES, max_len=500)
-    asyncio.run(engine.connect())
-    return engine
 
 
 @pytest.fixture(scope="session")
@@ -108,46 +75,6 @@ def engine(fresh, server, folders):
     found = open_engine(server, folders[0])
     asyncio.run(found.load_folder(None, 0))
     return found
-
-
-def checksums(server):
-    (rank,) = httpx2.post(f"{server}/weights_checker", json={"action": "checksum"}, timeout=60).json()["ranks"]
-    return rank["checksums"]
-
-
-def prompts(count, vocab=16):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
-    return [torch.randint(3, vocab, (n,), generator=generator).tolist() for n in lengths]
-
-
-def play(engine, requests):
-    """requests: (prompt, sampling), all at once."""
-
-    async def together():
-        return await asyncio.gather(*(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests)))
-
-    return asyncio.run(together())
-
-
-def greedy(engine):
-    asyncio.run(engine.reset_cache())
-    return [done.logp for p in prompts(4) for done in play(engine, [(p, Sampling(0.0, 12))])]  # one at a time
-
-
-@torch.no_grad()
-def stock(model, prompt, done, temperature=1.0):
-    """logp [n] of the sampled tokens and routes [N - 1, L, K] of a plain forward over the path."""
-    path = torch.tensor([[*prompt, *done.token_ids.tolist()]])
-    with bind_routers(model).record() as tape:
-        logits = model(input_ids=path, use_cache=False).logits[0]
-    logp = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
-    return logp.gather(-1, done.token_ids.long()[:, None])[:, 0], tape.trace().ids[:-1]
-
-
-def agreement(a, b):
-    """Share of (slot, layer) with the same experts."""
-    return (a.sort(-1).values == b.sort(-1).values).all(-1).float().mean()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -317,3 +244,27 @@ def test_training_on_its_rollouts_with_their_routes_replayed(fresh, server, fold
 
 def test_engine_check_passes(fresh, server, folders, tmp_path, capsys):
     assert main(["engine", "check", recipe(folders[0], server, tmp_path)]) == 0, capsys.readouterr().out
+
+
+def test_dense_layers_are_dropped_and_other_families_are_synced(tmp_path):
+    """GLM-4 MoE: its first layer is dense, its router a sigmoid with a bias, its fused experts have other names."""
+    model = make_glm()
+    model.save_pretrained(tmp_path)
+    make_tokenizer(alphabet(SIZE.task)).save_pretrained(tmp_path)
+    rules = RouteRules((1, 2), 8, 2, "error")
+    with serving(tmp_path, tmp_path / "server.log") as server:
+        engine = open_engine(server, tmp_path, rules)
+        for version in (0, 1):
+            for prompt, done in zip(
+                prompts(3), play(engine, [(p, Sampling(1.0, 20)) for p in prompts(3)]), strict=True
+            ):
+                check_completion(done, prompt, rules, "sample")
+                logp, routes = stock(model, prompt, done)
+                torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+                assert done.version.tolist() == [version] * 20
+                assert done.routing.layers == (1, 2)
+                assert agreement(done.routing.ids, routes) > 0.97
+            with torch.no_grad():
+                for tensor in model.parameters():
+                    tensor += 0.05 * torch.randn_like(tensor)
+            asyncio.run(engine.load_weights(model.state_dict().items(), 1))

@@ -4,7 +4,9 @@ With the Python of the venv that `make sglang` builds, wherever this file itself
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +34,24 @@ def start(model, port, *extra, dtype="bfloat16", log=None):
     return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
+def stop(server):
+    """It and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--dtype", default="bfloat16")
     arguments, rest = parser.parse_known_args()
-    with start(arguments.model, arguments.port, *rest, dtype=arguments.dtype) as server:
+    server = start(arguments.model, arguments.port, *rest, dtype=arguments.dtype)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
         sys.exit(server.wait())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        stop(server)
