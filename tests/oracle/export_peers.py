@@ -38,11 +38,12 @@ def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
         drawn = torch.multinomial(logp.exp(), 1, generator=g)
         logps.append(logp.gather(1, drawn))
         rows = torch.cat([rows, drawn], 1)
-    width = len(ids[0])
+    width, listed = len(ids[0]), torch.cat(logps, 1).tolist()
+    listed[0][3] = None  # vLLM could not say: TRL takes its ratio as 1
     return {
         "prompt_ids": ids,
         "completion_ids": rows[:, width:].tolist(),
-        "logprobs": torch.cat(logps, 1).tolist(),
+        "logprobs": listed,
     }
 
 

@@ -42,10 +42,11 @@ def test_trl_live_is_judged_clean_and_its_metrics_are_ours(exported, said) -> No
     assert len(said["trl"]) == len(steps) == 3
     for row in said["trl"]:
         ours = steps[row["step"] - 1]
-        assert ours["tokens"] == 8 * 24
+        assert ours["tokens"] == 8 * 24 - 1  # one came without a log-probability
         assert ours["mean_dlogp"] == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-4)
         assert ours["max_dlogp"] == pytest.approx(row["sampling/sampling_logp_difference/max"], rel=1e-4)
-        assert ours["mean_rho"] == pytest.approx(row["sampling/importance_sampling_ratio/mean"], rel=1e-5)
+        theirs = row["sampling/importance_sampling_ratio/mean"]
+        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(theirs, rel=1e-5)  # which counts it as 1
         total, count = found.tally.rewards[row["step"] - 1]
         assert total / count == pytest.approx(row["reward"], rel=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -132,6 +133,18 @@ def test_own_run_folder(tmp_path):
     late = audit(_run(tmp_path / "late", routes_rollout=shifted.contiguous()), {})
     assert late.verdict.causes == ("routes",)
     assert "routes are one row late" in late.verdict.text()
+    rollout, sign = -torch.ones(60) * 3, 1 - 2 * (torch.arange(60) % 2)
+    scores = {
+        "logp_rollout": rollout,
+        "logp_trainer": rollout + 0.2 * sign,
+        "logp_trainer_native": rollout + 0.4 * sign,
+    }
+    other = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)[:40]
+    other[::8, 0, 0] = 13
+    replaying = audit(_run(tmp_path / "replaying", routes_rollout=other.contiguous(), **scores), {})
+    assert replaying.tally.routes.routers > 0
+    assert (replaying.verdict.action, replaying.verdict.causes) == ("correct", ("numerics",))  # it replays already
+    assert replaying.notes[1] == f"Without replay k3 is {math.cosh(0.4) - 1:.3g} nats a token over the whole dump."
     with pytest.raises(UsageError, match="leave --columns out"):
         audit(tmp_path / "run", {"mask": "x"})
 

@@ -59,7 +59,7 @@ def judge(found: Tally, label: str) -> Audited:
             k3_error=numbers["k3_error"],
         ),
         diagnosis,
-        routers=found.routes.routers if found.routes is not None and found.routes.slots else None,
+        routers=_routers(found),
         routes=routes,
         since="" if onset is None else f" from step {onset} on",
     )
@@ -67,6 +67,13 @@ def judge(found: Tally, label: str) -> Audited:
     if "step" in found.columns and len(found.steps) < ONSET_FEWEST:
         missing.append(f"{LOOKS_FOR['step']}: fewer than {ONSET_FEWEST} steps")
     return Audited(label, found, said, tuple(_notes(found, numbers, said, onset)), tuple(missing), onset)
+
+
+def _routers(found: Tally) -> float | None:
+    """Share that differ and could be replayed; 0 where the trainer replays already: what is left is not routing."""
+    if found.native is not None:
+        return 0.0
+    return found.routes.routers if found.routes is not None and found.routes.slots else None
 
 
 def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | None) -> list[str]:
