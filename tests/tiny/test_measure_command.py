@@ -9,9 +9,11 @@ import torch
 from models import make
 
 from onepolicy.cli import main
+from onepolicy.config.policy import PolicyConfig
 from onepolicy.loop.measure import measure_config, measure_parts
 from onepolicy.loop.measured import to_tree
 from onepolicy.loop.setup import build_parts, resolve_model
+from onepolicy.train.policy import make_dense, make_model
 
 SETTINGS = [
     "task.kind=chain",
@@ -232,6 +234,39 @@ def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
     assert 'id="fig-routers"' not in (tmp_path / "d" / "report.html").read_text()
+
+
+def test_beside_a_dense_model(policy, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
+    assert main(["measure", "--dense", str(policy), str(policy), *SETTINGS, *few]) == 2
+    assert "give a dense model" in capsys.readouterr().err
+    make("qwen3_dense").save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
+    arguments = ["--dense", str(tmp_path / "dense"), "--out", str(tmp_path / "d"), str(policy), *SETTINGS, *few]
+    assert main(["measure", *arguments]) == 0
+    tree = json.loads((tmp_path / "d" / "measure.json").read_text())
+    assert tree["dense"] == str(tmp_path / "dense")
+    assert set(tree["metrics"]) == {"without_replay", "with_replay", "dense", "repeated_forward"}
+    assert 'id="fig-scatter-dense"' in (tmp_path / "d" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_trainer_in_bfloat16(policy):
+    """Its own precision is measured against a float32 forward of its weights."""
+    found = measured(policy, "model.dtype=bfloat16", "rollout.engine.dtype=bfloat16")
+    assert found.verdict.action != "bug", found.verdict.text()
+    assert "precision" not in bars_of(found)  # both sides have it
+    (trainer,) = (each for each in found.alone if each.name == "trainer in bfloat16")
+    assert "bfloat16 weights" in trainer.how
+
+
+@pytest.mark.slow
+def test_a_random_dense_model_has_as_many_parameters():
+    config = PolicyConfig()
+    dense, moe = make_dense(config, 20).num_parameters(), make_model(config, 20).num_parameters()
+    assert dense == pytest.approx(moe, rel=0.02)  # but for the routers
 
 
 @pytest.mark.parametrize(

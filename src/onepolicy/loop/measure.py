@@ -57,29 +57,34 @@ def measure_model(
     dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. top: how many of the
     engine's likeliest tokens whole distributions are compared from. `say` hears each stage.
     """
-    with _tiny_policy() if tiny else _nothing() as path:
+    random_dense = _random_dense() if dense == "tiny" else _nothing()
+    with _tiny_policy() if tiny else _nothing() as path, random_dense as made:
         config = measure_config(tree, overrides, path)
+        beside = None if dense is None else _dense_config(tree, overrides, made or dense)
         parts, tokenizer = build_parts(config)
         if top is not None:
             check_top(top, parts.engine.caps)
             parts = dataclasses.replace(parts, top_logprobs=top)
         model = resolve_model(config.model)
         found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say))
-    if path is not None:
-        cached = cached_path(PolicyConfig()) == Path(path)
-        found = dataclasses.replace(found, model="the tiny policy" if cached else "a random tiny policy")
-    if dense is None:
-        return found
-    del parts  # two engines at once may not fit
-    gc.collect()
-    with _random_dense() if dense == "tiny" else _nothing() as path:
-        config = measure_config(tree, [*overrides, f"model.path={path or dense}"], None)
-        if config.replay.mode != "off":
-            raise UsageError(f"--dense: {dense} is a mixture of experts; give a dense model")
-        parts, _ = build_parts(config)
+        if path is not None:
+            cached = cached_path(PolicyConfig()) == Path(path)
+            found = dataclasses.replace(found, model="the tiny policy" if cached else "a random tiny policy")
+        if beside is None:
+            return found
         say(f"{dense}: sampling and scoring")
-        beside = asyncio.run(look(parts, _local(parts)))
-    return dataclasses.replace(found, dense=(dense if path is None else "random dense model", beside))
+        del parts  # two engines at once may not fit
+        gc.collect()
+        parts, _ = build_parts(beside)
+        name = "random dense model" if made else str(dense)
+        return dataclasses.replace(found, dense=(name, asyncio.run(look(parts, _local(parts)))))
+
+
+def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunConfig:
+    config = measure_config(tree, [*overrides, f"model.path={path}"], None)
+    if config.replay.mode != "off":
+        raise UsageError(f"--dense: {path} is a mixture of experts; give a dense model")
+    return config
 
 
 def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
