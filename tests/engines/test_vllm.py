@@ -125,6 +125,13 @@ def test_prefix_cache_keeps_routes_until_the_weights_change(engine, models):
     assert not torch.equal(other.routing.ids[: 2 * BLOCK], first.routing.ids[: 2 * BLOCK])
 
 
+def test_only_the_routes_asked_for_are_returned(engine):
+    prompt = prompts(1)[0]
+    ((whole,), (part,)) = (play(engine, [(prompt, Sampling(1.0, 6, routes_from=first), 0)]) for first in (0, 7))
+    assert (part.first_slot, len(part.routing)) == (7, len(whole.routing) - 7)
+    assert torch.equal(part.routing.ids, whole.routing.ids[7:])
+
+
 def test_warm_up_finds_routes_that_are_all_zeros(engine):
     batch = engine._driver.batch
     broken = dataclasses.replace(batch._contract, rows=lambda output: np.zeros((3, 3, 4), np.uint8))

@@ -96,7 +96,9 @@ def test_served_at_its_start_as_in_this_process(remote, engine):
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
     requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
     requests += [((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)]
+    requests += [(prompts(1)[0], Sampling(1.0, 6, routes_from=len(prompts(1)[0]) - 1), 8)]
     asyncio.run(remote.reset_cache())
+    sources = []
     for ours, theirs in zip(alone(remote, requests), alone(engine, requests), strict=True):
         same(ours, theirs)
         assert ours.routing.spans == theirs.routing.spans
@@ -104,7 +106,10 @@ def test_served_at_its_start_as_in_this_process(remote, engine):
         if theirs.top_ids is not None:
             assert torch.equal(ours.top_ids, theirs.top_ids)
             assert torch.equal(ours.top_logp, theirs.top_logp)
-    assert ours.routing.spans[0].source == "cache"
+        assert ours.first_slot == theirs.first_slot
+        sources.append(ours.routing.spans[0].source)
+    assert sources[-2:] == ["cache", "prefill"]
+    assert len(ours.routing) == 6
 
 
 def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):

@@ -166,16 +166,19 @@ class _VLLMBatch:
             logp[:, 0].contiguous(),
             torch.full_like(tokens, version),
             done.finish_reason,
-            self._routing(output, len(request.prompt), version),
+            self._routing(output, len(request.prompt), version, request.sampling.routes_from),
+            request.sampling.routes_from,
             top_ids=top_ids,
             top_logp=top_logp,
         )
 
-    def _routing(self, output: Any, prompt: int, version: int) -> RoutingTrace | None:
+    def _routing(self, output: Any, prompt: int, version: int, first: int = 0) -> RoutingTrace | None:
+        """Of the slots from `first` on."""
         if self._routes is None or self._contract is None:
             return None
+        rows = self._contract.rows(output)
         return trace_of(
-            self._contract.rows(output),
+            rows if rows is None else rows[first:],
             self._contract,
             prompt=prompt,
             completion=len(output.outputs[0].token_ids),
@@ -183,6 +186,7 @@ class _VLLMBatch:
             rules=self._routes,
             depth=self._depth,
             version=version,
+            first=first,
         )
 
 

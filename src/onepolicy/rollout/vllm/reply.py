@@ -130,6 +130,7 @@ def joined(parts: list[Part], sampling: Sampling) -> Completion:
         torch.cat(versions),
         parts[-1].finish,
         RoutingTrace.concat(routed) if routed else None,
+        sampling.routes_from,
         top_ids=top_ids,
         top_logp=top_logp,
     )

@@ -96,7 +96,8 @@ class VLLMServer:
         while True:
             done = len(path) - len(prompt)
             left = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
-            routed = len(path) - 1 if done else 0  # slots whose routes are here: the last token has not been fed
+            # the last token of a part was never fed: its row comes with the next part
+            routed = len(path) - 1 if done else sampling.routes_from
             part, paused = await self._sample(path, left, continued(seed, done) if done else seed, routed)
             if part.tokens:
                 parts.append(part)
