@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HFEngine:
-    """Takes over `model`: its dtype, attention and experts functions become the engine's. Give it a copy of its own."""
+    """Takes over `model`: dtype, attention, experts and linear layers become the engine's. Give it a copy of its own."""
 
     def __init__(
         self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int, weights: bool = False
@@ -39,7 +39,7 @@ class HFEngine:
         dtype, self._head = DTYPES[config.dtype], None
         if config.lm_head == "float32":
             self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
-        self.model: PreTrainedModel = model.to(dtype).eval()  # type: ignore[arg-type]
+        self.model: PreTrainedModel = model.to(dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
