@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HFEngine:
-    """Takes over `model`: dtype, attention, experts and linear layers become the engine's. Give it a copy of its own."""
+    """Takes over `model`: its dtype, attention, experts, linear layers become ours. Give it a copy of its own."""
 
     def __init__(
         self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int, weights: bool = False
