@@ -94,10 +94,7 @@ def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None)
     """
     tree = dict[str, Any]({"task": {"kind": "chain"}, "rollout": {}, "replay": {"mode": "r3"}}) | tree
     tree |= {"out": "unused", "steps": 1, "eval": {"every": 0}, "log": {"report": False, "tensorboard": False}}
-    tree["objective"] = {
-        "baseline": "none",
-        "normalise": "none",
-    }  # nothing is credited; with a baseline a group of 1 is refused
+    tree["objective"] = {"baseline": "none", "normalise": "none"}  # unused, but a baseline refuses groups of 1
     if path is not None:
         tree["model"] = tree.get("model", {}) | {"path": path}
     asked = tree["rollout"]
