@@ -67,7 +67,7 @@ def serve(
     started = time.monotonic()
     with _running(command, environment(token, cpu=cpu)) as process:
         reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        url = f"http://{reachable}:{port}"
+        url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
         client = EngineClient(url, token_env=token_env, retries=0, server="the vLLM server")
         if asyncio.run(_warmed_up(client, process, started, say)):
             seconds = time.monotonic() - started
