@@ -60,7 +60,7 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {"onepolicy"}
     assert {"plotly", "ray", "vllm"} <= extras
     brought = {name.replace("-", "_") for name in closure(PROJECT["dependencies"])} & extras
-    assert brought <= {"httpx2"}  # huggingface_hub 2 needs it
+    assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
     extras -= brought
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
