@@ -202,6 +202,7 @@ def test_two_calls_in_one_turn_get_two_replies():
         ('<call>{"name": "abacus", "arguments": {}}</call>', "error: no tool abacus"),
         ('<call>{"name": "calculator", "arguments": {"expression": "1"}}', "error: a call ends with </call>"),
         ("<call>[1]</call>", "error: a call is written as JSON"),
+        ('<call>{"name": "\\ud800", "arguments": {}}</call>', "error: no tool ?"),
     ],
 )
 def test_malformed_calls_of_a_template(turn, reply):
@@ -245,8 +246,29 @@ def test_templates_that_cannot_be_used():
     with pytest.raises(UsageError, match="does not print tools"):
         environment("{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}")
     xml = HERMES.replace('{"name": "{{ c["function"]["name"] }}", "arguments": ', "<{{ c['function']['name'] }}>")
-    with pytest.raises(UsageError, match="does not write tool calls as JSON"):
+    with pytest.raises(UsageError, match="does not write a tool call as one JSON object"):
         environment(xml)
+    listed = HERMES.replace("<call>\n", "<call>[").replace("\n</call>", "]</call>")
+    with pytest.raises(UsageError, match="does not write a tool call as one JSON object"):
+        environment(listed)
+    special = HERMES.replace("<call>\n", "<user>").replace("\n</call>", "<user>")
+    with pytest.raises(UsageError, match="marks a tool call by the special token '<user>'"):
+        environment(special)
+
+
+@pytest.mark.parametrize("prompt", ["<bot>", "<bot><think>"])
+def test_a_template_that_writes_empty_thoughts_in_its_last_turn_only(prompt):
+    """Qwen3's template does. What stands between two turns is what follows a turn, not the history once more."""
+    template = HERMES.replace(
+        "<bot>{{ m['content'] }}",
+        "<bot>{{ m['content'] if '</think>' in m['content'] or not loop.last else '<think></think>' + m['content'] }}",
+    ).replace("%}<bot>{% endif", f"%}}{prompt}{{% endif")
+    env = environment(template)
+    (_,), script = play(env, [f"<think>so</think>{call('6 * 7')}", "It is 42"])
+    between = script.prompts[1][len(script.prompts[0]) :]
+    turn = env.tokenizer.encode(f"<think>so</think>{call('6 * 7')}<eos>")
+    assert between[: len(turn)] == turn
+    assert env.tokenizer.decode(between[len(turn) :]) == f"<tool>42<eos>{prompt}"
 
 
 def test_json_calls_without_marks():
@@ -256,6 +278,14 @@ def test_json_calls_without_marks():
         Call("calculator", "1"),
     )
     assert dialogue.parse("The answer is 4").answer == "The answer is 4"
+    assert dialogue.parse('<think>so</think>\n{"name": "calculator", "parameters": {"expression": "1"}}').calls
+    for deep in ("[" * 5000, "1" * 5000):
+        assert "written as JSON" in dialogue.parse('{"name": ' + deep).malformed
+
+
+def test_a_call_in_a_thought_is_not_made():
+    turn = environment(HERMES).dialogue.parse(f"<think>or {call('1+1')} or <call></think>It is 2")
+    assert turn.answer == "It is 2"
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

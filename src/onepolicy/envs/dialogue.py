@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
+from onepolicy.envs.render import decode
 from onepolicy.envs.tools import Tool, schema
 
 Message = dict[str, Any]
@@ -97,7 +98,8 @@ NAME, ARGUMENT, VALUE, QUESTION, REPLY = (
     "textofquestion",
     "textofreply",
 )
-THOUGHT = "<think>\nathought\n</think>\n\n"
+THOUGHT_END = "</think>"
+THOUGHT = f"<think>\nathought\n{THOUGHT_END}\n\n"
 
 
 class ChatReAct:
@@ -117,9 +119,10 @@ class ChatReAct:
                 "task.tools: the tokenizer's chat template does not print tools; use a model whose template does, or "
                 "a tokenizer without a template (plain ReAct)"
             )
-        self._ended = self._until_end([self._user, _called()])
-        before = self._opening if self._ended.startswith(self._opening) else self._render([self._user])
-        self._open, self._close, self._keys = _call_format(self._ended[len(before) : -len(self._eos)])
+        called = self._until_end([self._user, _called()])
+        before = self._opening if called.startswith(self._opening) else self._render([self._user])
+        self._open, self._close, self._keys = _call_format(called[len(before) : -len(self._eos)])
+        self._check_marks()
         self._between: dict[int, list[str]] = {}  # number of replies -> the texts around them
         self._check_history()
 
@@ -133,6 +136,8 @@ class ChatReAct:
         return path + self._joined(texts, replies[-1])
 
     def parse(self, text: str) -> Turn:
+        """Calls and the answer stand after the thoughts; what is weighed in a thought is neither."""
+        text = text.rpartition(THOUGHT_END)[2]
         if self._open:
             close = re.escape(self._close) if self._close else r"\Z"
             written = re.findall(f"{re.escape(self._open)}(.*?){close}", text, re.DOTALL)
@@ -145,7 +150,7 @@ class ChatReAct:
             return Turn(malformed=wrong)
         if calls:
             return Turn(calls=tuple(call for call in calls if isinstance(call, Call)))
-        return Turn(answer=text.rpartition("</think>")[2].strip())
+        return Turn(answer=text.strip())
 
     def _call(self, written: str) -> Call | str:
         """The call, or what is wrong with it."""
@@ -156,19 +161,20 @@ class ChatReAct:
             given = json.loads(given) if isinstance(given, str) else given
             tool = self.tools.get(made[name])
             values = list(given.values())
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # also numbers of 5,000 digits
             return f'a call is written as JSON: {{"{name}": ..., "{arguments}": {{...}}}}'
         if tool is not None and (set(given) != {tool.argument} or not isinstance(values[0], str)):
             return f'{tool.name} takes one argument, the string "{tool.argument}"'
-        return Call(str(made[name]), str(values[0]) if values else "")
+        return Call(_characters(made[name]), _characters(values[0]) if values else "")
 
     def _texts_between(self, count: int) -> list[str]:
         """What the template writes before, between and after `count` replies, up to the next turn."""
         if count not in self._between:
-            replies = [_replied(i) for i in range(count)]
-            text = self._render([self._user, _called(), *replies], prompt=True)
-            rest = text.removeprefix(self._ended)
-            self._between[count] = _split(rest, [reply["content"] for reply in replies])
+            # with a thought: a template may write an empty one while the turn is the last, and no longer after it
+            turn, replies = [self._user, _called(THOUGHT)], [_replied(i) for i in range(count)]
+            ended, text = self._until_end(turn), self._render([*turn, *replies], prompt=True)
+            assert text.startswith(ended), "_check_history refuses such a template"
+            self._between[count] = _split(text[len(ended) :], [reply["content"] for reply in replies])
         return self._between[count]
 
     def _whole(self, question: str, turns: Sequence[str], replies: Sequence[Replies]) -> list[int]:
@@ -181,11 +187,20 @@ class ChatReAct:
                 values.append(reply)
         return self._encoded(self._render(messages, prompt=True), marks, values)
 
+    def _check_marks(self) -> None:
+        """A turn's text is read without special tokens; calls marked by one would all be taken for answers."""
+        for mark in (self._open, self._close):
+            if mark not in decode(self.tokenizer, encode(self.tokenizer, mark)):
+                raise UsageError(
+                    f"task.tools: the chat template marks a tool call by the special token {mark!r}, which is not part "
+                    "of a turn's text; use a template that marks calls by text"
+                )
+
     def _check_history(self) -> None:
         one = [self._user, _called(THOUGHT)]
         sampled = self._until_end(one)
         before = self._render([*one, _replied(0)], prompt=True)
-        after = self._render([*one, _replied(0), _called(), _replied(1)], prompt=True)
+        after = self._render([*one, _replied(0), _called(THOUGHT), _replied(1)], prompt=True)
         kept = sampled.startswith(self._opening) and before.startswith(sampled) and after.startswith(before)
         rewritten = not kept or THOUGHT.split()[1] not in sampled
         if rewritten and not self.fork:
@@ -234,6 +249,11 @@ def _called(content: str = "") -> Message:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
+def _characters(value: object) -> str:
+    """JSON can spell half a surrogate pair, which no tokenizer and no process takes."""
+    return str(value).encode(errors="replace").decode()
+
+
 def _replied(index: int) -> Message:
     return {"role": "tool", "name": NAME, "tool_call_id": "callid000", "content": f"{REPLY}{index}x"}
 
@@ -250,6 +270,7 @@ def _split(text: str, marks: Sequence[str]) -> list[str]:
 
 def _call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
     """(what opens a call, what closes it, the JSON keys of its name and arguments), from a call the template wrote."""
+    turn = turn.rpartition(THOUGHT_END)[2]  # a template may write an empty thought
     for brace in re.finditer(r"\{", turn):
         try:
             made, end = json.JSONDecoder().raw_decode(turn, brace.start())
@@ -257,12 +278,13 @@ def _call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
             continue
         name = next((key for key, value in made.items() if value == NAME), None)
         arguments = next((key for key, value in made.items() if ARGUMENT in str(value)), None)
-        if name is not None and arguments is not None:
+        listed = turn[: brace.start()].rstrip().endswith("[")
+        if name is not None and arguments is not None and not listed:
             before, after = turn[: brace.start()].split(), turn[end:].split()
             return before[-1] if before else "", after[0] if after else "", (name, arguments)
     raise UsageError(
-        "task.tools: the chat template does not write tool calls as JSON with a name and arguments, the only form read "
-        "here; use another template"
+        "task.tools: the chat template does not write a tool call as one JSON object with a name and arguments, the "
+        "only form read here; use another template"
     )
 
 
