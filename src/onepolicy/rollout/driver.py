@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.interfaces import EngineCaps
 from onepolicy.types import Completion, Finish, Sampling
 
 
@@ -138,12 +139,9 @@ class Driver:
 
 
 def check_request(
-    prompt_ids: Sequence[int], sampling: Sampling, *, version: int, vocab: int, max_len: int, top_logprobs: int
+    prompt_ids: Sequence[int], sampling: Sampling, caps: EngineCaps, *, version: int, vocab: int
 ) -> np.ndarray:
-    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request.
-
-    max_len, top_logprobs: those of its caps.
-    """
+    """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request."""
     if version < 0:
         raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
     prompt = np.asarray(prompt_ids, dtype=np.int64)
@@ -151,11 +149,11 @@ def check_request(
         raise UsageError(f"prompt_ids: expected at least one token id in 0..{vocab - 1}")
     if not 0 <= sampling.routes_from < len(prompt):
         raise UsageError(f"routes_from: {sampling.routes_from} is not a slot of the {len(prompt)} prompt tokens")
-    if len(prompt) + sampling.max_tokens > max_len:
+    if len(prompt) + sampling.max_tokens > caps.max_len:
         raise UsageError(
-            f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {max_len}; "
+            f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {caps.max_len}; "
             "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
         )
-    if sampling.top_logprobs > top_logprobs:
-        raise UsageError(f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {top_logprobs}")
+    if sampling.top_logprobs > caps.top_logprobs:
+        raise UsageError(f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {caps.top_logprobs}")
     return prompt

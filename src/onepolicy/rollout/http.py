@@ -115,6 +115,15 @@ class EngineClient:
         taken, self.counters = self.counters, Counters()
         return taken
 
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call, as a run logs them (loop/metrics.py)."""
+        taken = self.take_counters()
+        return {
+            "rollout/requests": taken.requests,
+            "rollout/requests_retried": taken.retried,
+            "rollout/requests_dropped": taken.dropped,
+        }
+
     async def _ask(
         self,
         method: str,

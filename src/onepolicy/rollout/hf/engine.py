@@ -59,14 +59,7 @@ class HFEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
         check_sampling(sampling)
-        prompt = check_request(
-            prompt_ids,
-            sampling,
-            version=self.version,
-            vocab=self._vocab,
-            max_len=self.caps.max_len,
-            top_logprobs=self.caps.top_logprobs,
-        )
+        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab)
         return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:

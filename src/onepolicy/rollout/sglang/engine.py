@@ -85,14 +85,7 @@ class SGLangEngine:
         """Sample until a stop token or max_tokens. What an update interrupts goes on from its tokens."""
         check_sampling(sampling)
         self._check(sampling)
-        prompt = check_request(
-            prompt_ids,
-            sampling,
-            version=self.version,
-            vocab=self._model.vocab,
-            max_len=self.caps.max_len,
-            top_logprobs=self.caps.top_logprobs,
-        ).tolist()
+        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._model.vocab).tolist()
         return await self._sample(prompt, sampling, seed)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
@@ -149,13 +142,8 @@ class SGLangEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call; see loop/metrics.py."""
-        counted, resumed, self._resumed = self.client.take_counters(), self._resumed, 0
-        return {
-            "rollout/requests": counted.requests,
-            "rollout/requests_retried": counted.retried,
-            "rollout/requests_dropped": counted.dropped,
-            "rollout/requests_resumed": resumed,
-        }
+        resumed, self._resumed = self._resumed, 0
+        return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
     async def _rename(self, name: Name) -> None:
         """Not while requests are running: their tokens would seem to be of other weights."""

@@ -70,14 +70,7 @@ class VLLMEngine:
         last bits, on what else is in the batch."""
         check_sampling(sampling)
         check_temperature(sampling)
-        prompt = check_request(
-            prompt_ids,
-            sampling,
-            version=self.version,
-            vocab=self._vocab,
-            max_len=self.caps.max_len,
-            top_logprobs=self.caps.top_logprobs,
-        )
+        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab)
         return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:

@@ -84,12 +84,7 @@ class VLLMServer:
         check_sampling(sampling)
         check_temperature(sampling)
         prompt = check_request(
-            prompt_ids,
-            sampling,
-            version=self.version,
-            vocab=self._known.reader.vocab,
-            max_len=self.caps.max_len,
-            top_logprobs=self.caps.top_logprobs,
+            prompt_ids, sampling, self.caps, version=self.version, vocab=self._known.reader.vocab
         ).tolist()
         parts: list[Part] = []
         path = list(prompt)
@@ -193,13 +188,8 @@ class VLLMServer:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call; see loop/metrics.py."""
-        counted, resumed, self._resumed = self.client.take_counters(), self._resumed, 0
-        return {
-            "rollout/requests": counted.requests,
-            "rollout/requests_retried": counted.retried,
-            "rollout/requests_dropped": counted.dropped,
-            "rollout/requests_resumed": resumed,
-        }
+        resumed, self._resumed = self._resumed, 0
+        return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 
     @property
     def _known(self) -> Served:
