@@ -340,6 +340,12 @@ def test_worked_episodes_are_what_the_environment_plays():
             assert tokenizer.decode(tokens).replace("<eos>", "") == prompt + "".join(rest[: 2 * n])
 
 
+def test_one_operation_at_a_time_needs_divisions_that_come_out():
+    assert react_warmup._one_by_one("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
+    with pytest.raises(UsageError, match=r"10 / 3 = 10/3, not a number"):
+        react_warmup._one_by_one("10 / 3 * 3")
+
+
 def test_planted_guesses_are_wrong_and_as_long_as_the_answer():
     config = ReActTask(problems=PRODUCTS, tools=CALCULATOR, instructions="", max_turns=2)
     examples = react_warmup.warmup_examples(config, mistakes=0.5, seed=0)

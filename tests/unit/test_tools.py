@@ -240,6 +240,10 @@ def test_search_ranks_by_bm25(corpus):
         ("oops\n", r"corpus.jsonl:1: expected"),
         ('{"text": " "}\n', r"corpus.jsonl:1: expected"),
         ("", r"is empty"),
+        ("[" * 5000, r"corpus.jsonl:1: expected"),
+        ('{"text": ' + "1" * 5000 + "}", r"corpus.jsonl:1: expected"),
+        ('{"text": "\\ud800"}', r"corpus.jsonl:1: expected"),
+        ('{"text": "?!"}\n', r"corpus.jsonl: no passage has a word"),
     ],
 )
 def test_bad_corpus(tmp_path, content, message):
@@ -249,6 +253,12 @@ def test_bad_corpus(tmp_path, content, message):
         Search(SearchTool(corpus=str(path)))
     with pytest.raises(UsageError, match="cannot read its corpus"):
         Search(SearchTool(corpus=str(tmp_path / "none.jsonl")))
+
+
+def test_a_passage_may_hold_any_line_separator_of_unicode(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert call(Search(SearchTool(corpus=str(path))), "two") == "[1] one\u2028two\x85three"
 
 
 def test_tools_by_name():

@@ -89,7 +89,13 @@ class _Innermost(ast.NodeTransformer):
         if self.found is not None:
             return node
         self.found = ast.unparse(node)
-        return ast.parse(calculate(self.found), mode="eval").body
+        value = calculate(self.found)
+        if "/" in value or value.startswith("error: "):
+            raise UsageError(
+                f"task.tools: one calculator operation at a time leads to {self.found} = {value}, not a number to go "
+                "on with; leave operations out, or take a data set whose divisions come out"
+            )
+        return ast.parse(value, mode="eval").body
 
 
 def _guess(answer: str, rng: np.random.Generator) -> str:

@@ -21,6 +21,10 @@ class Search:
         self.config = config
         self.passages = read_corpus(Path(config.corpus))
         tokens = bm25s.tokenize(self.passages, stopwords=None, show_progress=False)
+        if not tokens.vocab:
+            raise UsageError(
+                f"{config.corpus}: no passage has a word of two characters or more, so nothing can be found"
+            )
         self._index = bm25s.BM25()
         self._index.index(tokens, show_progress=False)
 
@@ -40,19 +44,21 @@ class Search:
 def read_corpus(path: Path) -> list[str]:
     """The `text` of every line of a JSONL file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"task.tools: search cannot read its corpus {path}: {error}") from error
+    if lines == [""]:
+        raise UsageError(f"{path}: is empty; a corpus needs at least one line")
     passages = []
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
             text = entry["text"] if isinstance(entry, dict) else None
-        except (json.JSONDecodeError, KeyError):
+            if isinstance(text, str):
+                text.encode()  # half a surrogate pair could not be given to the policy
+        except (ValueError, RecursionError, KeyError):
             text = None
         if not isinstance(text, str) or not text.strip():
             raise UsageError(f'{path}:{number}: expected {{"text": "..."}} with some text, got {line[:80]!r}')
         passages.append(text)
-    if not passages:
-        raise UsageError(f"{path}: is empty; a corpus needs at least one line")
     return passages
