@@ -9,8 +9,9 @@ import pytest
 import torch
 from objective_support import group
 
-from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
+from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import EpisodeError, Problem
+from onepolicy.loop.evaluate import evaluate
 from onepolicy.objective.advantages import compare, outcomes
 from onepolicy.rollout.collect import collect, seed_of
 from onepolicy.train.pack import pack
@@ -121,3 +122,19 @@ def test_a_batch_knows_its_episodes():
     batch = pack(groups)
     assert batch.episode.tolist() == [0, 0, 2, 0, 1]
     assert batch.select([4, 2]).episode.tolist() == [1, 2]
+
+
+def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
+    def evaluated(failures):
+        engine, environment = Engine(), Failing(failures)
+        environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+        config = EvalConfig(problems=2, greedy=True, k=0)
+        return asyncio.run(evaluate(engine, environment, config, stop=(), max_tokens=1)), engine.seeds
+
+    metrics, seeds = evaluated({1: {0, 1}})
+    assert metrics["eval/greedy"] == 0.5  # problem 1 is the one with reward 1
+    assert len(set(seeds)) == len(seeds) == 4
+    with pytest.raises(
+        TrainingError, match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2"
+    ):
+        evaluated({1: {0, 1, 2}})

@@ -19,6 +19,7 @@ from onepolicy.config import CalculatorTool, PythonTool, SearchTool, UsageError
 from onepolicy.envs.tools import Calculator, PythonSandbox, Search, build_tools, schema
 from onepolicy.envs.tools import sandbox as sandboxing
 from onepolicy.envs.tools.calculator import calculate
+from onepolicy.interfaces import EpisodeError
 
 
 # --- calculator -----------------------------------------------------------------------------------------------------
@@ -201,6 +202,12 @@ def test_calls_run_side_by_side(python):
     start = time.perf_counter()
     assert asyncio.run(together()) == [str(i) for i in range(6)]
     assert time.perf_counter() - start < 5
+
+
+def test_a_sandbox_that_cannot_be_started_fails_the_episode(python, monkeypatch):
+    monkeypatch.setattr(python, "_command", lambda: ["/nowhere/bwrap"])
+    with pytest.raises(EpisodeError, match="could not be started"):
+        call(python, "print(1)")
 
 
 def test_without_bubblewrap_it_refuses_to_exist(monkeypatch, tmp_path):

@@ -6,10 +6,12 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from onepolicy.config import EvalConfig
-from onepolicy.interfaces import Environment, Problem, RolloutEngine
+from onepolicy.config import EvalConfig, TrainingError
+from onepolicy.interfaces import Environment, EpisodeError, Problem, RolloutEngine
 from onepolicy.rollout.collect import play, seed_of
 from onepolicy.types import Sample, Sampling
+
+RETRIES = 2  # of an episode whose tool or environment failed
 
 
 async def evaluate(
@@ -27,16 +29,25 @@ async def evaluate(
 
     avg@k: mean over problems of the share of k sampled responses that are solved. pass@k: share of problems of which
     at least one of the k is. The same problems and seeds every time, so evaluations of one run are comparable.
+    TrainingError if an episode fails (EpisodeError) time after time: a score without it would be of other problems.
     """
     problems = environment.held_out(config.problems)
     greedy = Sampling(0.0, max_tokens, stop=stop)
     sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
 
     async def attempt(problem: Problem, sampling: Sampling, member: int) -> Sample:
-        seeds = functools.partial(seed_of, seed, problem.id, -1, member)
-        *_, sample = await play(engine, environment, problem, sampling, seeds)
-        advance()
-        return sample
+        for again in range(1 + RETRIES):
+            seeds = functools.partial(seed_of, seed, problem.id, -1, member, attempt=again)
+            try:
+                *_, sample = await play(engine, environment, problem, sampling, seeds)
+            except EpisodeError as error:
+                failure = error
+                continue
+            advance()
+            return sample
+        raise TrainingError(
+            f"evaluation: problem {problem.id} could not be played to its end, {1 + RETRIES} times: {failure}"
+        ) from failure
 
     first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
     rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]

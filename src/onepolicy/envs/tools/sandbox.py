@@ -67,13 +67,16 @@ class PythonSandbox:
 
     async def call(self, text: str) -> str:
         """What the code printed, errors included, cut to config.output_chars; a limit it ran into stands at the end."""
-        process = await asyncio.create_subprocess_exec(
-            *self._command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:  # out of processes, memory or file descriptors
+            raise EpisodeError(f"the python tool's sandbox could not be started: {error}") from error
         printed = bytearray()
         try:
             async with asyncio.timeout(self.config.seconds):
