@@ -129,6 +129,15 @@ def test_time_ends_an_episode_and_cancels_its_turn():
         play(env, ["Answer: 1"], delay=1.0)
 
 
+def test_a_time_limit_of_the_engine_is_not_the_episodes():
+    async def late(tokens, **how):
+        raise TimeoutError("the engine's")
+
+    env = environment(seconds=60)
+    with pytest.raises(TimeoutError, match="the engine's"):
+        asyncio.run(env.episode(env.train_problem(0), late, 1.0))
+
+
 @pytest.mark.parametrize(
     ("turn", "reply"),
     [

@@ -53,9 +53,11 @@ class ReAct:
         """Only an answer in a turn that ended by itself is graded; every other end earns 0."""
         played = Episode(self, problem, sample)
         try:
-            async with asyncio.timeout(self.config.seconds):
+            async with asyncio.timeout(self.config.seconds) as clock:
                 answer = await played.run()
         except TimeoutError:
+            if not clock.expired():  # an engine's own, not this episode's
+                raise
             answer, played.finish = None, "time"
         if not played.began:
             raise EpisodeError(f"not one turn was sampled in {self.config.seconds:g} s")
