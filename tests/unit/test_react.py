@@ -372,6 +372,11 @@ def test_planted_guesses_are_wrong_and_as_long_as_the_answer():
     assert 18 <= guesses <= 42
 
 
+def test_the_threshold_of_the_problems_is_that_of_the_episodes():
+    assert ReActTask(problems=PRODUCTS | {"threshold": 0.5}, tools=CALCULATOR).threshold == 0.5
+    assert ReActTask(problems=JsonlTask(path="x"), tools=CALCULATOR).threshold == 1.0
+
+
 def test_tools_are_built_once():
     env = environment()
     assert list(env.tools) == list(build_tools(env.config.tools))

@@ -123,6 +123,11 @@ class ReActTask(Frozen):
     """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
     makes a sample of its own of every rewritten history."""
 
+    @property
+    def threshold(self) -> float:
+        """Rewards from here on count as solved, as for the problems themselves."""
+        return getattr(self.problems, "threshold", 1.0)
+
     @model_validator(mode="after")
     def _each_tool_once(self) -> Self:
         kinds = [tool.kind for tool in self.tools]
