@@ -76,6 +76,11 @@ def test_what_it_refuses_is_an_answer_too(text):
     assert time.perf_counter() - start < 1
 
 
+def test_what_it_reads_prints_no_warnings(recwarn):
+    assert calculate("12or 3").startswith("error: ")
+    assert not recwarn.list
+
+
 def test_operations_can_be_rationed():
     assert calculate("1 + 2", operations=1) == "3"
     assert calculate("-1 + +2", operations=1) == "1"

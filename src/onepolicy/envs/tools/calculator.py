@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -39,7 +40,9 @@ def calculate(text: str, *, operations: int | None = None) -> str:
     try:
         if len(text) > LONGEST:
             raise _Refused(f"longer than {LONGEST} characters")
-        tree = ast.parse(text.strip(), mode="eval")
+        with warnings.catch_warnings():  # of digits before a word: the policy's slip, nobody's news
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text.strip(), mode="eval")
         used = sum(isinstance(node, ast.BinOp | ast.Call) for node in ast.walk(tree))
         if operations is not None and used > operations:
             raise _Refused(f"{used} operations; at most {operations} at a time")
