@@ -195,6 +195,26 @@ def test_override_sets_one_leaf_and_keeps_the_rest(section, key, value):
     assert tree == {"s": section, "other": 1}
 
 
+def test_settings_of_several_turns():
+    react = [
+        "task.kind=react",
+        "task.problems.kind=gym",
+        "task.problems.name=products",
+        "task.tools=[{kind='calculator'}]",
+    ]
+    tree = {**MINIMAL, "task": {}}
+    assert resolve(tree, [*react, "replay.rows=newest"]).replay.rows == "newest"
+    with pytest.raises(UsageError, match=r"overlong_buffer: measures one response.*task\.kind = react has several"):
+        resolve(tree, [*react, "objective.overlong_buffer=0.2"])
+    with pytest.raises(UsageError, match=r"replay\.rows: newest has no effect"):
+        resolve(MINIMAL, ["replay.rows=newest"])
+    server = [
+        "rollout.engine.kind=vllm-server",
+        "rollout.engine.url=http://127.0.0.1:1",
+    ]  # updates may interrupt a turn
+    assert resolve(MINIMAL, [*server, "replay.rows=newest"]).replay.rows == "newest"
+
+
 def test_config_into_a_closed_pipe_is_no_error():
     """`onepolicy config preset | head -3`"""
     reader, writer = os.pipe()

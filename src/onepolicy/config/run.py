@@ -19,8 +19,8 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
-from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig
-from onepolicy.config.task import TaskConfig
+from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig, VLLMEngineConfig
+from onepolicy.config.task import ReActTask, TaskConfig
 
 
 class LogConfig(Frozen):
@@ -130,6 +130,7 @@ class RunConfig(Frozen):
                 "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
             )
         check_pair(self.objective, self.correction)
+        self._check_turns()
         self._check_clips()
         self._check_anchor()
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
@@ -166,6 +167,21 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"objective.critic.clip: {objective.critic.clip} has no effect with objective.mini_steps = 1, where no "
                 f"value has moved before the only update of a batch; {mend}"
+            )
+
+    def _check_turns(self) -> None:
+        """What means another thing, or nothing, by whether episodes have one turn or several."""
+        several = isinstance(self.task, ReActTask)
+        if several and self.objective.overlong_buffer:
+            raise ValueError(
+                "objective.overlong_buffer: measures one response against rollout.sampling.max_tokens, but an episode "
+                "of task.kind = react has several; set it to 0 (task.max_tokens limits an episode)"
+            )
+        fed_once = not several and isinstance(self.rollout.engine, HFEngineConfig | VLLMEngineConfig)
+        if fed_once and isinstance(self.replay, FromRollout) and self.replay.rows != "as-sampled":
+            raise ValueError(
+                f"replay.rows: {self.replay.rows} has no effect, because episodes of one turn on an engine in this "
+                "process feed every token once; leave it out"
             )
 
     def _check_anchor(self) -> None:
