@@ -149,6 +149,22 @@ def test_support(seed: int, top: int) -> None:
         assert causes(check(*plain)) == []  # the ratio itself is right then, and cannot show it
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_one_token_left_by_top_p(seed: int) -> None:
+    """Its log-probability is truly 0: no missing value. Zeros that are filled in beside it are still named."""
+    w = world(seed)
+    p, order = w.logits_rollout.softmax(-1).sort(descending=True)
+    p = p.masked_fill(p.cumsum(-1) - p >= 0.7, 0.0)
+    kept = torch.zeros_like(p).scatter(-1, order, p / p.sum(-1, keepdim=True))
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.multinomial(kept.flatten(0, 1), 1, generator=generator).reshape(SEQUENCES, LENGTH)
+    old, rollout = logp(w.logits, tokens), logp(kept.log(), tokens)
+    assert ((rollout == 0) & (old < -0.1)).double().mean() > 0.01
+    assert causes(check(old, rollout)) == ["support"]
+    some = torch.rand(rollout.shape, generator=generator) < 0.1
+    assert causes(check(old, rollout.masked_fill(some, 0.0))) == ["fill", "support"]
+
+
 def test_fill() -> None:
     w = world(0)
     tokens = w.sample(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.correct.engine_marks import weights_and_sampling
+from onepolicy.correct.engine_marks import renormalised, weights_and_sampling
 from onepolicy.correct.pairs import EXPLAINED, FEWEST, Finding, Pairs
 from onepolicy.types import TokenBatch
 
@@ -97,10 +97,18 @@ def _impossible(pairs: Pairs) -> tuple[list[Finding], Tensor]:
     if count := int(positive.sum()):
         findings.append(Finding("not_log", f"{count} of {n} are above 0; probabilities instead of their logarithms?"))
     zero = ~bad & ((pairs.rollout == 0) ^ (pairs.old == 0)) & (pairs.gap > 0.1)
-    if (count := int(zero.sum())) > max(2, 0.005 * n):
+    if (count := int(zero.sum())) > max(2, 0.005 * n) and not _only_choice(pairs, zero, ~bad & ~positive & ~zero):
         findings.append(Finding("fill", f"{count} of {n} are exactly 0 on one side only; zeros filled in for missing"))
         return findings, ~bad & ~positive & ~zero
     return findings, ~bad & ~positive
+
+
+def _only_choice(pairs: Pairs, zero: Tensor, rest: Tensor) -> bool:
+    """Are the zeros the engine's own? Where top-p leaves one token, its log-probability is 0 and the trainer's that of
+    the mass that was kept, as elsewhere in the batch; behind a filled-in zero is a token of any probability."""
+    if bool((pairs.old[zero] == 0).any()) or renormalised(pairs.at(rest)) is None:
+        return False
+    return float(pairs.gap[zero].max()) < 1.5 * float(pairs.gap[rest].max())
 
 
 def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:

@@ -111,26 +111,34 @@ def _design(pairs: Pairs, feature: Tensor) -> Tensor:  # -> [n, 3]
     return torch.stack([feature, pairs.entropy, torch.ones_like(feature)], dim=1)
 
 
-def _support(pairs: Pairs) -> Finding | None:
+def renormalised(pairs: Pairs) -> Finding | None:
     """E[rho] is the trainer's mass on what the engine can sample: 1, or less if the engine renormalised a part."""
-    log_ratio = pairs.old - pairs.rollout
+    n, log_ratio = len(pairs.old), pairs.old - pairs.rollout
+    if n < FEWEST:
+        return None
     rho = log_ratio.clamp(max=20).exp()
-    n = len(rho)
     mean, error = float(rho.mean()), float(rho.std() / n**0.5)
     k1, k2 = float(-log_ratio.mean()), float(log_ratio.square().mean() / 2)
-    if mean < 0.98 and 1 - mean > 6 * error and k1 > 1.25 * k2:  # mismatch has k1 about k2 or less
-        return Finding(
-            "support",
-            f"mean rho is {mean:.3f} +- {error:.3f}, not 1: the engine's log-probabilities are renormalised over a "
-            "part of the vocabulary (top-p or top-k) that holds about this share of the trainer's mass",
-        )
-    if pairs.entropy is not None:
-        surplus = -pairs.old - pairs.entropy  # 0 on average if the tokens were drawn from the trainer's distribution
-        mean, error = float(surplus.mean()), float(surplus.std() / n**0.5)
-        if mean < -0.1 * float(pairs.entropy.mean()) - k2 and mean < -6 * error:
-            return Finding(
-                "support",
-                f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the reported "
-                "distribution: sampling was narrowed (temperature, top-p, top-k) but the log-probabilities are not",
-            )
-    return None
+    if mean >= 0.98 or 1 - mean <= 6 * error or k1 <= 1.25 * k2:  # mismatch has k1 about k2 or less
+        return None
+    return Finding(
+        "support",
+        f"mean rho is {mean:.3f} +- {error:.3f}, not 1: the engine's log-probabilities are renormalised over a "
+        "part of the vocabulary (top-p or top-k) that holds about this share of the trainer's mass",
+    )
+
+
+def _support(pairs: Pairs) -> Finding | None:
+    """Narrowed sampling, by the ratio; or, where that is right, by tokens likelier than the entropy says."""
+    if (found := renormalised(pairs)) is not None or pairs.entropy is None:
+        return found
+    k2 = float((pairs.old - pairs.rollout).square().mean() / 2)
+    surplus = -pairs.old - pairs.entropy  # 0 on average if the tokens were drawn from the trainer's distribution
+    mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
+    if mean >= -0.1 * float(pairs.entropy.mean()) - k2 or mean >= -6 * error:
+        return None
+    return Finding(
+        "support",
+        f"the sampled tokens are {-mean:.3g} +- {error:.2g} nats likelier than draws from the reported "
+        "distribution: sampling was narrowed (temperature, top-p, top-k) but the log-probabilities are not",
+    )
