@@ -25,6 +25,8 @@ def bar(name, removed, left):
 
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
+TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
+"""Their axis ends at 80%, under which a label stands."""
 TREE = {
     "model": "some/<model>",
     "tokens": 10,
@@ -46,7 +48,7 @@ TREE = {
         "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
         "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
     },
-    "breakdowns": {"place": [ROW], "probability": [ROW], "entropy": [ROW], "class": [ROW]},
+    "breakdowns": {"place": [ROW], "probability": [ROW], "entropy": [ROW], "class": [ROW], "turn": TURNS},
     "worst": [
         {
             "sequence": 0,
@@ -97,7 +99,7 @@ TREE = {
 
 
 VIEWS = [(390, False), (1280, True)]
-CAUSES = {"waterfall", "noise", "distribution", *(f"breakdown-{i}" for i in range(4))}
+CAUSES = {"waterfall", "noise", "distribution", *(f"breakdown-{i}" for i in range(5))}
 ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
 DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
 

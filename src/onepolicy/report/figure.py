@@ -32,7 +32,7 @@ LAYOUT: Spec = {
     "bargap": 0.25,
     "hovermode": "closest",
     "font": {"family": FONT, "size": 12.5, "color": "@ink"},
-    "margin": {"l": 58, "r": 14, "t": 26, "b": 46},
+    "margin": {"l": 58, "r": 20, "t": 26, "b": 46},
     "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "@line", "activecolor": "@muted"},
     "hoverlabel": {"bgcolor": "@paper", "bordercolor": "@line", "font": {"color": "@ink"}},
