@@ -222,6 +222,12 @@ def check_distribution(found, printed, html):
     assert "Worst positions" in html
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["measure", "--tiny", "--out", str(tmp_path / "file" / "m")]) == 2
+    assert "m cannot be made (Not a directory)" in capsys.readouterr().err
+
+
 def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
     from transformers import AutoTokenizer
 
@@ -242,6 +248,8 @@ def test_beside_a_dense_model(policy, tmp_path, capsys):
     few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
     assert main(["measure", "--dense", str(policy), str(policy), *SETTINGS, *few]) == 2
     assert "give a dense model" in capsys.readouterr().err
+    assert main(["measure", "--dense", str(tmp_path / "none"), str(policy), *SETTINGS, *few]) == 2
+    assert "--dense: no folder" in capsys.readouterr().err
     make("qwen3_dense").save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
     arguments = ["--dense", str(tmp_path / "dense"), "--out", str(tmp_path / "d"), str(policy), *SETTINGS, *few]

@@ -47,8 +47,8 @@ def run_measure(arguments: argparse.Namespace) -> None:
     if not (model or arguments.tiny or arguments.recipe):
         raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
     out = Path(arguments.out) if arguments.out else None
-    if out is not None and out.exists():
-        raise UsageError(f"--out: {out} already exists; choose another folder")
+    if out is not None:
+        _require_new(out)
     if arguments.png and out is None:
         raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
@@ -78,3 +78,14 @@ def run_measure(arguments: argparse.Namespace) -> None:
     if out is not None:
         measured.write(found, out)
         console.print(f"written: {write_report(out, png=arguments.png)}", soft_wrap=True, highlight=False)
+
+
+def _require_new(out: Path) -> None:
+    """UsageError, before anything is measured, if the folder exists or cannot be made."""
+    if out.exists():
+        raise UsageError(f"--out: {out} already exists; choose another folder")
+    try:
+        out.mkdir(parents=True)
+        out.rmdir()
+    except OSError as error:
+        raise UsageError(f"--out: {out} cannot be made ({error.strerror}); choose another folder") from None

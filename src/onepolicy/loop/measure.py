@@ -81,7 +81,8 @@ def measure_model(
 
 
 def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunConfig:
-    config = measure_config(tree, [*overrides, f"model.path={path}"], None)
+    with _given_as("--dense"):
+        config = measure_config(tree, [*overrides, f"model.path={path}"], None)
     if config.replay.mode != "off":
         raise UsageError(f"--dense: {path} is a mixture of experts; give a dense model")
     return config
@@ -207,11 +208,18 @@ def _scored_by(other: PreTrainedModel, first: Look, learner: LocalLearner, model
 
 def _open(folder: str) -> PreTrainedModel:
     source = ModelConfig(path=folder)
-    try:
+    with _given_as("--engine-model"):
         read_config(source)
         return load_model(source, torch.float32, torch.device("cpu"))
+
+
+@contextmanager
+def _given_as(option: str) -> Iterator[None]:
+    """What is wrong with a model is said of the option that named it."""
+    try:
+        yield
     except UsageError as error:
-        raise UsageError(str(error).replace("model.path", "--engine-model", 1)) from error
+        raise UsageError(str(error).replace("model.path", option, 1)) from error
 
 
 def _stale(first: Look, second: Look) -> Finding | None:
