@@ -165,6 +165,16 @@ def test_one_token_left_by_top_p(seed: int) -> None:
     assert causes(check(old, rollout.masked_fill(some, 0.0))) == ["fill", "support"]
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_support_beside_temperature(seed: int, temperature: float) -> None:
+    w = world(seed)
+    tokens = w.sample(seed, temperature, top=8)
+    kept = w.logits_rollout.masked_fill(w.logits_rollout < w.logits_rollout.topk(8).values[..., -1:], -math.inf)
+    found = check(logp(w.logits, tokens), logp(kept, tokens, temperature), entropy=entropy(w.logits))
+    assert causes(found) == ["temperature", "support"]
+
+
 def test_fill() -> None:
     w = world(0)
     tokens = w.sample(0)

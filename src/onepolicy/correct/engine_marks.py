@@ -14,7 +14,7 @@ SURELY = 4.0
 
 
 def weights_and_sampling(pairs: Pairs) -> list[Finding]:
-    """Stale weights; another temperature, or narrowed sampling. Where weights and temperature are both wrong, each is
+    """Stale weights; another temperature; narrowed sampling. Where weights and temperature are both wrong, each is
     looked for behind what the other explains."""
     stale = _stale(pairs)
     parts = [pairs]  # where the temperature could be all that is wrong
@@ -30,7 +30,8 @@ def weights_and_sampling(pairs: Pairs) -> list[Finding]:
         return [found] if found is not None else []
     best = max(fits, key=lambda fit: fit.explained)
     stale = stale or _stale(pairs, best)
-    return [*([stale[0]] if stale else []), best.finding]
+    narrowed = renormalised(pairs)  # mean rho is 1 at any temperature
+    return [*([stale[0]] if stale else []), best.finding, *([narrowed] if narrowed else [])]
 
 
 def _stale(pairs: Pairs, beside: _Fit | None = None) -> tuple[Finding, Pairs] | None:
