@@ -200,13 +200,35 @@ def test_time_and_output_are_limited_and_nothing_is_left_running():
     assert marker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
-def test_calls_run_side_by_side(python):
-    async def together():
-        return await asyncio.gather(*(python.call(f"import time; time.sleep(1); print({i})") for i in range(6)))
+def test_calls_run_side_by_side_but_not_all_at_once(monkeypatch):
+    """8 calls of 0.6 s under a limit of 2 s on one core: two at a time take longer, which no call is charged for."""
+    monkeypatch.setattr(sandboxing.os, "cpu_count", lambda: 1)
+    tool = PythonSandbox(PythonTool(seconds=2, memory_mib=128))
+    running: list[int] = []
+    most = 0
 
-    start = time.perf_counter()
-    assert asyncio.run(together()) == [str(i) for i in range(6)]
-    assert time.perf_counter() - start < 5
+    async def counted(i: int) -> str:
+        return await tool.call(f"import time; time.sleep(0.6); print({i})")
+
+    inner = tool._call
+
+    async def watched(text: str) -> str:
+        nonlocal most
+        running.append(1)
+        most = max(most, len(running))
+        try:
+            return await inner(text)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(tool, "_call", watched)
+
+    async def together() -> list[str]:
+        return await asyncio.gather(*(counted(i) for i in range(8)))
+
+    for _ in range(2):  # in one event loop after another
+        assert asyncio.run(together()) == [str(i) for i in range(8)]
+    assert most == 2
 
 
 def test_a_sandbox_that_cannot_be_started_fails_the_episode(python, monkeypatch):

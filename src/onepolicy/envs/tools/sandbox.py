@@ -52,6 +52,7 @@ class PythonSandbox:
             )
         script = BOOTSTRAP.format(limits=_limits(config))
         self._sandbox = [bwrap, *_namespaces(), "--", _python(), "-I", "-B", "-u", "-c", script]
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._users = itertools.cycle(range(FIRST_USER, FIRST_USER + 10_000))
         done = subprocess.run(self._command(), input=b"print(6 * 7)", capture_output=True, check=False)
         if done.stdout.strip() != b"42":
@@ -66,7 +67,21 @@ class PythonSandbox:
         return [*self._sandbox, str(next(self._users))]
 
     async def call(self, text: str) -> str:
-        """What the code printed, errors included, cut to config.output_chars; a limit it ran into stands at the end."""
+        """What the code printed, errors included, cut to config.output_chars; a limit it ran into stands at the end.
+
+        Calls wait for their turn, so that config.seconds is not spent on waiting for a core.
+        """
+        async with self._turn():
+            return await self._call(text)
+
+    def _turn(self) -> asyncio.Semaphore:
+        """Of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = loop, asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        return self._turns[1]
+
+    async def _call(self, text: str) -> str:
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command(),
