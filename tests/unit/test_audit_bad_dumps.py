@@ -404,6 +404,13 @@ def test_fuzz_of_slime_dumps(payload, sample) -> None:
         assert message.startswith(str(folder)) or not message
 
 
+def test_a_column_name_that_is_no_text(tmp_path) -> None:
+    path = write(tmp_path / "d.parquet", gaussian_rows(1e-3, rows=3, length=8))
+    path.write_bytes(path.read_bytes().replace(b"tokens", b"\x80okens"))
+    with pytest.raises(UsageError, match=r"d\.parquet: not a complete Parquet file"):
+        audit(path, {})
+
+
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_fuzz_of_bytes(data) -> None:

@@ -63,24 +63,26 @@ def _files(path: Path) -> list[Path]:
 
 def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     pa, pq = require_pyarrow()
+    damage = (pa.ArrowException, OSError, UnicodeDecodeError)
     try:
         file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # pre-buffering holds the whole file
-    except (pa.ArrowException, OSError) as error:
+        names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
+    except damage as error:
         raise UsageError(
             f"{path}: not a complete Parquet file ({_first_line(error)}); was its writer killed?"
         ) from None
     with file:
-        version = (file.schema_arrow.metadata or {}).get(VERSION_KEY)
+        version = about.get(VERSION_KEY)
         if version is not None and version != str(VERSION).encode():
             raise UsageError(f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}")
-        chosen = choose(str(path), file.schema_arrow.names, mapping)
+        chosen = choose(str(path), names, mapping)
         first, total = 0, file.metadata.num_rows
         wanted = list(dict.fromkeys(chosen.values()))
         batches = file.iter_batches(batch_size=_rows_at_once(file.metadata, wanted), columns=wanted)
         while True:
             try:
                 batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
+            except damage as error:
                 raise UsageError(
                     f"{path}: rows from {first} on cannot be read ({_first_line(error)}); the file is damaged"
                 ) from None
