@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -78,9 +79,10 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         chosen = choose(str(path), names, mapping)
         first, total = 0, file.metadata.num_rows
         wanted = list(dict.fromkeys(chosen.values()))
-        batches = file.iter_batches(batch_size=_rows_at_once(file.metadata, wanted), columns=wanted)
+        batches: Iterator[Any] | None = None
         while True:
             try:
+                batches = batches or file.iter_batches(batch_size=_rows_at_once(file, wanted), columns=wanted)
                 batch = next(batches, None)
             except damage as error:
                 raise UsageError(
@@ -93,11 +95,18 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
             first += batch.num_rows
 
 
-def _rows_at_once(metadata: Any, wanted: list[str]) -> int:
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    columns = (group.column(j) for group in groups for j in range(metadata.num_columns))
-    entries = sum(column.num_values for column in columns if column.path_in_schema.partition(".")[0] in wanted)
-    return max(1, min(PARQUET_ROWS, PARQUET_ENTRIES * metadata.num_rows // max(1, entries)))
+def _rows_at_once(file: Any, wanted: list[str]) -> int:
+    """So that rows like the longest of the first ones stay within PARQUET_ENTRIES. Read one by one: the file's own
+    counts would be cheaper, but asking for them aborts the process if they are damaged."""
+    first = itertools.islice(file.iter_batches(batch_size=1, columns=wanted), PARQUET_ROWS)
+    longest = max((sum(_entries(batch.column(name)) for name in wanted) for batch in first), default=1)
+    return max(1, min(PARQUET_ROWS, PARQUET_ENTRIES // max(1, longest)))
+
+
+def _entries(column: Any) -> int:
+    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):  # lists, and lists of lists
+        column = column.flatten()
+    return len(column)
 
 
 def _from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) -> Ragged:
