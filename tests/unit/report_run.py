@@ -17,16 +17,24 @@ LAYERS, TOP_K = 8, 4
 
 
 def make_fixture_run(
-    path: Path, *, steps: int = 60, tokens: int = 3000, replay: bool = True, moe: bool = True, evaluation: bool = True
+    path: Path,
+    *,
+    steps: int = 60,
+    tokens: int = 3000,
+    replay: bool = True,
+    moe: bool = True,
+    evaluation: bool = True,
+    turns: bool = False,
 ) -> Path:
-    """Replay off: no counterfactual. Dense (moe=False): no routing metrics or tensors. evaluation=False: no eval/*."""
+    """Replay off: no counterfactual. Dense (moe=False): no routing metrics or tensors. evaluation=False: no eval/*.
+    turns: of an episode of several."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True)
     with RunLog(path, tensorboard=False) as log:
         if evaluation:
             log.write(0, {"eval/greedy": 0.46, "eval/avg@4": 0.42, "eval/pass@4": 0.7, "eval/response_length": 75.0})
         for step in range(1, steps + 1):
-            row = _row(rng, step, steps, moe=moe)
+            row = _row(rng, step, steps, moe=moe) | (_turns(step) if turns else {})
             if replay and step % 10 == 0:
                 row |= {f"counterfactual/{name}": 3 * value for name, value in row.items() if _compared(name)}
             if evaluation and step % 15 == 0:
@@ -55,7 +63,15 @@ def make_fixture_run(
 
 
 def _compared(name: str) -> bool:
-    return name in ("mismatch/k3", "mismatch/f2") or name.startswith("routing/")
+    return name in ("mismatch/k3", "mismatch/f2") or name.startswith(("routing/", "mismatch/k3_turn@"))
+
+
+def _turns(step: int) -> dict[str, float]:
+    """Turns 1, 2 and 9 to 16; k3 is 1, 2 and 3 times 1e-6 at step 10 and twice that at every other step."""
+    bins = {0: 300.0, 1: 200.0, 8: 100.0}
+    scale = 1e-6 if step == 10 else 2e-6
+    means = {f"mismatch/k3_turn@{turn}": scale * (i + 1) for i, turn in enumerate(bins)}
+    return means | {f"train/tokens_turn@{turn}": 3 * count if step == 10 else count for turn, count in bins.items()}
 
 
 def _row(rng: np.random.Generator, step: int, steps: int, *, moe: bool) -> dict[str, float]:

@@ -6,6 +6,7 @@ from envs_support import make_tokenizer
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.loop.where import where
+from onepolicy.measure.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample
@@ -63,3 +64,10 @@ def test_the_worst_token_stands_in_its_text(found):
     assert worst.before.endswith(REPLY + SECOND)
     assert worst.p_rollout / worst.p_trainer == pytest.approx(torch.e**2, rel=1e-4)
     assert worst.place == len(FIRST) + len(SECOND)
+
+
+def test_late_turns_share_a_row():
+    turn = torch.tensor([0, 7, 8, 15, 16, 511, 512, 9999])
+    assert [TURNS[i] for i in turn_bins(turn).tolist()] == [0, 7, 8, 8, 16, 256, 512, 512]
+    names = [turn_name(start) for start in TURNS]
+    assert names[:2] + names[7:10] + names[-2:] == ["1", "2", "8", "9 to 16", "17 to 32", "257 to 512", "from 513"]

@@ -35,6 +35,7 @@ MARKS = {
     "entropy": ("js-line", 1),
     "grad_norm": ("js-line", 1),
     "k3": ("js-line", 2),
+    "turns": ("js-line", 2),
     "f_tau": ("js-line", 2),
     "scatter": ("point", 300),
     "scatter_native": ("point", 300),
@@ -128,7 +129,7 @@ def opened(html: str, folder: Path, *, width: int) -> Iterator[Page]:
 def pages(tmp_path_factory) -> dict[str, Drawn]:
     """Three pages, opened at once: a full run, a dense one on a phone, and a report that is broken on purpose."""
     folder = tmp_path_factory.mktemp("browser")
-    full = write_report(make_fixture_run(folder / "full", steps=60, tokens=400)).read_text(encoding="utf-8")
+    full = write_report(make_fixture_run(folder / "full", steps=60, tokens=400, turns=True)).read_text(encoding="utf-8")
     dense = make_fixture_run(folder / "dense", steps=3, tokens=40, replay=False, moe=False, evaluation=False)
     small = write_report(dense).read_text(encoding="utf-8")
     broken = PLOTLY.sub("", small)

@@ -63,6 +63,7 @@ METRICS: dict[str, str] = {
     "train/response_length": "mean sampled tokens per episode [tokens]",
     "train/cut_by_length": "episodes that hit the length limit [share]",
     "train/turns": "mean model turns per episode, if there are several [turns]",
+    "train/tokens_turn@k": "tokens that mismatch/k3_turn@k is the mean of [tokens]",
     "tools/TOOL": "calls of this tool per episode (TOOL_error: those it answered with an error) [calls]",
     "tools/malformed": "turns that named no tool and no answer, or a tool there is not, per episode [turns]",
     "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",

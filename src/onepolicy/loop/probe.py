@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepolicy.interfaces import Learner
 from onepolicy.measure.attribution import k3_terms
+from onepolicy.measure.breakdown import TURNS, turn_bins
 from onepolicy.measure.logprob import mismatch
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.types import TokenBatch
@@ -32,20 +33,19 @@ def measure(batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-TURNS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers start here
-
-
 def per_turn(batch: TokenBatch) -> dict[str, float]:
-    """mismatch/k3_turn@k: where an episode has several turns, k3 of the tokens of turn k up to the next bin."""
+    """Where an episode has several turns: mismatch/k3_turn@k and train/tokens_turn@k, k3 and number of the tokens of
+    turn k up to the next bin."""
     mine = batch.trainable
     turn = batch.turn[mine].long()
     if not len(turn) or int(turn.max()) == 0:
         return {}
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mine], batch.logp_rollout[mine])
-    bins = torch.bucketize(turn, torch.tensor(TURNS), right=True) - 1
-    found = {k: terms[bins == i] for i, k in enumerate(TURNS)}
-    return {f"mismatch/k3_turn@{k}": float(part.mean()) for k, part in found.items() if len(part)}
+    bins = turn_bins(turn)
+    found = {k: part for i, k in enumerate(TURNS) if len(part := terms[bins == i])}
+    k3 = {f"mismatch/k3_turn@{k}": float(part.mean()) for k, part in found.items()}
+    return k3 | {f"train/tokens_turn@{k}": float(len(part)) for k, part in found.items()}
 
 
 def _disagreement(batch: TokenBatch) -> dict[str, float]:

@@ -14,6 +14,7 @@ from onepolicy.measure.breakdown import (
     ENTROPIES,
     PLACES,
     PROBABILITIES,
+    TURNS,
     Row,
     WorstToken,
     by_edges,
@@ -21,6 +22,8 @@ from onepolicy.measure.breakdown import (
     echoed,
     inside_calls,
     places,
+    turn_bins,
+    turn_name,
 )
 from onepolicy.measure.breakdown import token_class as class_of
 from onepolicy.types import TokenBatch
@@ -45,9 +48,9 @@ def where(
         "class of token": by_label(trainer, rollout, classes, CLASSES),
     }
     turn = batch.turn[mask].long()
-    if (turns := int(turn.max()) + 1) > 1:
-        names = [f"turn {t + 1}" for t in range(turns)]
-        breakdowns["turn"] = by_label(trainer, rollout, turn, names)
+    if turn.any():
+        names = [f"turn {turn_name(start)}" for start in TURNS]
+        breakdowns["turn"] = by_label(trainer, rollout, turn_bins(turn), names)
     return breakdowns, _worst(batch, tokenizer)
 
 

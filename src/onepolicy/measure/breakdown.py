@@ -16,6 +16,7 @@ from onepolicy.measure.attribution import k3_terms
 PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
+TURNS = (*range(8), 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers, from 0, start here
 CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
 ECHO = 4  # tokens in a row, as they stand earlier in what was given to the policy, that make the last one an echo
 CALL = re.compile(
@@ -63,6 +64,18 @@ def by_edges(logp: Tensor, rollout: Tensor, value: Tensor, edges: Sequence[float
     label = torch.bucketize(value.double(), inner, right=True)
     names = [f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges)] + [f"from {edges[-1]:g}"]
     return by_label(logp, rollout, label, names)
+
+
+def turn_bins(turn: Tensor) -> Tensor:  # [n] int64, from 0 -> [n] int64
+    """Index into TURNS of each turn's bin."""
+    return torch.bucketize(turn, torch.tensor(TURNS), right=True) - 1
+
+
+def turn_name(start: int) -> str:
+    """The turns, counted from 1, of the bin of TURNS that starts at `start`."""
+    if start < 8:
+        return str(start + 1)
+    return f"from {start + 1}" if start == TURNS[-1] else f"{start + 1} to {2 * start}"
 
 
 def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [n] int64

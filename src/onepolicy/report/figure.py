@@ -136,7 +136,7 @@ def axis(title: str, **settings: Any) -> Spec:
     return {"title": {"text": title}, **settings}
 
 
-def line(name: str, x: Sequence[float], y: Sequence[float], look: Look, **settings: Any) -> Spec:
+def line(name: str, x: Sequence[Any], y: Sequence[float], look: Look, **settings: Any) -> Spec:
     stroke = {"color": look.color, "dash": look.dash, "width": 1.8}
     return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": stroke, **settings}
 

@@ -12,6 +12,7 @@ from onepolicy.report.mismatch import mismatch_figures
 from onepolicy.report.page import FOOTER, macro, plain, render
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
+from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import COMPARISON_HEADER, compared, comparison, factor, number, time_shares, verdict
 
 __all__ = ["document", "plain", "section", "tile", "write_report"]
@@ -24,7 +25,11 @@ def write_report(run: Path) -> Path:
     loaded = load_run(run)
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
         ("Learning", "Does it learn, and how healthily?", learning_figures(loaded)),
-        ("Mismatch", "How far apart are the engine that samples and the one that learns?", mismatch_figures(loaded)),
+        (
+            "Mismatch",
+            "How far apart are the engine that samples and the one that learns?",
+            mismatch_figures(loaded) + turn_figures(loaded),
+        ),
         ("Routing", "Where do the two choose different experts?", routing_figures(loaded)),
         ("Time", "Where does a step's time go?", [time_split(loaded)]),
     ]

@@ -20,6 +20,7 @@ from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
 from onepolicy.report.page import render
 from onepolicy.report.png import write_figures
 from onepolicy.report.routing import Series, routing_figures_of
+from onepolicy.report.turns import Curve, by_turn
 from onepolicy.report.words import DASH, Tree, nats, number, powers
 
 SCORINGS = {  # name in the files -> (label, look)
@@ -200,9 +201,16 @@ def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[
     if series("experts_differing"):
         routes = routing_figures_of(series, replay="with_replay" in shown)
     return [
-        ("Distance", question, [extreme_tokens(pairs), *drawn]),
+        ("Distance", question, [extreme_tokens(pairs), *drawn, *turns(tree)]),
         ("Routing", "Where do the two choose different experts?", routes),
     ]
+
+
+def turns(tree: Tree) -> list[Figure]:
+    """k3 by turn of every scoring; nothing where episodes have one turn."""
+    curves = [Curve.of(*_of(name), [tree["metrics"][name]]) for name in SCORINGS if name in tree["metrics"]]
+    several = [curve for curve in curves if curve.tokens]
+    return [by_turn(several)] if several else []
 
 
 def facts(tree: Tree) -> list[tuple[str, str]]:
