@@ -181,7 +181,7 @@ def test_a_template_with_tools():
     problem = Problem(0, "What is 6 * 7?", "42", env.train_problem(0).entry)
     tokenizer = env.tokenizer
     messages = [{"role": "user", "content": problem.prompt}]
-    tools = env.dialogue._schemas
+    tools = env.dialogue.schemas
     render = lambda messages: tokenizer.encode(  # noqa: E731
         tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     )

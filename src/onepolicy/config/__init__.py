@@ -29,6 +29,7 @@ from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import (
     CalculatorTool,
     ChainTask,
+    EpisodeTask,
     GymTask,
     JsonlTask,
     PromptsTask,
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointConfig",
     "CorrectionConfig",
     "EngineConfig",
+    "EpisodeTask",
     "EvalConfig",
     "FromRollout",
     "Frozen",

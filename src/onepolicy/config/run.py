@@ -20,7 +20,7 @@ from onepolicy.config.objective import (
     check_pair,
 )
 from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig, VLLMEngineConfig
-from onepolicy.config.task import ReActTask, TaskConfig
+from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
 class LogConfig(Frozen):
@@ -171,11 +171,11 @@ class RunConfig(Frozen):
 
     def _check_turns(self) -> None:
         """What means another thing, or nothing, by whether episodes have one turn or several."""
-        several = isinstance(self.task, ReActTask)
+        several = isinstance(self.task, EpisodeTask)
         if several and self.objective.overlong_buffer:
             raise ValueError(
                 "objective.overlong_buffer: measures one response against rollout.sampling.max_tokens, but an episode "
-                "of task.kind = react has several; set it to 0 (task.max_tokens limits an episode)"
+                f"of task.kind = {self.task.kind} has several; set it to 0 (task.max_tokens limits an episode)"
             )
         fed_once = not several and isinstance(self.rollout.engine, HFEngineConfig | VLLMEngineConfig)
         if fed_once and isinstance(self.replay, FromRollout) and self.replay.rows != "as-sampled":

@@ -102,26 +102,31 @@ class SearchTool(Frozen):
 ToolConfig = Annotated[CalculatorTool | PythonTool | SearchTool, Field(discriminator="kind")]
 
 
-class ReActTask(Frozen):
-    """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
+class EpisodeTask(Frozen):
+    """What every kind with episodes of several turns has."""
 
-    kind: Literal["react"] = "react"
-    problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
-    tools: tuple[ToolConfig, ...] = Field(min_length=1)
     max_turns: PositiveInt = 8
-    """Model turns of an episode; one without an answer after that many earns 0."""
+    """Model turns of an episode; one that is not over after that many earns 0."""
     max_tokens: PositiveInt | None = None
     """Sampled tokens of an episode, all turns together; unset: no limit but the context. One turn is limited by
     rollout.sampling.max_tokens."""
     seconds: PositiveFloat | None = None
     """Wall time of an episode; one that is not over by then earns 0. A run with it cannot be repeated to the bit."""
+    history: Literal["fail", "fork"] = "fail"
+    """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
+    makes a sample of its own of every rewritten history."""
+
+
+class ReActTask(EpisodeTask):
+    """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
+
+    kind: Literal["react"] = "react"
+    problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
     reply_chars: PositiveInt = 1000
     """Longest reply of a tool; the rest is cut."""
     instructions: str | None = None
     """Text before every question; unset: the tools and how to call them, where the chat template does not say so."""
-    history: Literal["fail", "fork"] = "fail"
-    """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
-    makes a sample of its own of every rewritten history."""
 
     @property
     def threshold(self) -> float:
