@@ -50,7 +50,7 @@ def test_only_whole_blocks_of_the_slab_are_read_as_a_table():
     def taken(keys, **step):
         view = keys.transpose(2, 3)[:, :, :10]
         where = SlabStep(torch.arange(2), torch.full((2,), 9), 10, **{"view": slice(0, 2), **step})
-        return decode_attention._in_table(torch.zeros(2, 4, 8), view, where)
+        return decode_attention.in_table(torch.zeros(2, 4, 8), view, where)
 
     assert taken(torch.zeros(2, 2, 8, 128))
     assert not taken(torch.zeros(2, 2, 8, 100))

@@ -11,14 +11,15 @@ PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 
 # A folder may import itself and any folder of a lower rank; siblings (same rank) meet only in loop/.
 RANK = {
-    "cli": 7,
-    "loop": 6,
-    "audit": 6,
-    "report": 5,
-    "rollout": 5,
-    "train": 5,
-    "envs": 5,
-    "sync": 5,
+    "cli": 8,
+    "loop": 7,
+    "audit": 7,
+    "report": 6,
+    "rollout": 6,
+    "train": 6,
+    "envs": 6,
+    "sync": 6,
+    "invariant": 5,
     "replay": 4,
     "models": 4,
     "measure": 3,

@@ -38,6 +38,11 @@ class SlabStep:
     _bias: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def round_keys(self, multiple: int) -> None:
+        """Let S be a multiple; what is beyond the longest row is masked like what is beyond any row."""
+        keys = -(-self.keys // multiple) * multiple
+        self.even, self.keys = self.even and keys == self.keys, keys
+
     def spread(self, x: Tensor, rows: int) -> Tensor:
         """[T, ...] -> [V, Q, ...]"""
         if self.queries is not None:
@@ -119,7 +124,7 @@ def slab_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1)  # [T, heads, D]
-    if _in_table(q, key, slab_step):
+    if in_table(q, key, slab_step):
         bias = slab_step.bias(sliding_window, None)
         return _attend_in_table(q, key, value, slab_step, bias=bias, scale=scale, sinks=s_aux)[None].to(q.dtype), None
     rows = len(key)
@@ -128,7 +133,7 @@ def slab_attention(
     return slab_step.collect(out)[None].to(query.dtype), None
 
 
-def _in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
+def in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
     """Whether `key` is the slab's own memory, its rows whole blocks, and reading it as a table is the faster way."""
     (_, groups, _, width), length = key.shape, key.stride(3)
     whole = length > 1 and length % BLOCK == 0 and key.stride() == (groups * width * length, width * length, 1, length)
@@ -142,20 +147,31 @@ def _attend_in_table(
     q: Tensor, key: Tensor, value: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """q [T, heads, D], key [V, G, S, D], value [V, G, S, Dv], bias [T, 1, 1, 1, S] -> [T, heads, Dv]."""
+    scores = scores_in_table(q, key, step, bias=bias, scale=scale)
+    out = values_in_table(scores.softmax(-1), value, step, key)
+    if sinks is not None:
+        out = out * _kept(scores, sinks)
+    return out.view(*q.shape[:2], -1)
+
+
+def scores_in_table(q: Tensor, key: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float) -> Tensor:
+    """q [T, heads, D], key [V, G, S, D], bias [T, 1, 1, 1, S] -> [T, G, R, 1, S]."""
     (tokens, heads, width), (rows, groups, keys, _), length = q.shape, key.shape, key.stride(3)
     shared, blocks = heads // groups, -(-keys // BLOCK)
-    key_rows, value_rows = step.table_rows(groups, shared, width, length)
+    key_rows, _ = step.table_rows(groups, shared, width, length)
     lanes = (q.to(key.dtype) * scale).reshape(tokens, groups, 1, shared, width).expand(-1, -1, blocks, -1, -1)
     table = key.as_strided((rows * groups * width * length // BLOCK, BLOCK), (BLOCK, 1))
     scores = weighted_rows(table, key_rows, lanes).view(tokens, groups, blocks, shared, BLOCK).transpose(2, 3)
     scores = scores.reshape(tokens, groups, shared, 1, blocks * BLOCK)[..., :keys]
-    if bias is not None:
-        scores = scores + bias
+    return scores if bias is None else scores + bias
+
+
+def values_in_table(weights: Tensor, value: Tensor, step: SlabStep, key: Tensor, *, terms: int | None = None) -> Tensor:
+    """weights [T, G, R, 1, S], value [V, G, S, Dv] -> [T, G, R, 1, Dv]; `terms` as in `bags`."""
+    (rows, groups, _, width), length = key.shape, key.stride(3)
+    _, value_rows = step.table_rows(groups, weights.shape[2], width, length)
     table = value.as_strided((rows * groups * length, value.shape[3]), (value.shape[3], 1))
-    out = weighted_rows(table, value_rows, scores.softmax(-1)).view(tokens, groups, shared, 1, -1)
-    if sinks is not None:
-        out = out * _kept(scores, sinks)
-    return out.view(tokens, heads, -1)
+    return weighted_rows(table, value_rows, weights, terms).view(*weights.shape[:4], -1)
 
 
 def _attend(
@@ -182,9 +198,9 @@ def _kept(scores: Tensor, sinks: Tensor) -> Tensor:
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.float().view(*scores.shape[1:3], 1, 1))
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def no_mask(*args: Any, **kwargs: Any) -> None:
     """What this attention must not see is in `slab_step`."""
 
 
 AttentionInterface.register(NAME, slab_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, no_mask)

@@ -105,7 +105,7 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     activate = module._apply_gate if module.has_gate else module.act_fn
-    weights = _weights(module)
+    weights = weights_of(module)
     row_cost = weights[0][0].numel() + weights[1][0].numel()
     if top_k_index.numel() * row_cost <= BAGS:
         return _by_rows(weights, activate, hidden, top_k_index, top_k_weights)
@@ -136,7 +136,7 @@ def _by_rows(
     return (out if down_bias is None else out + weighted_rows(down_bias, top_k_index, scale)).to(hidden.dtype)
 
 
-def _weights(module: Any) -> Weights:
+def weights_of(module: Any) -> Weights:
     """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     up, down = getattr(module, name), module.down_proj

@@ -9,7 +9,7 @@ for the output and for the gradient, and rows are gathered where they are multip
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from onepolicy.models.linear import multiply, products
 
 NAME = "onepolicy_grouped"
 BLOCK = 64  # rows
+
+Multiply = Callable[[Tensor, Tensor, Tensor], None]  # like linear.multiply; used for what a forward computes
 
 
 def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -36,40 +38,44 @@ def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weig
         gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    token, place, ends = _layout(top_k_index, module.num_experts)
+    token, place, ends = layout(top_k_index, module.num_experts)
     scale = top_k_weights.new_zeros(len(token)).index_copy(0, place.view(-1), top_k_weights.reshape(-1))
-    inner = module._apply_gate(_Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends))  # [rows, I]
-    return _Down.apply(inner * scale[:, None].to(inner.dtype), down, token, place, ends).to(hidden.dtype)
+    inner = module._apply_gate(Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, multiply))  # [rows, I]
+    return Down.apply(inner * scale[:, None].to(inner.dtype), down, token, place, ends, multiply).to(hidden.dtype)
 
 
-def _layout(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+def layout(top_k_index: Tensor, num_experts: int, *, least: int = 1) -> tuple[Tensor, Tensor, list[int]]:
     """Rows sorted by expert: the token [rows] of each, the row [N, K] of each (token, k), the end of every expert.
 
-    With many rows an expert has a multiple of BLOCK, so that oneDNN meets the same shapes again. What fills up reads
-    token 0 and must be given weight 0.
+    With many rows an expert has a multiple of BLOCK, so that oneDNN meets the same shapes again, else of `least`. What
+    fills up reads token 0 and must be given weight 0.
     """
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
-    block = BLOCK if linear.available() and len(experts) >= 4 * BLOCK * num_experts else 1
+    block = BLOCK if linear.available() and len(experts) >= 4 * BLOCK * num_experts else least
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts)
     room = (counts + block - 1) // block * block
     ends = room.cumsum(0)
-    row = torch.arange(len(order)) + (ends - room - counts.cumsum(0) + counts).repeat_interleave(counts)
+    begins = (ends - room - counts.cumsum(0) + counts).repeat_interleave(counts)
+    row = torch.arange(len(order), device=order.device) + begins
     last = ends.tolist()
-    token = torch.zeros(last[-1], dtype=torch.int64).index_copy_(0, row, order // top_k)
+    token = torch.zeros(last[-1], dtype=torch.int64, device=order.device).index_copy_(0, row, order // top_k)
     place = torch.empty_like(order).scatter_(0, order, row).view(tokens, top_k)
     return token, place, last
 
 
-class _Up(torch.autograd.Function):
+class Up(torch.autograd.Function):
     """out[r] = x[token[r]] @ weight[e] for row r of expert e; x [N, H], weight [E, H, I'] -> [rows, I'].
 
-    Rows are gathered one expert at a time, again in the backward: they stay in the cache and cost no memory.
+    Rows are gathered one expert at a time, again in the backward: they stay in the cache and cost no memory. The
+    backward multiplies as it likes.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int], multiply: Multiply
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.token, ctx.place, ctx.ends = token, place, ends
         out = x.new_empty(len(token), weight.shape[2])
@@ -78,7 +84,7 @@ class _Up(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = x.new_empty(len(grad), x.shape[1])
@@ -86,17 +92,19 @@ class _Up(torch.autograd.Function):
         for e, rows in _experts(ctx.ends):
             multiply(grad[rows], weight[e].T, grad_rows[rows])
             grad_weight[e] = products(x.index_select(0, ctx.token[rows]), grad[rows])
-        return embedding_bag(ctx.place, grad_rows, mode="sum"), grad_weight, None, None, None
+        return embedding_bag(ctx.place, grad_rows, mode="sum"), grad_weight, None, None, None, None
 
 
-class _Down(torch.autograd.Function):
+class Down(torch.autograd.Function):
     """out[n] = sum of x[r] @ weight[e] over the rows r of token n, each of an expert e.
 
     x [rows, I], weight [E, I, H] -> [N, H]
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int], multiply: Multiply
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.token, ctx.ends = token, ends
         out = x.new_empty(len(x), weight.shape[2])
@@ -105,14 +113,14 @@ class _Down(torch.autograd.Function):
         return embedding_bag(place, out, mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         for e, rows in _experts(ctx.ends):
             grad_rows = grad.index_select(0, ctx.token[rows])
             multiply(grad_rows, weight[e].T, grad_x[rows])
             grad_weight[e] = products(x[rows], grad_rows)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 def _experts(ends: list[int]) -> Iterator[tuple[int, slice]]:

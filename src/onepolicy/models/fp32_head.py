@@ -37,8 +37,9 @@ class Fp32Head:
     def _project(self, hidden: Tensor) -> Tensor:
         """[..., H] of any dtype -> [..., V] float32."""
         weight, bias = self._own.get("weight", self._head.weight), self._own.get("bias", self._head.bias)
+        product = getattr(self._head, "product", linear)  # of a layer that has become ours
         with torch.autocast(hidden.device.type, enabled=False):
-            return linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            return product(hidden.float(), weight.float(), None if bias is None else bias.float())
 
     def take(self, ours: Tensor, theirs: Tensor) -> None:
         """A sync wrote `theirs` over `ours`: if that is a tensor of the head, our copy takes it over unrounded."""

@@ -8,6 +8,7 @@ ids alone are silently wrong for some families.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,20 +38,20 @@ class Packing:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device) -> Packing:
-        """Group samples so that no bucket is padded to more than twice its shortest member."""
+    def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
+        """Group samples so that no bucket is padded to more than twice its shortest member, and to a `multiple`."""
         bounds = cu_seqlens.tolist()
         spans = sorted(((end - start, start) for start, end in itertools.pairwise(bounds)), reverse=True)
         buckets, first = [], 0
         for i in range(1, len(spans) + 1):
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
-                buckets.append(_bucket(spans[first:i], device))
+                buckets.append(_bucket(spans[first:i], multiple, device))
                 first = i
         return cls(tuple(buckets))
 
 
-def _bucket(spans: list[tuple[int, int]], device: torch.device) -> Bucket:
-    width = spans[0][0]
+def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
+    width = -(-spans[0][0] // multiple) * multiple
     lengths = torch.tensor([length for length, _ in spans])
     starts = torch.tensor([start for _, start in spans])
     column = torch.arange(width)
@@ -96,16 +97,27 @@ def packed_attention(
     refused = [name for name in UNSUPPORTED if extra.get(name) is not None]
     if refused or dropout:
         raise ValueError(f"{type(module).__name__}: packed attention does not know {refused or 'dropout'}")
+
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _causal(q, k, v, scaling=scaling, window=sliding_window, sinks=s_aux)
+
+    return attend_packed(query, key, value, packing, causal), None
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`attend` of every bucket, [S, heads, W, D] each; [1, heads, T, D] -> [1, T, heads, Dv]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     pieces = []
     for bucket in packing.buckets:
         shape = (bucket.samples, bucket.width)
         parts = [_Pad.apply(x, bucket).unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
-        attended = _causal(*parts, scaling=scaling, window=sliding_window, sinks=s_aux)  # [S, heads, W, D]
+        attended = attend(*parts)  # [S, heads, W, D]
         pieces.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
     order = torch.cat([bucket.slots for bucket in packing.buckets])
     out = torch.cat(pieces)[torch.argsort(order)] if len(pieces) > 1 or not _sorted(order) else pieces[0]
-    return out[None], None
+    return out[None]
 
 
 def _sorted(order: Tensor) -> bool:
@@ -116,30 +128,30 @@ def _causal(
     q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     width = q.shape[2]
-    reach = width if window is None else min(window, width)
+    whole = window is None or window >= width
     if sinks is None:
         return scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if reach == width else _band(width, reach, q.device),
-            is_causal=reach == width,
+            attn_mask=None if whole else band(width, window, q.device),
+            is_causal=whole,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.masked_fill(~_band(width, reach, q.device), float("-inf"))
+    scores = scores.masked_fill(~band(width, window, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
-def _band(width: int, reach: int, device: torch.device) -> Tensor:
-    """[width, width] bool: a query sees itself and the `reach` - 1 slots before it."""
+def band(width: int, window: int | None, device: torch.device) -> Tensor:
+    """[width, width] bool: a query sees itself and the `window` - 1 slots before it, or all of them."""
     distance = torch.arange(width, device=device)
     distance = distance[:, None] - distance
-    return (distance >= 0) & (distance < reach)
+    return (distance >= 0) & (distance < (width if window is None else window))
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from onepolicy.invariant.mode import active
+from onepolicy.invariant.ops import TILE
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
@@ -65,6 +67,6 @@ def tempered_logits(
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=slots,
-            packing=Packing.of(batch.cu_seqlens, device),
+            packing=Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
         ).logits[0]
     return logits.float() / batch.temperature[batch.segment[slots], None]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
+from onepolicy.invariant.probe import Numerics, start
 from onepolicy.objective.loss import policy_loss
 from onepolicy.objective.reduce import slot_shares
 from onepolicy.replay.alignment import check_alignment
@@ -43,7 +44,10 @@ class LocalLearner:
         routers: Routers | None,
         reference: PreTrainedModel | None = None,
         critic: Critic | None = None,
+        numerics: Numerics = "fast",
     ) -> None:
+        if numerics == "on-policy":
+            start(model)
         self.model, self.config, self.routers = model, config, routers
         self.reference, self.critic = reference, critic
         self.device = next(model.parameters()).device

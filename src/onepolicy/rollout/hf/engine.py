@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.invariant.probe import Numerics, start
 from onepolicy.models import decode_experts, fp32_head, linear
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
@@ -26,11 +27,19 @@ class HFEngine:
     """Takes over `model`: its dtype, attention, experts, linear layers become ours. Give it a copy of its own."""
 
     def __init__(
-        self, model: PreTrainedModel, config: HFEngineConfig, *, record: bool, max_len: int, weights: bool = False
+        self,
+        model: PreTrainedModel,
+        config: HFEngineConfig,
+        *,
+        record: bool,
+        max_len: int,
+        weights: bool = False,
+        numerics: Numerics = "fast",
     ) -> None:
         """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens.
 
-        weights: return their combine weights as well.
+        weights: return their combine weights as well. numerics: "on-policy" computes what a learner with the same
+        weights, dtype and numerics computes, to the bit.
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
@@ -54,6 +63,13 @@ class HFEngine:
             self._batch = SlabBatch(
                 SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
             )
+        if numerics == "on-policy":
+            if not isinstance(self._batch, SlabBatch):
+                raise UsageError(
+                    f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
+                    "not reach; use numerics = fast"
+                )
+            start(model)
         self._driver = Driver(self._batch)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:

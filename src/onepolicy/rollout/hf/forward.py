@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from onepolicy.invariant.mode import active
+from onepolicy.invariant.ops import TILE
 from onepolicy.models import decode_attention
 from onepolicy.models.decode_attention import SlabStep
 from onepolicy.replay.contexts import Tape
@@ -52,6 +54,8 @@ class SlabForward:
 
     def __call__(self, ids: Tensor, step: SlabStep, logits_at: Tensor | None = None) -> Tensor:
         """ids [T] -> float32 logits [T, V], or [n, V] at tokens `logits_at` [n]. Writes keys, values and routes."""
+        if active(self.model):
+            step.round_keys(TILE)
         self.slab.begin(step)
         out = self.model(
             input_ids=ids[None],

@@ -100,6 +100,6 @@ class Slab:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(self.slots, *shape, device=self.device, dtype=self.dtype)
 
-        length = -(-self.max_len // BLOCK) * BLOCK if self.device.type == "cpu" else self.max_len
+        length = -(-self.max_len // BLOCK) * BLOCK
         self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
         self.values[layer] = zeros(value.shape[1], length, value.shape[3])

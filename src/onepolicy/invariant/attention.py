@@ -1,0 +1,105 @@
+"""One attention function for decoding and prefilling over the slab and for packed samples.
+
+A query's result depends on its own keys only: scores and weighted sums are the products of `ops`, keys are counted
+from the beginning of their sequence on every path, and what a query must not see has weight 0, which changes no bit of
+a sum. Rows of scores are whole tiles long, because torch sums shorter rows in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from onepolicy.invariant.ops import TERMS, TILE, batched
+from onepolicy.invariant.strict import invariant_operator
+from onepolicy.models import decode_attention, packed_attention
+from onepolicy.models.decode_attention import SlabStep, in_table, no_mask, scores_in_table, values_in_table
+from onepolicy.models.packed_attention import Packing, attend_packed, band
+
+NAME = "onepolicy_invariant"
+UNSUPPORTED = {*decode_attention.UNSUPPORTED, *packed_attention.UNSUPPORTED}
+
+
+@invariant_operator
+def invariant_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # packed [1, kv heads, T, D]; slab [V, kv heads, S, D]
+    value: Tensor,  # likewise, Dv
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    slab_step: SlabStep | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:  # [1, T, heads, Dv]
+    """Causal attention of each token within its own sequence. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
+    name = type(module).__name__
+    if packing is None and slab_step is None:
+        raise ValueError(f"{name} does not hand attention arguments on; invariant attention cannot work with it")
+    refused = [option for option in UNSUPPORTED if extra.get(option) is not None]
+    if refused or dropout or attention_mask is not None:
+        raise ValueError(
+            f"{name}: invariant attention does not know {refused or ('dropout' if dropout else 'attention_mask')}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if slab_step is None:
+        assert packing is not None
+
+        def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            bias = torch.zeros_like(seen := band(q.shape[2], sliding_window, q.device), dtype=torch.float32)
+            bias.masked_fill_(~seen, float("-inf"))
+            return attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux).transpose(1, 2)
+
+        return attend_packed(query, key, value, packing, causal).to(query.dtype), None
+    q = query[0].transpose(0, 1)  # [T, heads, D]
+    if in_table(q, key, slab_step) and q.shape[-1] <= TERMS:
+        out = _attend_in_table(q, key, value, slab_step, window=sliding_window, scale=scale, sinks=s_aux)
+        return out[None].to(q.dtype), None
+    rows = len(key)
+    bias = slab_step.bias(sliding_window, rows)
+    out = attend(slab_step.spread(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux)
+    return slab_step.collect(out)[None].to(query.dtype), None
+
+
+def attend(q: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """q [V, Q, heads, D], key [V, G, S, D], value [V, G, S, Dv] -> [V, Q, heads, Dv] float32.
+
+    bias float32, broadcast to [V, G, R, Q, S]; R = heads / G share a key.
+    """
+    (rows, queries, heads, _), (groups, keys) = q.shape, key.shape[1:3]
+    shape = (rows, groups, heads // groups, queries, keys)
+    q = (q.float() * scale).unflatten(2, shape[1:3]).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, q.shape[-1])
+    scores = batched(q, key.float().transpose(2, 3).flatten(0, 1)).view(shape)
+    if bias is not None:
+        scores = scores.add_(bias)
+    out = batched(softmax(scores, sinks).flatten(2, 3).flatten(0, 1), value.float().flatten(0, 1))
+    return out.view(*shape[:4], -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores [V, G, R, Q, S] with S a multiple of TILE. A sink [G * R] adds exp(sink) to its head's denominator."""
+    assert scores.shape[-1] % TILE == 0
+    if sinks is None:
+        return scores.softmax(-1)
+    front = scores.new_full((*scores.shape[:-1], TILE), float("-inf"))
+    front[..., 0] = sinks.float().view(*scores.shape[1:3], 1)
+    return torch.cat([front, scores], -1).softmax(-1)[..., TILE:]
+
+
+def _attend_in_table(
+    q: Tensor, key: Tensor, value: Tensor, step: SlabStep, *, window: int | None, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`attend` of one token per row, read where it lies: q [T, heads, D] -> [T, heads, Dv]."""
+    scores = scores_in_table(q, key, step, bias=step.bias(window, None), scale=scale)
+    return values_in_table(softmax(scores, sinks), value, step, key, terms=TERMS).view(*q.shape[:2], -1)
+
+
+AttentionInterface.register(NAME, invariant_attention)
+AttentionMaskInterface.register(NAME, no_mask)

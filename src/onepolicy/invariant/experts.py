@@ -1,0 +1,83 @@
+"""Experts of every forward, decoding or training: a row of an expert has one result, a token's rows are added in order.
+
+up and down are products of `ops`; the routing weight scales the inner activation; the rows of a token are summed in the
+order of its top-k. Everything between the inputs and the sum is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from onepolicy.invariant.ops import TERMS, TILE, Functional, multiply
+from onepolicy.invariant.strict import invariant_operator
+from onepolicy.models.bags import weighted_rows
+from onepolicy.models.decode_experts import BAGS, Weights, weights_of
+from onepolicy.models.experts import Down, Up, layout
+
+NAME = "onepolicy_invariant"
+
+
+@invariant_operator
+def invariant_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
+
+    hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
+    """
+    assert not module._is_expert_parallel
+    weights = weights_of(module)
+    rows = _by_rows if _few(weights, top_k_index) else _by_experts
+    out = rows(module, weights, hidden.float(), top_k_index, top_k_weights.float())
+    if (bias := weights[3]) is not None:
+        scale = top_k_weights.float()
+        out = out + embedding_bag(top_k_index, bias.float(), mode="sum", per_sample_weights=scale)
+    return out.to(hidden.dtype)
+
+
+def _few(weights: Weights, top_k_index: Tensor) -> bool:
+    """Whether reading the weights row by row is possible and beats matmuls."""
+    up, down, _, _ = weights
+    in_place = up.device.type == "cpu" and up.is_contiguous() and down.is_contiguous()
+    short = max(up.shape[1], down.shape[1]) <= TERMS
+    cost = top_k_index.numel() * (up[0].numel() + down[0].numel())
+    return in_place and short and cost <= BAGS and not torch.is_grad_enabled()
+
+
+def _by_rows(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor) -> Tensor:
+    """Every (token, expert) row sums the rows of its expert's weights."""
+    up, down, up_bias, _ = weights
+    (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
+    expert = top_k_index.reshape(-1, 1).to(torch.int32)
+    x = hidden[:, None].expand(-1, top_k, -1)
+    inner = weighted_rows(up.float().flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x)
+    inner = _activate(module, inner, up_bias, expert[:, 0]) * scale.reshape(-1, 1)
+    index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
+    return weighted_rows(down.float().flatten(0, 1), index, inner, inner_size)
+
+
+def _by_experts(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor) -> Tensor:
+    """Rows sorted by expert, a multiple of TILE each, one matmul per expert."""
+    up, down, up_bias, _ = weights
+    token, place, ends = layout(top_k_index, len(up), least=TILE)
+    inner = Up.apply(hidden, up.float(), token, place, ends, multiply)
+    expert = None
+    if up_bias is not None:
+        counts = torch.tensor(ends).diff(prepend=torch.tensor([0]))
+        expert = torch.arange(len(up)).repeat_interleave(counts).to(hidden.device)
+    inner = _activate(module, inner, up_bias, expert)
+    spread = scale.new_zeros(len(token)).index_copy(0, place.view(-1), scale.reshape(-1))
+    return Down.apply(inner * spread[:, None], down.float(), token, place, ends, multiply)
+
+
+def _activate(module: Any, inner: Tensor, bias: Tensor | None, expert: Tensor | None) -> Tensor:
+    if bias is not None:
+        inner = inner + bias.float()[expert]
+    with Functional():
+        return module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, invariant_experts)
