@@ -1,5 +1,6 @@
-"""A character tokenizer, with or without a chat template, and a scripted engine, for the environment tests."""
+"""A character tokenizer, with or without a chat template, and scripted engines, for the environment tests."""
 
+import asyncio
 import string
 
 import torch
@@ -11,6 +12,19 @@ from onepolicy.types import Completion
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 TEMPLATE = (
     "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+HERMES = (
+    "{% if tools %}<sys>{% for t in tools %}{{ t['function'] | tojson }}{% endfor %}<eos>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<eos>"
+    "{% elif m['role'] == 'tool' %}<tool>{{ m['content'] }}<eos>"
+    "{% else %}<bot>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<call>\n"
+    '{"name": "{{ c["function"]["name"] }}", "arguments": {{ c["function"]["arguments"] | tojson }}}\n</call>'
+    "{% endfor %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+# drops the thoughts of turns that are not the last, as reasoning models' templates do
+FORGETFUL = HERMES.replace(
+    "<bot>{{ m['content'] }}",
+    "<bot>{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}",
 )
 
 
@@ -41,3 +55,35 @@ def scripted(tokenizer, text, finish="stop", seen=None):
         )
 
     return sample
+
+
+def tokenizer_of(template=None):
+    return make_tokenizer(PRINTABLE, template)
+
+
+class Script:
+    """Answers each turn with the next text; remembers what it was asked."""
+
+    def __init__(self, tokenizer, turns, finish="stop", delay=0.0):
+        self.tokenizer, self.turns, self.finish, self.delay = tokenizer, list(turns), finish, delay
+        self.prompts, self.limits = [], []
+
+    async def __call__(self, tokens, *, max_tokens=None, routes_from=0):
+        await asyncio.sleep(self.delay)
+        self.prompts.append(list(tokens))
+        self.limits.append(max_tokens)
+        ids = self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False)
+        ids = [*ids, self.tokenizer.eos_token_id] if self.finish == "stop" else ids
+        count = len(ids)
+        return Completion(
+            torch.tensor(ids, dtype=torch.int32),
+            torch.full((count,), -float(len(self.prompts))),
+            torch.full((count,), len(self.prompts), dtype=torch.int32),
+            self.finish,
+        )
+
+
+def play(env, turns, problem=None, **how):
+    script = Script(env.tokenizer, turns, **how)
+    samples = asyncio.run(env.episode(problem or env.train_problem(0), script, 1.0))
+    return samples, script

@@ -6,8 +6,7 @@ import asyncio
 import json
 
 import pytest
-import torch
-from envs_support import PRINTABLE, make_tokenizer
+from envs_support import FORGETFUL, HERMES, make_tokenizer, play, tokenizer_of
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
 from onepolicy.envs import alphabet, build, react_warmup
@@ -15,60 +14,15 @@ from onepolicy.envs.dialogue import Call, ChatReAct, PlainReAct
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.loop.step import rollout_metrics
-from onepolicy.types import Completion, Group
+from onepolicy.types import Group
 
 PRODUCTS = {"kind": "gym", "name": "products", "params": {"min_digits": 2, "max_digits": 2}}
 CALCULATOR = [{"kind": "calculator"}]
-HERMES = (
-    "{% if tools %}<sys>{% for t in tools %}{{ t['function'] | tojson }}{% endfor %}<eos>{% endif %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<eos>"
-    "{% elif m['role'] == 'tool' %}<tool>{{ m['content'] }}<eos>"
-    "{% else %}<bot>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<call>\n"
-    '{"name": "{{ c["function"]["name"] }}", "arguments": {{ c["function"]["arguments"] | tojson }}}\n</call>'
-    "{% endfor %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
-# drops the thoughts of turns that are not the last, as reasoning models' templates do
-FORGETFUL = HERMES.replace(
-    "<bot>{{ m['content'] }}",
-    "<bot>{{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}",
-)
-
-
-def tokenizer_of(template=None):
-    return make_tokenizer(PRINTABLE, template)
 
 
 def environment(template=None, *, max_len=2000, problems=PRODUCTS, **settings):
     config = ReActTask(problems=problems, **{"tools": CALCULATOR, "instructions": ""} | settings)
     return build(config, tokenizer_of(template), max_len=max_len)
-
-
-class Script:
-    """Answers each turn with the next text; remembers what it was asked."""
-
-    def __init__(self, tokenizer, turns, finish="stop", delay=0.0):
-        self.tokenizer, self.turns, self.finish, self.delay = tokenizer, list(turns), finish, delay
-        self.prompts, self.limits = [], []
-
-    async def __call__(self, tokens, *, max_tokens=None, routes_from=0):
-        await asyncio.sleep(self.delay)
-        self.prompts.append(list(tokens))
-        self.limits.append(max_tokens)
-        ids = self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False)
-        ids = [*ids, self.tokenizer.eos_token_id] if self.finish == "stop" else ids
-        count = len(ids)
-        return Completion(
-            torch.tensor(ids, dtype=torch.int32),
-            torch.full((count,), -float(len(self.prompts))),
-            torch.full((count,), len(self.prompts), dtype=torch.int32),
-            self.finish,
-        )
-
-
-def play(env, turns, problem=None, **how):
-    script = Script(env.tokenizer, turns, **how)
-    samples = asyncio.run(env.episode(problem or env.train_problem(0), script, 1.0))
-    return samples, script
 
 
 def test_a_tool_is_called_and_the_answer_graded():

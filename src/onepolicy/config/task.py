@@ -142,4 +142,37 @@ class ReActTask(EpisodeTask):
         return self
 
 
-TaskConfig = Annotated[ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask, Field(discriminator="kind")]
+class GymnasiumTask(EpisodeTask):
+    """A gymnasium environment whose observations and actions can be written as text, one step a turn."""
+
+    kind: Literal["gymnasium"] = "gymnasium"
+    id: str
+    """Its name in gymnasium's registry, e.g. `FrozenLake-v1`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of gymnasium.make."""
+    returns: tuple[float, float]
+    """The returns (sums of an episode's rewards) that earn 0 and 1; linear between them, cut beyond them."""
+    observation: Literal["words", "ansi"] = "words"
+    """`words`: toy_text's observations decoded, others as their numbers; `ansi`: what the environment draws."""
+    actions: tuple[str, ...] | None = None
+    """Names of a Discrete space's actions, in order; unset: toy_text's own, else the numbers."""
+    instructions: str | None = None
+    """Text before the first observation; unset: the rules where they are known, and how to act."""
+    seed: Seed = 0
+    threshold: float = Field(1.0, gt=0, le=1)
+    """Rewards from here on count as solved."""
+
+    @model_validator(mode="after")
+    def _settings_make_sense(self) -> Self:
+        low, high = self.returns
+        if low >= high:
+            raise ValueError(f"task.returns: {low:g} is not below {high:g}; give (return worth 0, return worth 1)")
+        names = [name.strip().lower() for name in self.actions or ()]
+        if len(set(names)) < len(names) or "" in names:
+            raise ValueError(f"task.actions: {list(self.actions or ())} are not different names; name each action once")
+        return self
+
+
+TaskConfig = Annotated[
+    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask, Field(discriminator="kind")
+]

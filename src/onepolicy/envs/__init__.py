@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import (
     ChainTask,
+    GymnasiumTask,
     GymTask,
     JsonlTask,
     PromptsTask,
@@ -18,6 +19,8 @@ from onepolicy.config import (
     UsageError,
 )
 from onepolicy.envs import chain, gym, jsonl, react_warmup
+from onepolicy.envs.adapters import planned
+from onepolicy.envs.adapters.gymnasium import Gymnasium
 from onepolicy.envs.chain import Chain
 from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
@@ -33,9 +36,13 @@ def build(
     config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_len: int, rows: RowPolicy = "as-sampled"
 ) -> Environment:
     """max_len: tokens of a path. rows: see `Trajectory`."""
-    if isinstance(config, ReActTask):
-        return ReAct(config, _task(config.problems), tokenizer, max_len=max_len, rows=rows)
-    return SingleTurn(_task(config), tokenizer)
+    match config:
+        case ReActTask():
+            return ReAct(config, _task(config.problems), tokenizer, max_len=max_len, rows=rows)
+        case GymnasiumTask():
+            return Gymnasium(config, tokenizer, max_len=max_len, rows=rows)
+        case _:
+            return SingleTurn(_task(config), tokenizer)
 
 
 def _task(config: ChainTask | GymTask | JsonlTask | PromptsTask) -> Task:
@@ -63,6 +70,8 @@ def alphabet(config: TaskConfig) -> str:
             return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
         case ReActTask():
             return alphabet(config.problems)
+        case GymnasiumTask():
+            return ASCII
 
 
 def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
@@ -70,7 +79,8 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
     with tools (prompt, turn, observation, turn, ...).
 
     `mistakes` is the share of planted errors: in the chain task of step results (a random digit, and the chain goes on
-    from it), elsewhere of the answer's letters and digits (a random one of their kind).
+    from it), in gymnasium environments of turns (a random
+    action), elsewhere of the answer's letters and digits (a random one of their kind).
     """
     match config:
         case ChainTask():
@@ -83,6 +93,8 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
         case ReActTask():
             return react_warmup.warmup_examples(config, mistakes=mistakes, seed=seed)
+        case GymnasiumTask():
+            return planned.warmup_examples(config, mistakes=mistakes, seed=seed)
 
 
 __all__ = ["SingleTurn", "alphabet", "build", "warmup_examples"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import UsageError
 from onepolicy.envs.chat import THOUGHT_END, ChatTurns, Message, Opening, Replies, encode
 from onepolicy.envs.render import decode
-from onepolicy.envs.tools import Tool, schema
+from onepolicy.envs.tools import ToolSpec, schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class PlainReAct:
     """For models without a chat template: `Action: tool[input]` or `Answer: ...` ends a turn, the tool's reply follows
     as `Observation: ...` (ReAct, arXiv:2210.03629)."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: dict[str, Tool], instructions: str | None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None
+    ) -> None:
         self.tokenizer = tokenizer
         self.opening = explained(tools) if instructions is None else instructions
 
@@ -82,7 +84,7 @@ def observation(replies: Replies) -> str:
     return "\n" + "".join(f"Observation: {reply}\n" for reply in replies)
 
 
-def explained(tools: dict[str, Tool]) -> str:
+def explained(tools: Mapping[str, ToolSpec]) -> str:
     """Instructions for a model that has none of its own."""
     lines = [f"{tool.name}[{tool.argument}]: {tool.description}" for tool in tools.values()]
     return (
@@ -99,7 +101,7 @@ class ChatReAct(ChatTurns):
     """The tokenizer's chat template with tools. How it writes a call is read off a call it renders itself."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: dict[str, Tool], instructions: str | None, *, fork: bool
+        self, tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None, *, fork: bool
     ) -> None:
         super().__init__(tokenizer, fork=fork)
         self.tools, self.instructions = tools, instructions or ""
@@ -192,7 +194,7 @@ def _call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
 
 
 def build_calls(
-    tokenizer: PreTrainedTokenizerBase, tools: dict[str, Tool], instructions: str | None, *, fork: bool
+    tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None, *, fork: bool
 ) -> CallDialogue:
     """In the form of the tokenizer's chat template, or plain ReAct where it has none."""
     if tokenizer.chat_template is None:

@@ -11,11 +11,15 @@ from onepolicy.envs.tools.sandbox import PythonSandbox
 from onepolicy.envs.tools.search import Search
 
 
-class Tool(Protocol):
+class ToolSpec(Protocol):
+    """What the policy is told of a tool."""
+
     name: str
     argument: str  # name of its one argument, a string
     description: str
 
+
+class Tool(ToolSpec, Protocol):
     async def call(self, text: str) -> str:
         """The reply, as the policy will read it. EpisodeError if the tool itself failed (not the input)."""
         ...
@@ -37,7 +41,7 @@ def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
     return tools
 
 
-def schema(tool: Tool) -> dict[str, object]:
+def schema(tool: ToolSpec) -> dict[str, object]:
     """What a chat template prints of it: an OpenAI function with one string argument."""
     properties = {tool.argument: {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": [tool.argument]}
@@ -45,4 +49,4 @@ def schema(tool: Tool) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-__all__ = ["Calculator", "PythonSandbox", "Search", "Tool", "build_tools", "schema"]
+__all__ = ["Calculator", "PythonSandbox", "Search", "Tool", "ToolSpec", "build_tools", "schema"]
