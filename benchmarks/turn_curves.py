@@ -1,0 +1,86 @@
+"""Interaction scaling: reward against the number of allowed turns, with and without replay, on paired seeds.
+
+One policy and one task (turn_task.py, turn_curves.toml); for every seed, every number of allowed turns and every arm
+one run, and an evaluation of its last weights under the same limit. Finished runs are kept and an interrupted one is
+resumed, so the script can be stopped and started again. Seeds come one after the other, so what is complete is paired.
+
+    python benchmarks/turn_curves.py                                        # everything: 45 runs, then the tables
+    python benchmarks/turn_curves.py --show --figures docs/figures --png    # tables and figures of the runs there are
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from gym_curves import train
+from turn_tables import Outcome, figures, tables
+from turn_task import HELD_OUT, make_data, make_policy
+
+from onepolicy.config import EvalConfig, RunConfig
+from onepolicy.config.stored import read_config
+from onepolicy.loop.metrics import read_metrics
+from onepolicy.loop.standalone_eval import evaluate_model
+from onepolicy.report.png import write_figures
+
+RECIPE = Path(__file__).with_suffix(".toml")
+ARMS = {
+    "off": ("replay.mode=off", "correction.preset=recompute"),
+    "r3": ("replay.mode=r3", "correction.preset=recompute"),
+    "off + tis": ("replay.mode=off", "correction.preset=tis"),
+}
+TURNS = (16, 8, 4, 2, 1)
+JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=4)
+
+
+def main() -> None:
+    options = arguments()
+    found = []
+    for seed in options.seeds:
+        for turns in options.turns:
+            for arm in ARMS:
+                run = options.out / f"{arm.replace(' + ', '-')}-turns{turns}-seed{seed}"
+                if not options.show:
+                    play(options.out, run, arm, turns, seed)
+                if (run / "eval.json").exists():
+                    found.append(outcome(run, arm, turns, seed))
+    there = Counter((each.turns, each.seed) for each in found)
+    paired = [each for each in found if there[each.turns, each.seed] == len(ARMS)]
+    print(tables(paired))
+    if options.figures:
+        for path in write_figures(options.figures, figures(paired), png=options.png):
+            print(path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
+    parser.add_argument("--turns", nargs="+", type=int, default=TURNS, metavar="N")
+    parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="task, policy, runs (default: runs/turns)")
+    parser.add_argument("--show", action="store_true", help="train nothing: tables and figures of what is there")
+    parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
+    parser.add_argument("--png", action="store_true", help="and as PNG")
+    return parser.parse_args()
+
+
+def play(folder: Path, run: Path, arm: str, turns: int, seed: int) -> None:
+    make_data(folder)
+    corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
+    task = (f"task.problems.path={folder}/problems.jsonl", f"task.tools={corpus}", f"task.max_turns={turns}")
+    train(RECIPE, make_policy(folder), run, seed, 1, (*task, *ARMS[arm]))
+    path = run / "eval.json"
+    if not path.exists():
+        config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})
+        path.write_text(json.dumps(evaluate_model(config, run, None)))
+        print(f"{run.name}: {path.read_text()}", flush=True)
+
+
+def outcome(run: Path, arm: str, turns: int, seed: int) -> Outcome:
+    rows = [row for row in read_metrics(run) if "train/reward" in row]
+    return Outcome(arm, turns, seed, rows, json.loads((run / "eval.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Tables and figures of turn_curves.py."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, Spec, axis, line
+
+LOOKS = {"off": TRAINER, "r3": REPLAY, "off + tis": NEUTRAL}
+LAST = 5
+TURN_K3 = "mismatch/k3_turn@"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. rows: metrics of its steps; scores: evaluation of its last weights."""
+
+    arm: str
+    turns: int
+    seed: int
+    rows: list[dict[str, Any]]
+    scores: dict[str, float]
+
+    @property
+    def sampled(self) -> float:
+        return self.scores["eval/avg@4"]
+
+    @property
+    def greedy(self) -> float:
+        return self.scores["eval/greedy"]
+
+    @property
+    def first(self) -> float:
+        """Reward of the first step: the policy all runs start from, on this seed's first problems."""
+        return mean(row["train/reward"] for row in self.rows[:1])
+
+    @property
+    def last(self) -> float:
+        return mean(row["train/reward"] for row in self.rows[-LAST:])
+
+    @property
+    def k3(self) -> float:
+        return mean(row["mismatch/k3"] for row in self.rows)
+
+
+def mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+def spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+def cell(values: Sequence[float], digits: int = 3) -> str:
+    """mean ± standard deviation."""
+    return f"{mean(values):.{digits}f} ± {spread(values):.{digits}f}" if values else ""
+
+
+def tables(found: list[Outcome]) -> str:
+    """Markdown: what each arm earns, and the differences to `off` on the same seed and turns."""
+    return "\n\n".join(
+        (
+            table(found, "held-out accuracy, sampled (avg@4)", lambda run: run.sampled),
+            table(found, "held-out accuracy, greedy", lambda run: run.greedy),
+            table(found, f"training reward, last {LAST} steps", lambda run: run.last),
+            k3_table(found),
+        )
+    )
+
+
+def table(found: list[Outcome], title: str, value: Callable[[Outcome], float]) -> str:
+    others = [arm for arm in LOOKS if arm != "off"]
+    rows = [(title, *LOOKS, *(f"{arm} - off" for arm in others), "seeds")]
+    for turns in sorted({run.turns for run in found}):
+        by_arm = {arm: seeds(found, arm, turns, value) for arm in LOOKS}
+        differences = [[by_arm[arm][s] - by_arm["off"][s] for s in sorted(by_arm[arm])] for arm in others]
+        cells = [cell([*by_arm[arm].values()]) for arm in LOOKS]
+        signed = [f"{mean(d):+.3f} ± {spread(d):.3f} ({', '.join(f'{x:+.3f}' for x in d)})" for d in differences]
+        rows.append((f"{turns} turns", *cells, *signed, str(len(by_arm["off"]))))
+    return markdown(rows)
+
+
+def seeds(found: list[Outcome], arm: str, turns: int, value: Callable[[Outcome], float]) -> dict[int, float]:
+    return {run.seed: value(run) for run in found if (run.arm, run.turns) == (arm, turns)}
+
+
+def k3_table(found: list[Outcome]) -> str:
+    rows = [("k3 over all steps", *LOOKS)]
+    for turns in sorted({run.turns for run in found}):
+        values = [[*seeds(found, arm, turns, lambda run: run.k3).values()] for arm in LOOKS]
+        rows.append((f"{turns} turns", *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values)))
+    return markdown(rows)
+
+
+def markdown(rows: list[tuple[str, ...]]) -> str:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join((head, "|" + " --- |" * len(rows[0]), *body))
+
+
+def turn_k3(runs: Iterable[Outcome], prefix: str = "") -> dict[int, list[float]]:
+    """Turn number -> its mean k3 in each run, over the steps that were scored both with and without replay."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        probes = [row for row in run.rows if f"counterfactual/{TURN_K3}0" in row]
+        for k in sorted({int(m[1]) for row in probes for name in row if (m := re.fullmatch(f"{TURN_K3}(\\d+)", name))}):
+            values = [row[f"{prefix}{TURN_K3}{k}"] for row in probes if f"{prefix}{TURN_K3}{k}" in row]
+            found.setdefault(k, []).append(mean(values))
+    return found
+
+
+def figures(found: list[Outcome]) -> list[Figure]:
+    return [reward_figure(found), k3_figure(found)]
+
+
+def reward_figure(found: list[Outcome]) -> Figure:
+    turns = sorted({run.turns for run in found})
+    data = []
+    for place, (arm, look) in enumerate(LOOKS.items()):
+        values = [[*seeds(found, arm, t, lambda run: run.sampled).values()] for t in turns]
+        x = [t * 1.04 ** (place - 1) for t in turns]  # side by side, or the bars would hide each other
+        data.append(points(arm, x, values, look))
+    xaxis = axis("allowed turns", type="log", tickmode="array", tickvals=turns, ticktext=[str(t) for t in turns])
+    note = (
+        "Share of 64 held-out problems solved, 4 samples each, by the policy after training under the same limit: mean "
+        f"and standard deviation of {len({run.seed for run in found})} seeds. A problem takes 2 to 16 turns."
+    )
+    layout = {"xaxis": xaxis, "yaxis": axis("held-out accuracy", rangemode="tozero")}
+    return Figure("turns_reward", "Reward against the number of allowed turns", note, data, layout)
+
+
+def k3_figure(found: list[Outcome]) -> Figure:
+    most = max(run.turns for run in found)
+    runs = [run for run in found if (run.arm, run.turns) == ("r3", most)]
+    series = {"without replay": (TRAINER, "counterfactual/"), "with replay": (REPLAY, "")}
+    by_turn = {name: turn_k3(runs, prefix) for name, (_, prefix) in series.items()}
+    scale = LogScale.of(*(values for each in by_turn.values() for values in each.values()))
+    data = [points(name, [k + 1 for k in by_turn[name]], [*by_turn[name].values()], series[name][0]) for name in series]
+    note = (
+        f"The same rollouts scored twice, every 5th step of the r3 runs of {most} turns: mean and standard deviation "
+        f"of {len(runs)} seeds. The point at turn 9 holds turns 9 to 16."
+    )
+    layout = {"xaxis": axis("turn"), "yaxis": scale.axis("k3 [nats]")}
+    return Figure("turns_k3", "Mismatch by turn number, with and without replay", note, data, layout)
+
+
+def points(name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: Look) -> Spec:
+    """Means, joined, with bars of one standard deviation."""
+    bars = {"type": "data", "array": [spread(each) for each in values], "thickness": 1.2, "width": 3}
+    marker = {"symbol": look.symbol, "size": 7, "color": look.color}
+    middle = [mean(each) for each in values]
+    return line(name, x, middle, look, mode="lines+markers", marker=marker, error_y=bars)
