@@ -13,27 +13,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import itertools
-import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from turn_tables import markdown, mean, points, spread
+from turn_tables import markdown, turn_curves, turn_table
 from turn_task import Chain, found, make_data, make_policy, question, random_chain, search
 
 from onepolicy.config import load
-from onepolicy.envs.dialogue import encode
+from onepolicy.envs.chat import encode
 from onepolicy.envs.render import decode
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
+from onepolicy.loop.probe import per_turn
 from onepolicy.loop.setup import build_pair
-from onepolicy.measure.attribution import k3_terms
+from onepolicy.measure.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.models.load import load_tokenizer
-from onepolicy.report.figure import REPLAY, TRAINER, Figure, LogScale, axis
 from onepolicy.report.png import write_figures
+from onepolicy.report.turns import NATIVE, by_turn
 from onepolicy.rollout.collect import seed_of
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, Sampling, TokenBatch
@@ -42,20 +41,6 @@ RECIPE = Path(__file__).with_name("turn_curves.toml")
 MAX_LEN = 8192
 SETTINGS = {"replay.mode": "r3", "rollout.engine.max_len": MAX_LEN, "rollout.engine.slots": 16}
 TURN = 32  # tokens of a turn, at most
-EDGES = (0, 1, 2, 4, 8, 16, 32, 64)  # bins of turn numbers start here
-SIDES = {"without replay": TRAINER, "with replay": REPLAY}
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Turns [first, last] of all episodes. k3: one mean per episode; max_dlogp and routers are of all tokens."""
-
-    first: int
-    last: int
-    k3: list[float]
-    max_dlogp: float
-    routers: float
-    entropy: float
 
 
 def main() -> None:
@@ -67,12 +52,13 @@ def main() -> None:
     drawn = []
     for turns in options.turns:
         batch, right = asyncio.run(play(pair.engine, tokenizer, turns, options.episodes))
-        scored = (pair.learner.score_without_replay(batch), pair.learner.score_again(batch))
-        bins = {side: by_turn(each, turns) for side, each in zip(SIDES, scored, strict=True)}
+        native, replayed = pair.learner.score_without_replay(batch), pair.learner.score_again(batch)
         slots = batch.num_slots // batch.num_samples
         print(f"{batch.num_samples} episodes of {turns} turns and {slots} slots; {right:.1%} search as scripted\n")
-        print(f"{table(bins)}\n", flush=True)
-        drawn.append(figure(turns, bins))
+        rows = [metrics(native.select([i]), replayed.select([i])) for i in range(batch.num_samples)]
+        print(f"{turn_table(rows)}\n\n{table(native, replayed)}\n", flush=True)
+        where = f"Scripted episodes, the same tokens scored twice; {len(rows)} episodes."
+        drawn.append(dataclasses.replace(by_turn(turn_curves(rows), where), name=f"turns_scripted_{turns}"))
     if options.figures:
         for each in write_figures(options.figures, drawn, png=options.png):
             print(each)
@@ -113,48 +99,36 @@ async def episode(
     return path.sample(reward=0.0, temperature=1.0), right
 
 
-def by_turn(batch: TokenBatch, turns: int) -> list[Bin]:
-    """batch: scored."""
-    assert batch.logp_old is not None
-    assert batch.entropy is not None
-    assert batch.routing is not None
-    assert batch.routing_native is not None
-    terms = k3_terms(batch.logp_old, batch.logp_rollout)
-    bins = []
-    for first, end in itertools.pairwise(sorted({*(edge for edge in EDGES if edge < turns), turns})):
-        here = batch.trainable & (batch.turn >= first) & (batch.turn < end)
-        slots = here.nonzero()[:, 0]
-        per_episode = [float(terms[here & (batch.segment == i)].mean()) for i in range(batch.num_samples)]
-        dlogp = (batch.logp_old - batch.logp_rollout)[slots].abs()
-        differing = routing_disagreement(batch.routing_native.at(slots), batch.routing.at(slots))
-        entropy = float(batch.entropy[slots].mean())
-        bins.append(Bin(first + 1, end, per_episode, float(dlogp.max()), differing.routers, entropy))
-    return bins
+def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:
+    """k3 by turn of one episode, scored both ways."""
+    return per_turn(replayed) | {f"{NATIVE}{name}": value for name, value in per_turn(native).items()}
 
 
-def table(bins: dict[str, list[Bin]]) -> str:
-    """Two scorings of the same tokens side by side."""
-    names = ("k3", "max dlogp", "routers differing")
-    rows = [("turns", *(f"{name}, {side}" for name in names for side in SIDES), "entropy")]
-    for without, replayed in zip(*bins.values(), strict=True):
-        both = (without, replayed)
-        k3 = (f"{mean(each.k3):.1e} ± {spread(each.k3):.1e}" for each in both)
-        rest = (*(f"{each.max_dlogp:.3f}" for each in both), *(f"{each.routers:.2%}" for each in both))
-        rows.append((f"{without.first} to {without.last}", *k3, *rest, f"{without.entropy:.3f}"))
+def table(native: TokenBatch, replayed: TokenBatch) -> str:
+    """What else differs by turn, over all episodes; the entropy is that of the scoring without replay."""
+    names = ("max dlogp", "routers differing")
+    rows = [("turns", *(f"{name} {side}" for name in names for side in ("without", "with replay")), "entropy")]
+    bins = turn_bins(native.turn.long().clamp(min=0))
+    for i in bins[native.trainable].unique().tolist():
+        slots = (native.trainable & (bins == i)).nonzero()[:, 0]
+        both = (native, replayed)
+        dlogp = (f"{largest(each, slots):.3f}" for each in both)
+        routers = (f"{differing(each, slots):.2%}" for each in both)
+        assert native.entropy is not None
+        rows.append((turn_name(TURNS[i]), *dlogp, *routers, f"{float(native.entropy[slots].mean()):.3f}"))
     return markdown(rows)
 
 
-def figure(turns: int, bins: dict[str, list[Bin]]) -> Figure:
-    scale = LogScale.of(*(each.k3 for own in bins.values() for each in own))
-    data = []
-    for side, look in SIDES.items():
-        x = [math.sqrt(each.first * each.last) for each in bins[side]]
-        data.append(points(side, x, [each.k3 for each in bins[side]], look))
-    ticks = [each.first for each in bins["with replay"]]
-    xaxis = axis("turn", type="log", tickmode="array", tickvals=ticks, ticktext=[str(t) for t in ticks])
-    note = "Scripted episodes, the same tokens scored twice: mean and standard deviation of the episodes."
-    title = f"Mismatch by turn number, {turns} turns"
-    return Figure(f"turns_scripted_{turns}", title, note, data, {"xaxis": xaxis, "yaxis": scale.axis("k3 [nats]")})
+def largest(batch: TokenBatch, slots: Tensor) -> float:
+    assert batch.logp_old is not None
+    return float((batch.logp_old - batch.logp_rollout)[slots].abs().max())
+
+
+def differing(batch: TokenBatch, slots: Tensor) -> float:
+    """Share of routers at which the trainer's own choice, in this scoring, is not the rollout's."""
+    assert batch.routing is not None
+    assert batch.routing_native is not None
+    return routing_disagreement(batch.routing_native.at(slots), batch.routing.at(slots)).routers
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, Spec, axis, line
+from onepolicy.measure.breakdown import turn_name
+from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, Look, Spec, axis, line
+from onepolicy.report.turns import K3, NATIVE, Curve, by_turn
 
 LOOKS = {"off": TRAINER, "r3": REPLAY, "off + tis": NEUTRAL}
 LAST = 5
-TURN_K3 = "mismatch/k3_turn@"
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Outcome:
     arm: str
     turns: int
     seed: int
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     scores: dict[str, float]
 
     @property
@@ -68,6 +70,7 @@ def tables(found: list[Outcome]) -> str:
             table(found, "held-out accuracy, greedy", lambda run: run.greedy),
             table(found, f"training reward, last {LAST} steps", lambda run: run.last),
             k3_table(found),
+            turn_table(probes(found)),
         )
     )
 
@@ -101,19 +104,31 @@ def markdown(rows: list[tuple[str, ...]]) -> str:
     return "\n".join((head, "|" + " --- |" * len(rows[0]), *body))
 
 
-def turn_k3(runs: Iterable[Outcome], prefix: str = "") -> dict[int, list[float]]:
-    """Turn number -> its mean k3 in each run, over the steps that were scored both with and without replay."""
-    found: dict[int, list[float]] = {}
-    for run in runs:
-        probes = [row for row in run.rows if f"counterfactual/{TURN_K3}0" in row]
-        for k in sorted({int(m[1]) for row in probes for name in row if (m := re.fullmatch(f"{TURN_K3}(\\d+)", name))}):
-            values = [row[f"{prefix}{TURN_K3}{k}"] for row in probes if f"{prefix}{TURN_K3}{k}" in row]
-            found.setdefault(k, []).append(mean(values))
-    return found
+def probes(found: list[Outcome]) -> list[Row]:
+    """Steps of the r3 runs with the most turns that were scored both with and without replay."""
+    most = max(run.turns for run in found)
+    rows = [row for run in found if (run.arm, run.turns) == ("r3", most) for row in run.rows]
+    return [row for row in rows if f"{NATIVE}{K3}0" in row]
+
+
+def turn_curves(rows: Sequence[Row]) -> list[Curve]:
+    """Two scorings of the same tokens."""
+    return [Curve.of("with replay", REPLAY, rows), Curve.of("without replay", TRAINER, rows, NATIVE)]
+
+
+def turn_table(rows: Sequence[Row]) -> str:
+    replayed, native = turn_curves(rows)
+    lines = [("turns", "tokens", "k3 without replay (lowest to highest of the batches)", "with replay", "ratio")]
+    for turn, count in native.tokens.items():
+        cells = (f"{c.k3[turn]:.1e} ({c.spread[turn][0]:.1e} to {c.spread[turn][1]:.1e})" for c in (native, replayed))
+        lines.append((turn_name(turn), f"{count:.0f}", *cells, f"{native.k3[turn] / replayed.k3[turn]:.2f}"))
+    return markdown(lines)
 
 
 def figures(found: list[Outcome]) -> list[Figure]:
-    return [reward_figure(found), k3_figure(found)]
+    rows = probes(found)
+    where = f"Every 5th step of the r3 runs with the most turns, {len(rows)} in all; the same rollouts scored twice."
+    return [reward_figure(found), dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3")]
 
 
 def reward_figure(found: list[Outcome]) -> Figure:
@@ -130,21 +145,6 @@ def reward_figure(found: list[Outcome]) -> Figure:
     )
     layout = {"xaxis": xaxis, "yaxis": axis("held-out accuracy", rangemode="tozero")}
     return Figure("turns_reward", "Reward against the number of allowed turns", note, data, layout)
-
-
-def k3_figure(found: list[Outcome]) -> Figure:
-    most = max(run.turns for run in found)
-    runs = [run for run in found if (run.arm, run.turns) == ("r3", most)]
-    series = {"without replay": (TRAINER, "counterfactual/"), "with replay": (REPLAY, "")}
-    by_turn = {name: turn_k3(runs, prefix) for name, (_, prefix) in series.items()}
-    scale = LogScale.of(*(values for each in by_turn.values() for values in each.values()))
-    data = [points(name, [k + 1 for k in by_turn[name]], [*by_turn[name].values()], series[name][0]) for name in series]
-    note = (
-        f"The same rollouts scored twice, every 5th step of the r3 runs of {most} turns: mean and standard deviation "
-        f"of {len(runs)} seeds. The point at turn 9 holds turns 9 to 16."
-    )
-    layout = {"xaxis": axis("turn"), "yaxis": scale.axis("k3 [nats]")}
-    return Figure("turns_k3", "Mismatch by turn number, with and without replay", note, data, layout)
 
 
 def points(name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: Look) -> Spec:

@@ -13,7 +13,7 @@ from onepolicy.config import SearchTool
 from onepolicy.envs.tools import Search
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from turn_tables import Outcome, figures, table, turn_k3
+from turn_tables import Outcome, probes, table, turn_table
 from turn_task import HELD_OUT, LINKS, found, make_data, question, random_chain, search, worked
 
 
@@ -97,11 +97,16 @@ def test_differences_are_paired_by_seed():
     ]
 
 
-def test_k3_by_turn_takes_only_steps_scored_both_ways():
-    probe = {"mismatch/k3_turn@0": 2e-6, "counterfactual/mismatch/k3_turn@0": 8e-6, "train/reward": 0.5}
-    plain = {"mismatch/k3_turn@0": 1.0, "train/reward": 0.5}
-    runs = [run("r3", 16, 0, 0.5, [probe, plain]), run("r3", 16, 1, 0.5, [probe])]
-    assert turn_k3(runs) == {0: [2e-6, 2e-6]}
-    assert turn_k3(runs, "counterfactual/") == {0: [8e-6, 8e-6]}
-    both = figures([*runs, *(run(arm, 16, seed, 0.5) for arm in ("off", "off + tis") for seed in (0, 1))])
-    assert [trace["name"] for trace in both[1].data] == ["without replay", "with replay"]
+def test_k3_by_turn_is_of_steps_scored_both_ways():
+    probe = {"mismatch/k3_turn@0": 2e-6, "counterfactual/mismatch/k3_turn@0": 8e-6, "train/tokens_turn@0": 10.0}
+    plain = {"mismatch/k3_turn@0": 1.0, "train/tokens_turn@0": 10.0}
+    found = [run("r3", 16, 0, 0.5, [probe, plain]), run("r3", 2, 0, 0.5, [plain | probe])]
+    assert probes(found) == [probe]
+    *_, row = turn_table(probes(found)).splitlines()
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "1",
+        "10",
+        "8.0e-06 (8.0e-06 to 8.0e-06)",
+        "2.0e-06 (2.0e-06 to 2.0e-06)",
+        "4.00",
+    ]
