@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
-from gym_curves import train
 from turn_tables import Outcome, figures, tables
 from turn_task import HELD_OUT, make_data, make_policy
 
-from onepolicy.config import EvalConfig, RunConfig
+from onepolicy.config import EvalConfig, RunConfig, load
 from onepolicy.config.stored import read_config
+from onepolicy.loop import run as loop
 from onepolicy.loop.metrics import read_metrics
 from onepolicy.loop.standalone_eval import evaluate_model
 from onepolicy.report.png import write_figures
@@ -32,7 +33,7 @@ ARMS = {
     "off + tis": ("replay.mode=off", "correction.preset=tis"),
 }
 TURNS = (16, 8, 4, 2, 1)
-JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=4)
+JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=2)
 
 
 def main() -> None:
@@ -66,10 +67,17 @@ def arguments() -> argparse.Namespace:
 
 
 def play(folder: Path, run: Path, arm: str, turns: int, seed: int) -> None:
+    """Train and judge one run in this process, whose start would cost as much as a short run; on one thread."""
     make_data(folder)
     corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
     task = (f"task.problems.path={folder}/problems.jsonl", f"task.tools={corpus}", f"task.max_turns={turns}")
-    train(RECIPE, make_policy(folder), run, seed, 1, (*task, *ARMS[arm]))
+    settings = (f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS[arm])
+    if not (run / "summary.json").exists():
+        if any(run.glob("checkpoints/step_*")):
+            loop.resume(run, loop.Progress())
+        else:
+            shutil.rmtree(run, ignore_errors=True)  # stopped before its checkpoint
+            loop.start(load(RECIPE, list(settings)), loop.Progress())
     path = run / "eval.json"
     if not path.exists():
         config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})

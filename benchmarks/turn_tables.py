@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def sampled(self) -> float:
-        return self.scores["eval/avg@4"]
+        return self.scores["eval/avg@2"]
 
     @property
     def greedy(self) -> float:
@@ -66,7 +66,7 @@ def tables(found: list[Outcome]) -> str:
     """Markdown: what each arm earns, and the differences to `off` on the same seed and turns."""
     return "\n\n".join(
         (
-            table(found, "held-out accuracy, sampled (avg@4)", lambda run: run.sampled),
+            table(found, "held-out accuracy, sampled (avg@2)", lambda run: run.sampled),
             table(found, "held-out accuracy, greedy", lambda run: run.greedy),
             table(found, f"training reward, last {LAST} steps", lambda run: run.last),
             k3_table(found),
@@ -127,7 +127,9 @@ def turn_table(rows: Sequence[Row]) -> str:
 
 def figures(found: list[Outcome]) -> list[Figure]:
     rows = probes(found)
-    where = f"Every 5th step of the r3 runs with the most turns, {len(rows)} in all; the same rollouts scored twice."
+    where = (
+        f"Steps 1, 4, 7 and 10 of the r3 runs with the most turns, {len(rows)} in all; the same rollouts scored twice."
+    )
     return [reward_figure(found), dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3")]
 
 
@@ -140,7 +142,7 @@ def reward_figure(found: list[Outcome]) -> Figure:
         data.append(points(arm, x, values, look))
     xaxis = axis("allowed turns", type="log", tickmode="array", tickvals=turns, ticktext=[str(t) for t in turns])
     note = (
-        "Share of 64 held-out problems solved, 4 samples each, by the policy after training under the same limit: mean "
+        "Share of 64 held-out problems solved, 2 samples each, by the policy after training under the same limit: mean "
         f"and standard deviation of {len({run.seed for run in found})} seeds. A problem takes 2 to 16 turns."
     )
     layout = {"xaxis": xaxis, "yaxis": axis("held-out accuracy", rangemode="tozero")}
