@@ -36,13 +36,12 @@ class Outcome:
         return self.scores["eval/greedy"]
 
     @property
-    def first(self) -> float:
-        """Reward of the first step: the policy all runs start from, on this seed's first problems."""
-        return mean(row["train/reward"] for row in self.rows[:1])
-
-    @property
     def last(self) -> float:
         return mean(row["train/reward"] for row in self.rows[-LAST:])
+
+    @property
+    def whole(self) -> float:
+        return mean(row["train/reward"] for row in self.rows)
 
     @property
     def k3(self) -> float:
@@ -69,6 +68,7 @@ def tables(found: list[Outcome]) -> str:
             table(found, "held-out accuracy, sampled (avg@2)", lambda run: run.sampled),
             table(found, "held-out accuracy, greedy", lambda run: run.greedy),
             table(found, f"training reward, last {LAST} steps", lambda run: run.last),
+            table(found, "training reward, all steps", lambda run: run.whole),
             k3_table(found),
             turn_table(probes(found)),
         )
@@ -127,9 +127,7 @@ def turn_table(rows: Sequence[Row]) -> str:
 
 def figures(found: list[Outcome]) -> list[Figure]:
     rows = probes(found)
-    where = (
-        f"Steps 1, 4, 7 and 10 of the r3 runs with the most turns, {len(rows)} in all; the same rollouts scored twice."
-    )
+    where = f"The r3 runs with the most turns, steps 1, 4, 7, 10: {len(rows)} batches, each scored twice."
     return [reward_figure(found), dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3")]
 
 
