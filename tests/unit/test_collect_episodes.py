@@ -138,3 +138,18 @@ def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
         TrainingError, match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2"
     ):
         evaluated({1: {0, 1, 2}})
+
+
+def test_an_evaluation_counts_all_of_a_forked_episode():
+    """Two samples of one token each and one of three: 2 and 3 tokens an episode."""
+
+    class Forking(Failing):
+        async def episode(self, problem, sample, temperature):
+            await sample([1, 2])
+            return group([0.0, 1.0]).samples if problem.id == 0 else group([1.0], slots=(3,)).samples
+
+    environment = Forking({})
+    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+    config = EvalConfig(problems=2, greedy=True, k=0)
+    metrics = asyncio.run(evaluate(Engine(), environment, config, stop=(), max_tokens=1))
+    assert metrics == {"eval/greedy": 1.0, "eval/response_length": 2.5}

@@ -205,6 +205,32 @@ def test_a_rewriting_template_is_refused_or_forked():
     assert [s.events for s in samples] == [(), (), ("calculator", "calculator")]
 
 
+def test_a_turn_may_say_what_stands_in_for_a_reply():
+    """Rendered anew, the history still has every reply in its own place."""
+    env = environment(FORGETFUL, history="fork")
+    turns = [f"<think>hm</think>textofreply1x textofreplys1x {call('1+1')}", call("2+3"), "5"]
+    _, script = play(env, turns)
+    text = env.tokenizer.decode(script.prompts[2])
+    assert f"textofreply1x textofreplys1x {call('1+1')}<eos><tool>2<eos><bot>" in text
+    assert text.endswith(f"{call('2+3')}<eos><tool>5<eos><bot>")
+
+
+def test_characters_of_replies_that_the_tokenizer_lacks(tmp_path):
+    """Of a corpus they are known before the run; what code prints is counted."""
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text(json.dumps({"text": "owls sleep"}) + "\n" + json.dumps({"text": "na\u00efve \u2603 owls"}) + "\n")
+    tools = [{"kind": "search", "corpus": str(corpus)}]
+    env = environment(tools=tools)
+    with pytest.raises(UsageError, match=r"replies of search have characters .* as <unk>: '\u00ef\u2603'"):
+        env.check(max_tokens=8, max_len=2000)
+    known = ReActTask(problems=PRODUCTS, tools=tools, instructions="\u00bf")
+    build(known, make_tokenizer(alphabet(known)), max_len=2000).check(max_tokens=8, max_len=2000)
+    (sample,), _ = play(env, ["Action: search[owls sleep]", "Answer: 1"])
+    assert sample.events == ("search", "unknown")
+    (sample,), _ = play(environment(), ["Action: calculator[1+1]", "Answer: 1"])
+    assert sample.events == ("calculator",)
+
+
 def test_templates_that_cannot_be_used():
     with pytest.raises(UsageError, match="does not print tools"):
         environment("{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}")

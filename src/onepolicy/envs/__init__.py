@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import string
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from onepolicy.config import (
     PromptsTask,
     ReActTask,
     RowPolicy,
+    SearchTool,
     TaskConfig,
     UsageError,
 )
@@ -26,10 +28,10 @@ from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
 from onepolicy.envs.prompts import Prompts
 from onepolicy.envs.react import ReAct
+from onepolicy.envs.render import ASCII
 from onepolicy.envs.single_turn import SingleTurn, Task
+from onepolicy.envs.tools.search import read_corpus
 from onepolicy.interfaces import Environment
-
-ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
 
 def build(
@@ -69,7 +71,9 @@ def alphabet(config: TaskConfig) -> str:
         case PromptsTask():
             return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
         case ReActTask():
-            return alphabet(config.problems)
+            corpora = (read_corpus(Path(tool.corpus)) for tool in config.tools if isinstance(tool, SearchTool))
+            given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
+            return "".join(sorted(set(alphabet(config.problems)).union(*given)))
         case GymnasiumTask():
             return ASCII
 

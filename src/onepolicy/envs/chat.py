@@ -76,10 +76,13 @@ class ChatTurns:
 
     def _whole(self, opening: Opening, turns: Sequence[str], replies: Sequence[Replies]) -> list[int]:
         messages, marks, values = self._asked(opening)
+        word = REPLY
+        while any(word in turn for turn in turns):  # a turn may say anything
+            word += "s"
         for turn, answered in zip(turns, replies, strict=True):
             messages.append({"role": "assistant", "content": turn})
             for reply in answered:
-                marks.append(_mark(len(marks)))
+                marks.append(_mark(len(marks), word))
                 messages.append(self.reply_message(marks[-1]))
                 values.append(reply)
         return self._encoded(self._render(messages, prompt=True), marks, values)
@@ -136,8 +139,8 @@ class ChatTurns:
         return ids
 
 
-def _mark(index: int) -> str:
-    return f"{REPLY}{index}x"
+def _mark(index: int, word: str = REPLY) -> str:
+    return f"{word}{index}x"
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import EpisodeTask, RowPolicy
 from onepolicy.envs.chat import Opening
 from onepolicy.envs.dialogue import Dialogue
-from onepolicy.envs.render import check_known, check_length, decode
+from onepolicy.envs.render import check_known, check_length, decode, unknown_characters
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
 from onepolicy.types import Finish, Sample
@@ -119,6 +119,7 @@ class Episode:
     def reply(self, replies: list[str]) -> None:
         """Append the replies to the last turn; a history that does not go on as it was becomes a path of its own."""
         self._replies.append(replies)
+        self.events += ["unknown" for reply in replies if unknown_characters(self.env.tokenizer, reply)]
         tokens = self.path.tokens
         following = self.env.dialogue.following(tokens, self._opening, self._turns, self._replies)
         if following[: len(tokens)] == tokens:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import ReActTask, RowPolicy
+from onepolicy.config import ReActTask, RowPolicy, UsageError
 from onepolicy.envs.dialogue import CallDialogue, Turn, build_calls
 from onepolicy.envs.episode import Episode, InTurns
+from onepolicy.envs.render import ASCII, unknown_characters
 from onepolicy.envs.single_turn import Task
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
@@ -28,6 +29,18 @@ class ReAct(InTurns):
         self.config, self.task = config, task
         self.tools = build_tools(config.tools)
         self.dialogue = build_calls(tokenizer, self.tools, config.instructions, fork=config.history == "fork")
+
+    def check(self, *, max_tokens: int, max_len: int) -> None:
+        """Before a run: what every episode of several turns needs, and that the tokenizer knows what the tools say."""
+        super().check(max_tokens=max_tokens, max_len=max_len)
+        for name, tool in self.tools.items():
+            for text in (ASCII, *tool.sources()):
+                if unknown := unknown_characters(self.tokenizer, text):
+                    raise UsageError(
+                        f"task.tools: replies of {name} have characters the tokenizer does not know and would feed as "
+                        f"{self.tokenizer.unk_token}: {unknown[:40]!r}; use a policy made for this task (make-policy "
+                        "with the same tools), another model.path, or other texts"
+                    )
 
     async def play(self, problem: Problem, episode: Episode) -> float:
         """Only an answer in a turn that ended by itself is graded; every other end earns 0."""

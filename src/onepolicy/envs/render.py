@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Problem
+
+ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -53,6 +56,19 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], problem:
         f"problem {problem.id}{source(problem)}: the tokenizer does not know all of {text[:60]!r} and would feed "
         f"{tokenizer.unk_token}; use a policy made for this task (make-policy with the same task) or another model.path"
     )
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Those for which the tokenizer feeds its unknown token."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in _plain(tokenizer, text):
+        return ""
+    return "".join(each for each in sorted(set(text)) if unknown in _plain(tokenizer, each))
+
+
+def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return ids
 
 
 def source(problem: Problem) -> str:

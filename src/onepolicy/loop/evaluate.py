@@ -35,25 +35,25 @@ async def evaluate(
     greedy = Sampling(0.0, max_tokens, stop=stop)
     sampled = Sampling(config.temperature, max_tokens, config.top_p, config.top_k, stop)
 
-    async def attempt(problem: Problem, sampling: Sampling, member: int) -> Sample:
+    async def attempt(problem: Problem, sampling: Sampling, member: int) -> tuple[Sample, ...]:
         for again in range(1 + RETRIES):
             seeds = functools.partial(seed_of, seed, problem.id, -1, member, attempt=again)
             try:
-                *_, sample = await play(engine, environment, problem, sampling, seeds)
+                samples = await play(engine, environment, problem, sampling, seeds)
             except EpisodeError as error:
                 failure = error
                 continue
             advance()
-            return sample
+            return samples
         raise TrainingError(
             f"evaluation: problem {problem.id} could not be played to its end, {1 + RETRIES} times: {failure}"
         ) from failure
 
     first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
     rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
-    samples = await asyncio.gather(*first, *rest)
-    solved = [sample.reward >= solved_at for sample in samples]
-    metrics = {"eval/response_length": sum(s.response_length for s in samples) / len(samples)}
+    episodes = await asyncio.gather(*first, *rest)
+    solved = [samples[-1].reward >= solved_at for samples in episodes]
+    metrics = {"eval/response_length": sum(s.response_length for played in episodes for s in played) / len(episodes)}
     if config.greedy:
         metrics["eval/greedy"] = sum(solved[: len(problems)]) / len(problems)
     if config.k:

@@ -65,6 +65,7 @@ METRICS: dict[str, str] = {
     "train/turns": "mean model turns per episode, if there are several [turns]",
     "train/tokens_turn@k": "tokens that mismatch/k3_turn@k is the mean of [tokens]",
     "tools/TOOL": "calls of this tool per episode (TOOL_error: those it answered with an error) [calls]",
+    "tools/unknown": "replies with characters the tokenizer feeds as its unknown token, per episode [replies]",
     "tools/malformed": "turns that named no tool and no answer, or a tool there is not, per episode [turns]",
     "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
@@ -132,7 +133,7 @@ METRICS: dict[str, str] = {
     "eval/greedy": "accuracy of one greedy answer per held-out problem [share]",
     "eval/avg@k": "mean accuracy of k sampled answers per held-out problem [share]",
     "eval/pass@k": "held-out problems with at least one right answer among k [share]",
-    "eval/response_length": "mean tokens per evaluation answer [tokens]",
+    "eval/response_length": "mean sampled tokens per evaluation episode [tokens]",
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _MISMATCH.items()},
     **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
     **{
@@ -146,7 +147,7 @@ def is_known(name: str) -> bool:
     """Whether METRICS says what this is: `eval/avg@4` stands there as `eval/avg@k` (layers alike), a gate as GATE, a
     tool as TOOL."""
     name = re.sub(r"^correction/rejected/.+", "correction/rejected/GATE", name)
-    name = re.sub(r"^tools/(?!malformed$).+", "tools/TOOL", name)
+    name = re.sub(r"^tools/(?!(malformed|unknown)$).+", "tools/TOOL", name)
     return re.sub(r"@\d+$", "@k", name) in METRICS
 
 

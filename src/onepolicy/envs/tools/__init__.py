@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from onepolicy.config import CalculatorTool, PythonTool, SearchTool, ToolConfig
@@ -22,6 +22,10 @@ class ToolSpec(Protocol):
 class Tool(ToolSpec, Protocol):
     async def call(self, text: str) -> str:
         """The reply, as the policy will read it. EpisodeError if the tool itself failed (not the input)."""
+        ...
+
+    def sources(self) -> Iterable[str]:
+        """Texts that replies are cut from, beside what the tool itself may say (ASCII)."""
         ...
 
 

@@ -34,6 +34,9 @@ class Calculator:
     async def call(self, text: str) -> str:
         return calculate(text, operations=self.operations)
 
+    def sources(self) -> tuple[str, ...]:
+        return ()
+
 
 def calculate(text: str, *, operations: int | None = None) -> str:
     """The value of an expression as an integer, a decimal that ends, or a fraction; else `error: ` and why."""

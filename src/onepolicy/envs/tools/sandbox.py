@@ -74,6 +74,9 @@ class PythonSandbox:
         async with self._turn():
             return await self._call(text)
 
+    def sources(self) -> tuple[str, ...]:
+        return ()  # whatever the code prints
+
     def _turn(self) -> asyncio.Semaphore:
         """Of the running event loop."""
         loop = asyncio.get_running_loop()

@@ -40,6 +40,9 @@ class Search:
         hits = [self.passages[i] for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True) if score > 0]
         return "\n".join(f"[{n}] {passage}" for n, passage in enumerate(hits, 1)) or "nothing found"
 
+    def sources(self) -> list[str]:
+        return self.passages
+
 
 def read_corpus(path: Path) -> list[str]:
     """The `text` of every line of a JSONL file."""
