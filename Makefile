@@ -5,7 +5,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent test test-slow vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm test test-slow vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -37,12 +37,18 @@ train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a 
 	$(BIN)/onepolicy train $(RECIPE)
 
 AGENT := runs/policies/agent_products
-train-agent: $(VENV)/.train ## the same in episodes with tools: a policy that guesses learns to call a calculator
-	test -d $(AGENT) || $(BIN)/onepolicy make-policy --out $(AGENT) layers=4 max_len=256 tokens_per_step=2048 steps=400 \
+$(AGENT): | $(VENV)/.train
+	$(BIN)/onepolicy make-policy --out $(AGENT) layers=4 max_len=256 tokens_per_step=2048 steps=400 \
 	  mistakes=0.5 mistakes_from=0.6 task.kind=react task.max_turns=3 'task.instructions=""' \
 	  'task.tools=[{kind="calculator"}]' task.problems.kind=gym task.problems.name=products \
 	  task.problems.params.min_digits=2 task.problems.params.max_digits=2
+
+train-agent: $(AGENT) ## the same in episodes with tools: a policy that guesses learns to call a calculator
 	$(BIN)/onepolicy train recipes/agent_products.toml
+
+train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
+	$(BIN)/onepolicy train recipes/agent_products.toml out=runs/agent_products_vllm \
+	  rollout.engine.kind=vllm rollout.engine.cache_gib=0.25 rollout.engine.block_size=32
 
 # vLLM takes torch's threads over for its process, so its tests have one of their own: one engine for all of them.
 test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests

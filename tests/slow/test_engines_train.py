@@ -1,5 +1,5 @@
-"""The same short run with R3 on the embedded engine and on vLLM, both in bfloat16 under a float32 trainer: reward rises
-and replay lowers the mismatch on both. Minutes; `make test-slow`."""
+"""Short runs with R3 on the embedded engine and on vLLM, both in bfloat16 under a float32 trainer: on both reward rises
+and replay lowers the mismatch, in answers of one turn and in episodes with a tool. Minutes; `make test-slow`."""
 
 import json
 import statistics
@@ -7,25 +7,68 @@ import statistics
 import pytest
 
 from onepolicy.cli import main
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(7200)]
-SETTINGS = ["steps=25", "log.counterfactual_every=1", "eval.every=0", "log.report=false", "log.tensorboard=false"]
+SETTINGS = ["log.counterfactual_every=1", "eval.every=0", "log.report=false", "log.tensorboard=false"]
+ENGINES = [("hf", []), ("vllm", ["rollout.engine.cache_gib=0.25", "rollout.engine.block_size=32"])]
 
 
-@pytest.mark.parametrize(("kind", "more"), [("hf", []), ("vllm", ["rollout.engine.cache_gib=0.25"])])
-def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path):
-    assert main(["make-policy"]) == 0
-    out = tmp_path / "run"
-    settings = [f"out={out}", f"rollout.engine.kind={kind}", "rollout.engine.dtype=bfloat16", *SETTINGS, *more]
-    assert main(["train", "recipes/quickstart.toml", *settings]) == 0
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["train/reward"] for row in steps]
+def trained(recipe, out, kind, *settings):
+    """Rows of the run's metrics."""
+    engine = [f"out={out}", f"rollout.engine.kind={kind}", "rollout.engine.dtype=bfloat16"]
+    assert main(["train", f"recipes/{recipe}.toml", *engine, *SETTINGS, *settings]) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def ends(steps, name):
+    """Means of the first and of the last 5 steps; a tool nobody called is not in a row."""
+    values = [row.get(name, 0.0) for row in steps]
+    return statistics.mean(values[:5]), statistics.mean(values[-5:])
+
+
+def check_mismatch(steps):
     replayed, native = ([row[f"{prefix}mismatch/k3"] for row in steps] for prefix in ("", "counterfactual/"))
     lower = sum(a < b for a, b in zip(replayed, native, strict=True))
-    first, last = statistics.mean(rewards[:5]), statistics.mean(rewards[-5:])
-    print(f"{kind}: reward {first:.2f} to {last:.2f}; k3 {statistics.mean(replayed):.1e} replayed, ", end="")
-    print(f"{statistics.mean(native):.1e} not; lower in {lower} of {len(steps)} steps")
-    assert len(steps) == 25
-    assert last > first + 0.05
+    print(f"k3 {statistics.mean(replayed):.1e} replayed, {statistics.mean(native):.1e} not; ", end="")
+    print(f"lower in {lower} of {len(steps)} steps")
     assert statistics.mean(replayed) < statistics.mean(native)
     assert lower > len(steps) / 2
+
+
+@pytest.mark.parametrize(("kind", "more"), ENGINES)
+def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path):
+    assert main(["make-policy"]) == 0
+    steps = trained("quickstart", tmp_path / "run", kind, "steps=25", *more)
+    assert len(steps) == 25
+    first, last = ends(steps, "train/reward")
+    print(f"{kind}: reward {first:.2f} to {last:.2f}; ", end="")
+    assert last > first + 0.05
+    check_mismatch(steps)
+
+
+@pytest.mark.parametrize(("kind", "more"), ENGINES)
+def test_reward_and_tool_use_rise_in_episodes(kind, more, products_policy, tmp_path, monkeypatch):
+    """Prefix caching on: of every path only rows that were not known before travel, and none is missing."""
+    asked_from = []
+    engine = HFEngine if kind == "hf" else VLLMEngine
+    generate = engine.generate
+
+    async def counted(self, prompt_ids, sampling, *, seed):
+        done = await generate(self, prompt_ids, sampling, seed=seed)
+        slots = len(prompt_ids) + len(done.token_ids) - 1
+        assert len(done.routing) == slots - sampling.routes_from
+        asked_from.append(sampling.routes_from)
+        return done
+
+    monkeypatch.setattr(engine, "generate", counted)
+    steps = trained("agent_products", tmp_path / "run", kind, f"model.path={products_policy}", "steps=15", *more)
+    assert len(steps) == 15
+    (poor, rich), (few, many) = ends(steps, "train/reward"), ends(steps, "tools/calculator")
+    print(f"{kind}: reward {poor:.2f} to {rich:.2f}, calls per episode {few:.2f} to {many:.2f}; ", end="")
+    assert rich > poor + 0.15
+    assert many > few + 0.15
+    check_mismatch(steps)
+    assert all(row["replay/native_rows"] == row["replay/missing_samples"] == 0 for row in steps)
+    assert any(first > 0 for first in asked_from)
