@@ -5,7 +5,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm test test-slow vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm test test-slow test-envs vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -24,12 +24,23 @@ $(VENV)/.dev: $(VENV)/.train
 # verl, TRL and OpenRLHF, run as oracles, pin what clashes with ours. They get a venv of their own, without their pins, that
 # borrows from ours what it does not have itself (torch above all).
 ORACLE := .venv-oracle
-$(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
-	test -d $(ORACLE) || $(PYTHON) -m venv $(ORACLE)
+define borrowing
+	test -d $(1) || $(PYTHON) -m venv $(1)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	  > "$$($(ORACLE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+endef
+
+$(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
+	$(call borrowing,$(ORACLE))
 	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/oracle/requirements.txt
 	$(ORACLE)/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
+	touch $@
+
+# textarena and verifiers, whose environments are played, likewise.
+ENVS := .venv-envs
+$(ENVS)/.ready: $(VENV)/.dev tests/envs/requirements.txt
+	$(call borrowing,$(ENVS))
+	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/envs/requirements.txt
 	touch $@
 
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
@@ -51,12 +62,13 @@ train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 	  rollout.engine.kind=vllm rollout.engine.cache_gib=0.25 rollout.engine.block_size=32
 
 # vLLM takes torch's threads over for its process, so its tests have one of their own: one engine for all of them.
-test: $(VENV)/.dev $(ORACLE)/.ready $(VENV)/.vllm ## lint, types, fast tests
+test: $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu and not vllm"
+	$(BIN)/pytest -m "not slow and not gpu and not vllm and not envs"
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
+	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/envs
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	$(BIN)/pytest -m "slow and not vllm and not sglang" --timeout 7200
@@ -74,6 +86,9 @@ vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 test-vllm: $(VENV)/.vllm ## only the tests that need it
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
+test-envs: $(ENVS)/.ready ## the environments of other packages, played
+	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/envs
+
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/engines/sglang.
 $(SGLANG)/.ready: tests/engines/sglang/requirements.txt tests/engines/sglang/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -87,4 +102,4 @@ test-sglang: $(VENV)/.dev $(SGLANG)/.ready ## the tests that need it
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 clean: ## remove the venvs and caches (runs/ stays)
-	rm -rf $(VENV) $(ORACLE) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(ORACLE) $(ENVS) $(SGLANG) .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -38,6 +38,7 @@ from onepolicy.config.task import (
     ReActTask,
     SearchTool,
     TaskConfig,
+    TextArenaTask,
     ToolConfig,
 )
 
@@ -75,6 +76,7 @@ __all__ = [
     "SearchTool",
     "SoftReplay",
     "TaskConfig",
+    "TextArenaTask",
     "ToolConfig",
     "TrainConfig",
     "TrainingError",

@@ -164,15 +164,43 @@ class GymnasiumTask(EpisodeTask):
 
     @model_validator(mode="after")
     def _settings_make_sense(self) -> Self:
-        low, high = self.returns
-        if low >= high:
-            raise ValueError(f"task.returns: {low:g} is not below {high:g}; give (return worth 0, return worth 1)")
+        _check_returns(self.returns)
         names = [name.strip().lower() for name in self.actions or ()]
         if len(set(names)) < len(names) or "" in names:
             raise ValueError(f"task.actions: {list(self.actions or ())} are not different names; name each action once")
         return self
 
 
+class TextArenaTask(EpisodeTask):
+    """A game of textarena for one player. A turn of the policy is its move, in the game's own words."""
+
+    kind: Literal["textarena"] = "textarena"
+    game: str
+    """Its name in textarena's registry, e.g. `GuessTheNumber-v0`; played without textarena's wrappers."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of textarena.make."""
+    returns: tuple[float, float] = (0.0, 1.0)
+    """The results that earn 0 and 1; linear between them, cut beyond them. A lost game of one player is worth what the
+    game calls its share of completion."""
+    instructions: str = ""
+    """Text before the game's own rules."""
+    seed: Seed = 0
+    threshold: float = Field(1.0, gt=0, le=1)
+    """Rewards from here on count as solved."""
+
+    @model_validator(mode="after")
+    def _returns_rise(self) -> Self:
+        _check_returns(self.returns)
+        return self
+
+
+def _check_returns(returns: tuple[float, float]) -> None:
+    low, high = returns
+    if low >= high:
+        raise ValueError(f"task.returns: {low:g} is not below {high:g}; give (return worth 0, return worth 1)")
+
+
 TaskConfig = Annotated[
-    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask, Field(discriminator="kind")
+    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask | TextArenaTask,
+    Field(discriminator="kind"),
 ]

@@ -18,11 +18,13 @@ from onepolicy.config import (
     RowPolicy,
     SearchTool,
     TaskConfig,
+    TextArenaTask,
     UsageError,
 )
 from onepolicy.envs import chain, gym, jsonl, react_warmup
 from onepolicy.envs.adapters import planned
 from onepolicy.envs.adapters.gymnasium import Gymnasium
+from onepolicy.envs.adapters.textarena import TextArena
 from onepolicy.envs.chain import Chain
 from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
@@ -43,6 +45,8 @@ def build(
             return ReAct(config, _task(config.problems), tokenizer, max_len=max_len, rows=rows)
         case GymnasiumTask():
             return Gymnasium(config, tokenizer, max_len=max_len, rows=rows)
+        case TextArenaTask():
+            return TextArena(config, tokenizer, max_len=max_len, rows=rows)
         case _:
             return SingleTurn(_task(config), tokenizer)
 
@@ -76,6 +80,8 @@ def alphabet(config: TaskConfig) -> str:
             return "".join(sorted(set(alphabet(config.problems)).union(*given)))
         case GymnasiumTask():
             return ASCII
+        case TextArenaTask():
+            raise _nothing_to_learn_from(config.kind)
 
 
 def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
@@ -99,6 +105,12 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return react_warmup.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymnasiumTask():
             return planned.warmup_examples(config, mistakes=mistakes, seed=seed)
+        case TextArenaTask():
+            raise _nothing_to_learn_from(config.kind)
+
+
+def _nothing_to_learn_from(kind: str) -> UsageError:
+    return UsageError(f"task.kind: {kind} has no worked episodes to warm up on; train a model that can play")
 
 
 __all__ = ["SingleTurn", "alphabet", "build", "warmup_examples"]
