@@ -3,10 +3,13 @@
 import random
 
 import pytest
+import torch
 from engine_support import run
 from invariant_support import batch_of, differing, engine_of, pair, trainer_of
 from models import CONFIGS, make
+from transformers import AutoModelForCausalLM
 
+from onepolicy.models.load import cast
 from onepolicy.types import Sampling
 
 
@@ -41,3 +44,16 @@ def test_fast_numerics_differ():
     requests = requests_of(9)
     batch = batch_of(requests, run(engine_of(model), requests))
     assert differing(trainer_of(model, fast=True), None, batch, [range(9)])[0] > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_cast_is_what_a_checkpoint_opened_in_bfloat16_holds(name, tmp_path):
+    """Not rotary frequencies, not selection biases: rounded in the engine alone, they were a mismatch of their own."""
+    model = make(name)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = dict([*cast(model, torch.bfloat16).named_parameters(), *model.named_buffers()])
+    theirs = dict([*opened.named_parameters(), *opened.named_buffers()])
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    assert {t.dtype for t in theirs.values()} == {torch.bfloat16, torch.float32}

@@ -28,6 +28,7 @@ from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
 from onepolicy.loop.step import Parts
 from onepolicy.models import fp32_head
 from onepolicy.models.load import (
+    cast,
     context_length,
     device_of,
     load_model,
@@ -201,7 +202,7 @@ def load_copy(
     copy, dtype = load_engine_model(model, engine.dtype, lm_head, device), DTYPES[engine.dtype]
     if lm_head == "float32":
         fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
-    copy.to(dtype)  # type: ignore[arg-type]
+    cast(copy, dtype)
     prepare_for_training(copy, device)
     return copy
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.models.linear import linear, plain
+from onepolicy.models.load import cast
 
 
 class Fp32Head:
@@ -51,7 +52,7 @@ class Fp32Head:
 def install(model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: bool = False) -> Fp32Head:
     """Cast the model to `dtype` but for its head (Fp32Head). UsageError if its logits do not come out in float32."""
     head = Fp32Head(model, field=field, copy=copy)
-    model.to(dtype)  # type: ignore[arg-type]
+    cast(model, dtype)
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         found = model(input_ids=token, use_cache=False).logits.dtype

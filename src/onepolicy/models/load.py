@@ -102,6 +102,16 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     return loaded.to(device).eval()
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as a checkpoint opened in `dtype` has it, unlike `model.to`: what is not in a checkpoint (rotary
+    frequencies) keeps its precision, and so does what the family wants in float32 (selection biases of routers)."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype if kept.isdisjoint(name.split(".")) else torch.float32)
+    return model
+
+
 @contextmanager
 def _reading(what: str, model: ModelConfig) -> Iterator[None]:
     try:

@@ -11,6 +11,7 @@ from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.invariant.probe import Numerics, start
 from onepolicy.models import decode_experts, fp32_head, linear
+from onepolicy.models.load import cast
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
@@ -48,7 +49,7 @@ class HFEngine:
         dtype, self._head = DTYPES[config.dtype], None
         if config.lm_head == "float32":
             self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
-        self.model: PreTrainedModel = model.to(dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.model: PreTrainedModel = cast(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
