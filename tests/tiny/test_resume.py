@@ -26,9 +26,11 @@ def assert_same_run(a, b, step):
         assert all(torch.equal(first[k], second[k]) for k in first), name
 
 
-def test_resume_is_bit_equal(train):
-    whole = train("whole", "steps=4", "log.counterfactual_every=1")
-    part = train("part", "steps=2", "log.counterfactual_every=1")  # a last step is always probed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_bit_equal(train, dtype):
+    settings = ["log.counterfactual_every=1", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"]
+    whole = train("whole", "steps=4", *settings)
+    part = train("part", "steps=2", *settings)  # a last step is always probed
     assert main(["train", "--resume", str(part), "steps=4"]) == 0
     assert_same_run(whole, part, 4)
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()

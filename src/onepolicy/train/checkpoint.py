@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.optim import MASTER
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -153,8 +154,9 @@ def _restore(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torc
         if name not in parameters:
             raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
         parameter = parameters[name]
-        like = torch.float32 if key == "step" else parameter.dtype  # a fork may change model.dtype
-        optimizer.state[parameter][key] = value.to(parameter.device, like)
+        if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
+            continue
+        optimizer.state[parameter][key] = value.to(parameter.device, torch.float32)
 
 
 def _sync(path: Path) -> None:

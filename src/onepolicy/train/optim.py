@@ -18,8 +18,36 @@ def learning_rate(config: OptimConfig, update: int, done: float) -> float:
     return config.lr * warm * left
 
 
-def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+MASTER = "master"  # state of a parameter: its float32 value
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW of parameters in any dtype with moments and weights in float32; the parameters are the weights rounded.
+
+    In bfloat16 alone an update of less than 1/256 of a weight is lost.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        rounded = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.dtype != torch.float32:
+                    rounded[parameter] = parameter.data
+                    grad, parameter.grad = parameter.grad.float(), None
+                    parameter.data = self.state[parameter].pop(MASTER, parameter.data.float())
+                    parameter.grad = grad
+        try:
+            super().step()
+        finally:
+            for parameter, data in rounded.items():
+                parameter.grad = None
+                self.state[parameter][MASTER] = parameter.data
+                parameter.data = data.copy_(parameter.data)
+
+
+def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> MasterAdamW:
+    return MasterAdamW(
         model.parameters(),
         lr=config.lr,
         betas=config.betas,
