@@ -123,7 +123,7 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
     mask = batch.trainable
     tensors = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": batch.logp_old[mask]}
     tensors |= {"entropy": batch.entropy[mask], "version": batch.version[mask]}
-    tensors |= {"tokens": batch.target_ids[mask], "segment": batch.segment[mask]}
+    tensors |= {"tokens": batch.target_ids[mask], "segment": batch.segment[mask], "turn": batch.turn[mask]}
     tensors |= routing_tensors(batch, "") | _routes(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
