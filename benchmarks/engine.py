@@ -27,7 +27,7 @@ from onepolicy.rollout.hf.engine import DTYPES, HFEngine
 from onepolicy.types import Sampling
 
 
-def build_model() -> PreTrainedModel:
+def build_model(max_len: int = 512) -> PreTrainedModel:
     """3.6M parameters: 8 layers of 32 experts, 4 active."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -43,7 +43,7 @@ def build_model() -> PreTrainedModel:
         head_dim=32,
         norm_topk_prob=True,
         tie_word_embeddings=False,
-        max_position_embeddings=512,
+        max_position_embeddings=max_len,
     )
     return Qwen3MoeForCausalLM(config).eval()
 
