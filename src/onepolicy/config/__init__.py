@@ -40,6 +40,7 @@ from onepolicy.config.task import (
     TaskConfig,
     TextArenaTask,
     ToolConfig,
+    VerifiersTask,
 )
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "UsageError",
     "VLLMEngineConfig",
     "VLLMServerConfig",
+    "VerifiersTask",
     "Weight",
     "WeightsReplay",
     "apply_override",

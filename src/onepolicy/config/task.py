@@ -194,6 +194,25 @@ class TextArenaTask(EpisodeTask):
         return self
 
 
+class VerifiersTask(EpisodeTask):
+    """An environment of verifiers (0.4) whose one agent chats: it asks for turns and scores the episode."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    env: dict[str, Any]
+    """verifiers' own settings of an environment, e.g. `{ taskset = { id = "textarena", game = "Wordle-v0" } }`."""
+    returns: tuple[float, float] | None = None
+    """The weighted sums of rewards that earn 0 and 1, as elsewhere; unset: the sum is the reward."""
+    seed: Seed = 0
+    threshold: float = Field(1.0, gt=0)
+    """Rewards from here on count as solved."""
+
+    @model_validator(mode="after")
+    def _returns_rise(self) -> Self:
+        if self.returns is not None:
+            _check_returns(self.returns)
+        return self
+
+
 def _check_returns(returns: tuple[float, float]) -> None:
     low, high = returns
     if low >= high:
@@ -201,6 +220,6 @@ def _check_returns(returns: tuple[float, float]) -> None:
 
 
 TaskConfig = Annotated[
-    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask | TextArenaTask,
+    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask | TextArenaTask | VerifiersTask,
     Field(discriminator="kind"),
 ]

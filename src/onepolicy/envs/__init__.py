@@ -20,11 +20,13 @@ from onepolicy.config import (
     TaskConfig,
     TextArenaTask,
     UsageError,
+    VerifiersTask,
 )
 from onepolicy.envs import chain, gym, jsonl, react_warmup
 from onepolicy.envs.adapters import planned
 from onepolicy.envs.adapters.gymnasium import Gymnasium
 from onepolicy.envs.adapters.textarena import TextArena
+from onepolicy.envs.adapters.verifiers import Verifiers
 from onepolicy.envs.chain import Chain
 from onepolicy.envs.gym import Gym
 from onepolicy.envs.jsonl import Jsonl
@@ -47,6 +49,8 @@ def build(
             return Gymnasium(config, tokenizer, max_len=max_len, rows=rows)
         case TextArenaTask():
             return TextArena(config, tokenizer, max_len=max_len, rows=rows)
+        case VerifiersTask():
+            return Verifiers(config, tokenizer, max_len=max_len, rows=rows)
         case _:
             return SingleTurn(_task(config), tokenizer)
 
@@ -80,7 +84,7 @@ def alphabet(config: TaskConfig) -> str:
             return "".join(sorted(set(alphabet(config.problems)).union(*given)))
         case GymnasiumTask():
             return ASCII
-        case TextArenaTask():
+        case TextArenaTask() | VerifiersTask():
             raise _nothing_to_learn_from(config.kind)
 
 
@@ -105,7 +109,7 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return react_warmup.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymnasiumTask():
             return planned.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case TextArenaTask():
+        case TextArenaTask() | VerifiersTask():
             raise _nothing_to_learn_from(config.kind)
 
 
