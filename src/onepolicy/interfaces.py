@@ -88,6 +88,7 @@ class Learner(Protocol):
     """Owns the trained weights and the optimiser."""
 
     version: int  # RL steps taken
+    fingerprint: str  # of what computes its log-probabilities (invariant.fingerprint)
     seen: TokenBatch | None
     """If score() leaves the policy out: the samples of the last step's first mini-step, scored in its forward."""
 

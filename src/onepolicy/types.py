@@ -73,7 +73,6 @@ class RoutingTrace:
                 f"RoutingTrace.ids is {self.ids.dtype}; {self.num_experts} experts are stored as "
                 f"{id_dtype(self.num_experts)}"
             )
-
         if self.weights is not None and self.weights.shape != self.ids.shape:
             raise ValueError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
         if self.weights is not None and not self.weights.is_floating_point():
@@ -159,6 +158,12 @@ class Completion:
     first_slot: int = 0
     top_ids: Tensor | None = None  # [n, k] int32, likeliest first; None: not asked for (Sampling.top_logprobs = 0)
     top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where narrowed sampling leaves fewer than k
+    fingerprint: str | None = None  # of what computed `logp` (invariant.fingerprint); None: not known
+
+
+def all_known(fingerprints: list[frozenset[str]]) -> frozenset[str]:
+    """Of several rollouts together: empty if it is of one of them."""
+    return frozenset().union(*fingerprints) if all(fingerprints) else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,7 @@ class Sample:
     outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
     top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
     top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
+    fingerprints: frozenset[str] = frozenset()  # of what computed logp_rollout; empty: not known of all of it
 
     def __post_init__(self) -> None:
         slots = len(self.tokens) - 1
@@ -250,6 +256,7 @@ class TokenBatch:
     weight: Tensor | None = None  # [T] float32, detached
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
     share: Tensor | None = None  # [T] float32, of each slot in the loss of its optimiser step; 0 where not trainable
+    fingerprints: frozenset[str] = frozenset()  # of its samples, as in Sample
 
     @property
     def num_samples(self) -> int:
@@ -268,11 +275,11 @@ class TokenBatch:
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> Self:
-        moved = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            moved[field.name] = value if value is None else value.to(device)
-        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+        return self.replace(**{name: value.to(device) for name, value in self._present()})
+
+    def _present(self) -> list[tuple[str, Tensor | RoutingTrace]]:
+        every = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return [(name, value) for name, value in every if isinstance(value, Tensor | RoutingTrace)]
 
     def slots_of(self, samples: list[int]) -> Tensor:
         """[n] int64: the slots of these samples, in this order."""
@@ -284,16 +291,9 @@ class TokenBatch:
         slots, chosen = self.slots_of(samples), torch.tensor(samples)
         lengths = self.cu_seqlens.diff()[chosen]
         out: dict[str, object] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None:
-                out[field.name] = None
-            elif isinstance(value, RoutingTrace):
-                out[field.name] = value.at(slots)
-            elif field.name in ("temperature", "outcome", "group", "episode"):
-                out[field.name] = value[chosen]
-            else:
-                out[field.name] = value[slots] if field.name != "cu_seqlens" else value
+        for name, value in self._present():
+            rows = chosen if name in ("cu_seqlens", "temperature", "outcome", "group", "episode") else slots
+            out[name] = value.at(rows) if isinstance(value, RoutingTrace) else value[rows]
         out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         out["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
-        return dataclasses.replace(self, **out)  # type: ignore[arg-type]
+        return self.replace(**out)

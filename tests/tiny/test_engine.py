@@ -18,7 +18,7 @@ from onepolicy.types import Sampling
 def test_logp_and_routes_are_the_stock_models(name):
     """More requests than slots, ragged prompts and lengths; windows (8) shorter than the sequences."""
     engine = build(name, slots=3, record=name != "qwen3_dense")
-    assert isinstance(engine._batch, SlabBatch)
+    assert isinstance(engine.batch, SlabBatch)
     requests = ragged(prompts(10))
     done = run(engine, requests)
     assert [len(c.token_ids) for c in done] == [s.max_tokens for _, s, _ in requests]
@@ -29,8 +29,8 @@ def test_logp_and_routes_are_the_stock_models(name):
 def test_rows_are_compacted_in_the_tail(name, monkeypatch):
     engine = build(name, slots=8)
     moved = []
-    swap = engine._batch.rows.swap
-    monkeypatch.setattr(engine._batch.rows, "swap", lambda a, b: (moved.append(a), swap(a, b)))
+    swap = engine.batch.rows.swap
+    monkeypatch.setattr(engine.batch.rows, "swap", lambda a, b: (moved.append(a), swap(a, b)))
     requests = [(p, Sampling(1.0, 3 if i < 6 else 30), i) for i, p in enumerate(prompts(8))]
     done = run(engine, requests)
     assert moved
@@ -206,7 +206,7 @@ def test_errors_reach_every_caller_and_the_engine_recovers(monkeypatch):
         return await asyncio.gather(*(engine.generate(p, s, seed=i) for p, s, i in requests), return_exceptions=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._batch.forward, "model", broken)
+        patch.setattr(engine.batch.forward, "model", broken)
         assert all(isinstance(r, FloatingPointError) for r in asyncio.run(gather()))
     check_against_stock(make("qwen3_moe"), requests, run(engine, requests))
 

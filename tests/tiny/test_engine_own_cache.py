@@ -49,7 +49,7 @@ def make(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
     engine = engine_of(make(name), slots=3)
-    assert isinstance(engine._batch, OwnCacheBatch)
+    assert isinstance(engine.batch, OwnCacheBatch)
     paths = prompts(3, 9, 10) + prompts(3, 5, 6, seed=1) + prompts(3, 9, 10, seed=2)
     requests = [(p, Sampling(0.7 if i % 2 else 1.0, 2 + i, top_logprobs=i % 3), i) for i, p in enumerate(paths)]
     done = run(engine, requests)

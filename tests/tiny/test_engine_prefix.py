@@ -16,7 +16,7 @@ def fed(monkeypatch):
 
     class Fed(list):
         def watch(self, engine):
-            forward = engine._batch.forward
+            forward = engine.batch.forward
             call = type(forward).__call__
 
             def counting(own, ids, *args):
@@ -42,7 +42,7 @@ def test_siblings_are_prefilled_once(name, fed):
         assert torch.equal(sibling.routing.ids[:20], done[0].routing.ids[:20])
         span = sibling.routing.spans[0]
         assert (span.source, span.start, span.length) == ("cache", 0, 20)
-    slab = engine._batch.slab
+    slab = engine.batch.slab
     for keys, values in zip(slab.keys.values(), slab.values.values(), strict=True):
         assert torch.equal(keys[:1, :, :, :20].expand(8, -1, -1, -1), keys[:, :, :, :20])
         assert torch.equal(values[:1, :, :20].expand(8, -1, -1, -1), values[:, :, :20])

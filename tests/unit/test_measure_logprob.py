@@ -80,6 +80,7 @@ def test_metrics_have_the_documented_keys() -> None:
     names = [
         "k1",
         "k3",
+        "differing",
         "f1.25",
         "f2",
         "f5",
@@ -129,6 +130,15 @@ def test_same_policy_has_no_mismatch() -> None:
     m = mismatch(logp, logp, torch.ones(50, dtype=torch.bool), segment=torch.arange(50) // 10)
     assert (m.k1, m.k3, m.chi2, m.ess, m.max_dp, m.max_dlogp, m.pearson, m.ppl_ratio) == (0, 0, 0, 1, 0, 0, 1, 1)
     assert m.extreme(1.0) == 0
+    assert m.differing == 0
+
+
+def test_differing_counts_any_bit() -> None:
+    """Two masked-in slots differ, one of them by the last bit; a third difference is masked out."""
+    old = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    rollout = torch.tensor([-1.0, torch.tensor(-2.0).nextafter(torch.tensor(0.0)), -3.5, -4.5])
+    m = mismatch(old, rollout, torch.tensor([True, True, True, False]))
+    assert (m.differing, m.tokens) == (2, 3)
 
 
 def test_a_huge_ratio_leaves_ess_finite() -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 from onepolicy.cli.common import command, prepare_process
 from onepolicy.config import UsageError, read_recipe
 from onepolicy.config.measure import engine_settings, prompt_settings
+from onepolicy.config.numerics import ON_POLICY, Numerics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onepolicy.loop.measure_bitwise import Bitwise
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -26,6 +34,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="FILE|TASK",
         help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a reasoning-gym name)",
     )
+    measure.add_argument(
+        "--numerics",
+        choices=get_args(Numerics),
+        help="on-policy: how many log-probabilities differ in any bit, where first",
+    )
     measure.add_argument("--dense", metavar="MODEL", help="a dense model to show beside it; `tiny` makes a random one")
     measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
     measure.add_argument(
@@ -37,8 +50,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     measure.add_argument("--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)")
 
 
-def run_measure(arguments: argparse.Namespace) -> None:
+def run_measure(arguments: argparse.Namespace) -> int:
     overrides = [*(engine_settings(arguments.engine) if arguments.engine else []), *arguments.overrides]
+    if arguments.numerics:
+        overrides = [f"numerics={arguments.numerics}", *overrides]
     model = arguments.model
     if model and "=" in model and not Path(model).exists():
         model, overrides = None, [model, *overrides]  # argparse put the first override there
@@ -52,6 +67,8 @@ def run_measure(arguments: argparse.Namespace) -> None:
     if arguments.png and out is None:
         raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
+    if arguments.png and (arguments.numerics or tree.get("numerics")) == ON_POLICY:
+        raise UsageError("--png: numerics = on-policy compares bits and draws no figure; leave it out")
     if arguments.prompts:
         tree["task"] = prompt_settings(arguments.prompts)
     if model:
@@ -60,6 +77,7 @@ def run_measure(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from onepolicy.loop import measure, measured
+    from onepolicy.loop.measure_bitwise import Bitwise
     from onepolicy.report.measure import summary, write_report
 
     console = Console()
@@ -73,11 +91,26 @@ def run_measure(arguments: argparse.Namespace) -> None:
             top=arguments.top,
             say=status.update,
         )
+    if isinstance(found, Bitwise):
+        return _show_bitwise(found, out, console)
     for part in summary(measured.to_tree(found)):
         console.print(part, highlight=False)
     if out is not None:
         measured.write(found, out)
         console.print(f"written: {write_report(out, png=arguments.png)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
+    """Exit status 1 if any bit differs, or could."""
+    from onepolicy.loop.measure_bitwise import write
+    from onepolicy.report.bitwise import summary
+
+    for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
+        console.print(part, highlight=False)
+    if out is not None:
+        console.print(f"written: {write(found, out)}", soft_wrap=True, highlight=False)
+    return 0 if found.holds else 1
 
 
 def _require_new(out: Path) -> None:

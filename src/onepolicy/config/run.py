@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
+from onepolicy.config.numerics import ON_POLICY, Numerics, check_numerics, dependent_defaults
 from onepolicy.config.objective import (
     R2,
     R3,
@@ -46,6 +47,9 @@ class RunConfig(Frozen):
     """Run folder; must be new or empty."""
     steps: PositiveInt
     seed: Seed = 0
+    numerics: Numerics = "fast"
+    """on-policy: engine and trainer give the same log-probabilities to the bit (docs/on_policy.md), or the run stops.
+    Where they are unset, rollout.engine.dtype and lm_head then follow the model's, and correction is recompute."""
     model: ModelConfig
     task: TaskConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -66,6 +70,7 @@ class RunConfig(Frozen):
     def _dependent_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        data = dependent_defaults(data)
         replay = data.get("replay", {})
         if isinstance(replay, dict):
             replay = {"mode": "r3"} | replay
@@ -130,6 +135,7 @@ class RunConfig(Frozen):
                 "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
             )
         check_pair(self.objective, self.correction)
+        check_numerics(self)
         self._check_turns()
         self._check_clips()
         self._check_anchor()
@@ -155,13 +161,14 @@ class RunConfig(Frozen):
             return
         preset = ObjectiveConfig(preset=objective.preset)
         mend = "raise objective.mini_steps, or leave it out"
-        if self.scores_old:
+        equal = self.numerics == ON_POLICY  # so new / rollout is 1 as well
+        if self.scores_old or equal:
+            other = "" if equal else " (correction.preset = ppo-is bounds new / rollout)"
             for name in ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative"):
                 if (value := getattr(objective, name)) != getattr(preset, name):
                     raise ValueError(
                         f"objective.{name}: {value} has no effect with objective.mini_steps = 1, where the ratio "
-                        f"new / old is 1 in the only update of a batch; {mend} (correction.preset = ppo-is bounds "
-                        "new / rollout)"
+                        f"new / old is 1 in the only update of a batch; {mend}{other}"
                     )
         if objective.critic is not None and objective.critic.clip != CriticConfig().clip:
             raise ValueError(

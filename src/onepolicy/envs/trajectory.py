@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import RowPolicy
-from onepolicy.types import Completion, Finish, RouteSource, RouteSpan, RoutingTrace, Sample
+from onepolicy.types import Completion, Finish, RouteSource, RouteSpan, RoutingTrace, Sample, all_known
 
 SOURCES: tuple[RouteSource, ...] = get_args(RouteSource)
 OBSERVED = -1  # turn, and version, of a token the policy did not sample
@@ -31,6 +31,7 @@ class Trajectory:
         self._version = [OBSERVED] * len(self.tokens)
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # token -> its [k] top_ids and top_logp, where asked for
         self._routes = Routes(rows)
+        self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
         self.finish: Finish = "stop"  # of the last turn
 
@@ -56,6 +57,7 @@ class Trajectory:
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
         self._version += completion.version.tolist()
+        self._fingerprints.append(frozenset(filter(None, [completion.fingerprint])))
         self.finish = completion.finish
 
     @property
@@ -114,6 +116,7 @@ class Trajectory:
             routing=self._routes.trace(length - 1),
             top_ids=self._top(0, 0, length),
             top_logp_rollout=self._top(1, float("nan"), length),
+            fingerprints=all_known(self._fingerprints),
         )
 
     def _top(self, which: int, fill: float, length: int) -> Tensor | None:

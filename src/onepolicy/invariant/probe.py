@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from transformers import PreTrainedModel
 
 from onepolicy.invariant.mode import install
-
-Numerics = Literal["fast", "on-policy"]
 
 
 def start(model: PreTrainedModel) -> None:

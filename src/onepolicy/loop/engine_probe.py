@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import TrainingError
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.correct.diagnose import EXPLAINED, preflight
 from onepolicy.envs.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
+from onepolicy.loop.bitwise import require_equal
 from onepolicy.loop.scorer import Scorer
 from onepolicy.measure.logprob import mismatch
 from onepolicy.train.forward import tempered_logits
@@ -104,7 +106,11 @@ async def checked_probabilities(
     await engine.reset_cache()
     if (broken := malformed((plain, hot))) is not None:
         raise TrainingError(f"{type(engine).__name__}: {broken}")
-    checks = probabilities(learner, scored(learner, plain), scored(learner, hot), limits=None)
+    cold, warm = scored(learner, plain), scored(learner, hot)
+    if learner.config.numerics == ON_POLICY:
+        for batch in (cold, warm):
+            require_equal(batch, None, learner.fingerprint, when="before the first step")
+    checks = probabilities(learner, cold, warm, limits=None)
     for check in checks.values():
         if check.passed is False:
             raise TrainingError(

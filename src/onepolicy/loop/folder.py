@@ -45,7 +45,7 @@ def check_new(out: Path) -> None:
         )
 
 
-def create(out: Path, config: RunConfig, origin: Origin) -> None:
+def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str) -> None:
     """Write the folder under another name and rename it into place."""
     check_new(out)
     try:
@@ -53,7 +53,7 @@ def create(out: Path, config: RunConfig, origin: Origin) -> None:
         making = out.with_name(f".{out.name}.making-{os.getpid()}")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
-        (making / RUN).write_text(json.dumps(_about(config, origin), indent=1))
+        (making / RUN).write_text(json.dumps(_about(config, origin, fingerprint), indent=1))
         write_config(making, config)
         os.rename(making, out)  # an empty folder of that name is replaced
     except OSError as error:
@@ -123,7 +123,7 @@ def drop_probes_after(run: Path, step: int) -> None:
             path.unlink()
 
 
-def _about(config: RunConfig, origin: Origin) -> Json:
+def _about(config: RunConfig, origin: Origin, fingerprint: str) -> Json:
     kl = config.objective.kl
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -135,4 +135,5 @@ def _about(config: RunConfig, origin: Origin) -> Json:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
+        "fingerprint": json.loads(fingerprint),
     }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedModel
 
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig
@@ -18,7 +21,7 @@ from onepolicy.envs.render import TooLong
 from onepolicy.loop.evaluate import evaluate
 from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import load_tokenizer
-from onepolicy.train.policy import Example, cached_path, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.train.policy import Example, cached_path, make_dense, make_model, make_tokenizer, save_policy, warm_up
 
 CHECK_PROBLEMS = 64
 
@@ -91,3 +94,32 @@ def _bars(console: Console) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
+
+
+@contextmanager
+def tiny_policy() -> Iterator[str]:
+    """Folder of the cached tiny policy, or of a random one of its shape that goes away again."""
+    config = PolicyConfig()
+    path = cached_path(config)
+    if path.is_dir():
+        yield str(path)
+        return
+    with _saved(config, make_model) as made:
+        yield made
+
+
+@contextmanager
+def random_dense() -> Iterator[str]:
+    """Folder of a random dense model as large as the tiny policy, which goes away again."""
+    with _saved(PolicyConfig(), make_dense) as made:
+        yield made
+
+
+@contextmanager
+def _saved(config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]) -> Iterator[str]:
+    """A random model of these settings in a folder that goes away again."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = make_tokenizer(alphabet(config.task))
+        path = Path(folder) / "random-policy"
+        save_policy(make(config, len(tokenizer)), tokenizer, config, path)
+        yield str(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, ModelConfig, PromptsTask, RunConfig, UsageError, resolve
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.correct.diagnose import EXPLAINED, Diagnosis, Finding, preflight
 from onepolicy.correct.verdict import HARMLESS_KL, verdict
-from onepolicy.envs import alphabet
 from onepolicy.envs.prompts import read_prompts
 from onepolicy.loop.causes import Weights, attribute, explain, trainer_precision
 from onepolicy.loop.distribution import check_top, compare, without_top
+from onepolicy.loop.make_policy import random_dense, tiny_policy
+from onepolicy.loop.measure_bitwise import Bitwise, measure_bitwise
 from onepolicy.loop.measured import Look, Measurement
 from onepolicy.loop.probe import repeat, variation
 from onepolicy.loop.resample import Again, sample, sample_again
@@ -36,7 +37,7 @@ from onepolicy.replay.checks import RoutingError, is_moe
 from onepolicy.sync.local import push_weights
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.policy import cached_path, make_dense, make_model, make_tokenizer, save_policy
+from onepolicy.train.policy import cached_path
 
 Say = Callable[[str], None]
 
@@ -50,26 +51,29 @@ def measure_model(
     dense: str | None = None,
     top: int | None = None,
     say: Say = lambda text: None,
-) -> Measurement:
+) -> Measurement | Bitwise:
     """`tree`: a recipe's settings, or none; tiny: the tiny policy, or a random one of its shape if none is cached.
 
     engine_model: a folder whose weights the engine gets in place of the trainer's (a checkpoint it is suspected of).
     dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. top: how many of the
     engine's likeliest tokens whole distributions are compared from. `say` hears each stage.
     """
-    random_dense = _random_dense() if dense == "tiny" else _nothing()
-    with _tiny_policy() if tiny else _nothing() as path, random_dense as made:
+    with tiny_policy() if tiny else _nothing() as path, random_dense() if dense == "tiny" else _nothing() as made:
         config = measure_config(tree, overrides, path)
         beside = None if dense is None else _dense_config(tree, overrides, made or dense)
         parts, tokenizer = build_parts(config)
+        cached = path is not None and cached_path(PolicyConfig()) == Path(path)
+        name = config.model.path if path is None else "the tiny policy" if cached else "a random tiny policy"
+        if config.numerics == ON_POLICY:
+            _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
+            say("sampling, scoring, and both again in other batches")
+            return asyncio.run(measure_bitwise(parts, name))
         if top is not None:
             check_top(top, parts.engine.caps)
             parts = dataclasses.replace(parts, top_logprobs=top)
         model = resolve_model(config.model)
         found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say))
-        if path is not None:
-            cached = cached_path(PolicyConfig()) == Path(path)
-            found = dataclasses.replace(found, model="the tiny policy" if cached else "a random tiny policy")
+        found = found if path is None else dataclasses.replace(found, model=name)
         if beside is None:
             return found
         say(f"{dense}: sampling and scoring")
@@ -78,6 +82,12 @@ def measure_model(
         parts, _ = build_parts(beside)
         name = "random dense model" if made else str(dense)
         return dataclasses.replace(found, dense=(name, asyncio.run(look(parts, _local(parts)))))
+
+
+def _refuse(**options: object) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UsageError(f"{option}: has no effect with numerics = on-policy, which compares bits; leave it out")
 
 
 def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunConfig:
@@ -263,33 +273,6 @@ def _repeats(learner: LocalLearner, seen: Look) -> dict[str, float]:
 def _engine(name: str, again: Again) -> dict[str, float]:
     named = again.metrics | {"same": again.share}
     return {f"engine_{name}/{key.removeprefix('repeat/')}": value for key, value in named.items()}
-
-
-@contextmanager
-def _tiny_policy() -> Iterator[str]:
-    config = PolicyConfig()
-    path = cached_path(config)
-    if path.is_dir():
-        yield str(path)
-        return
-    with _saved(config, make_model) as made:
-        yield made
-
-
-@contextmanager
-def _random_dense() -> Iterator[str]:
-    with _saved(PolicyConfig(), make_dense) as made:
-        yield made
-
-
-@contextmanager
-def _saved(config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]) -> Iterator[str]:
-    """A random model of these settings in a folder that goes away again."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(alphabet(config.task))
-        path = Path(folder) / "random-policy"
-        save_policy(make(config, len(tokenizer)), tokenizer, config, path)
-        yield str(path)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ _MISMATCH = {
     "mismatch/f5": "tokens with max(rho, 1/rho) > 5 [share]",
     "mismatch/chi2": "mean rho^2 - 1: chi-square divergence [1]",
     "mismatch/ess": "(sum rho)^2 / (n sum rho^2): effective sample size [share]",
+    "mismatch/differing": "tokens whose two log-probabilities are not the same number [tokens]",
     "mismatch/max_dp": "largest |p_trainer - p_rollout| [probability]",
     "mismatch/mean_dp": "mean |p_trainer - p_rollout| [probability]",
     "mismatch/max_dlogp": "largest |log rho| [nats]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -115,9 +116,9 @@ def counterfactual(without_replay: TokenBatch) -> dict[str, float]:
     }
 
 
-def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None) -> None:
+def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str) -> None:
     """Tensors the report draws its figures from and `onepolicy audit RUN` reads, of the n trainable slots; names ending
-    in _native are the scoring without replay."""
+    in _native are the scoring without replay. fingerprint: of the trainer; the rollouts' stand beside it."""
     assert batch.logp_old is not None
     assert batch.entropy is not None
     mask = batch.trainable
@@ -131,7 +132,8 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None)
         tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_suffix(".writing")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
+    prints = {"fingerprint": fingerprint, "rollout": json.dumps(sorted(batch.fingerprints))}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=prints)
     temporary.rename(path)
 
 

@@ -14,6 +14,7 @@ from onepolicy.config.stored import read_config
 from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
+from onepolicy.invariant.fingerprint import digest
 from onepolicy.loop import folder, setup
 from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
@@ -52,7 +53,7 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
     if (shrinks := warning(config.correction, config.rollout.sampling.max_tokens)) is not None:
         progress.note(shrinks)
     parts, tokenizer = setup.build_parts(config, origin.weights)
-    folder.create(out, config, origin)
+    folder.create(out, config, origin, parts.learner.fingerprint)
     with folder.held(out):
         return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
@@ -113,7 +114,12 @@ async def _train(
             log.write(done, result.metrics)
             _write_samples(log, parts, result, tokenizer, done)
             if probing:
-                save_probe(out / folder.PROBES / f"step_{done:05d}.safetensors", result.batch, result.without_replay)
+                save_probe(
+                    out / folder.PROBES / f"step_{done:05d}.safetensors",
+                    result.batch,
+                    result.without_replay,
+                    learner.fingerprint,
+                )
             progress.step(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
                 checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
@@ -181,5 +187,6 @@ def _write_samples(
                 "finish": sample.finish,
                 "mean_logp_rollout": sample.logp_rollout[sample.trainable].mean().item(),
                 "mean_logp_trainer": batch.logp_old[slots].mean().item(),
+                "fingerprint": "+".join(sorted(map(digest, sample.fingerprints))) or None,
             }
         )

@@ -21,10 +21,13 @@ from onepolicy.config import (
     VLLMServerConfig,
     WeightsReplay,
 )
+from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.rollout import Head
 from onepolicy.envs import build
 from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
+from onepolicy.invariant.contract import agree
+from onepolicy.invariant.probe import start
 from onepolicy.loop.step import Parts
 from onepolicy.models import fp32_head
 from onepolicy.models.load import (
@@ -132,7 +135,11 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
         routes=None if from_reprefill(config) else rules,
         max_len=max_len,
         weights=isinstance(config.replay, WeightsReplay),
+        numerics=config.numerics,
     )
+    if config.numerics == ON_POLICY:
+        assert isinstance(engine, HFEngine)
+        agree(engine.contract, learner.contract)
     return Pair(config, engine, learner, rules)
 
 
@@ -182,7 +189,10 @@ def build_reference(config: RunConfig, vocabulary: int, device: torch.device) ->
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
     if own != vocabulary:
         raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
-    return load_trained(model_config, device).requires_grad_(False)
+    reference = load_trained(model_config, device).requires_grad_(False)
+    if config.numerics == ON_POLICY:
+        start(reference)  # equal weights then have a KL of exactly 0
+    return reference
 
 
 def load_trained(model: ModelConfig, device: torch.device) -> PreTrainedModel:
@@ -257,6 +267,7 @@ def build_engine(
     routes: RouteRules | None,
     max_len: int,
     weights: bool = False,
+    numerics: Numerics = "fast",
 ) -> RolloutEngine:
     """The engine with a copy of the model's weights of its own, in its own dtype.
 
@@ -271,7 +282,7 @@ def build_engine(
         sglang = SGLangEngine(model, read_config(model), config, routes=routes, max_len=max_len)
         return asyncio.run(_connected(sglang, model))
     own = load_engine_model(model, config.dtype, config.lm_head, device)
-    return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights)
+    return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights, numerics=numerics)
 
 
 async def _connected(engine: VLLMServer | SGLangEngine, model: ModelConfig) -> RolloutEngine:

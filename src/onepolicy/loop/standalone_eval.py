@@ -29,7 +29,9 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     setup.use_threads(config)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
-    engine = setup.build_engine(model, config.rollout.engine, device, routes=None, max_len=max_len)
+    engine = setup.build_engine(
+        model, config.rollout.engine, device, routes=None, max_len=max_len, numerics=config.numerics
+    )
     with Progress(transient=True) as bars:
         task = bars.add_task("evaluation", total=attempts(config.eval))
         metrics = asyncio.run(

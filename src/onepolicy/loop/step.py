@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from onepolicy.config import RunConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Environment, HoldsWeights, LastingEngine, Learner, RolloutEngine
+from onepolicy.loop.bitwise import require_equal
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
 from onepolicy.objective.advantages import credit, has_signal, outcomes
 from onepolicy.replay.checks import RouteRules
@@ -72,6 +74,8 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
     with clock("score"):
         batch = learner.score(batch)  # logp_old, the rollout's experts replayed; reference and critic
+    if cfg.numerics == ON_POLICY:
+        require_equal(batch, groups, learner.fingerprint, when=f"step {step + 1}")  # or the run stops
     batch = credit(batch, cfg.objective)  # outcome -> slots
     applied = reweight(
         batch.logp_rollout if batch.logp_old is None else batch.logp_old,
@@ -95,6 +99,8 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
         result.metrics |= learner.step(batch)  # forward with replay, loss, backward, optimiser
     # read-only, every step; what nobody scored, the first mini-step of the update saw with the weights of before
     measured = batch if learner.seen is None else learner.seen
+    if cfg.numerics == ON_POLICY:
+        require_equal(measured, groups, learner.fingerprint, when=f"step {step + 1}")
     result.metrics |= measure(measured)
     result.batch = scored if probe else measured
     with clock("sync"):

@@ -21,6 +21,7 @@ class Mismatch:
     """
 
     tokens: int  # n
+    differing: int  # of these, log-probabilities that are not the same number
     k1: float  # mean(-l)
     k3: float  # mean(rho - 1 - l); R3 paper eq. 2
     chi2: float  # mean(rho^2) - 1
@@ -51,6 +52,7 @@ class Mismatch:
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
         names = ("k1", "k3", "chi2", "ess", "max_dp", "mean_dp", "max_dlogp", "mean_dlogp", "pearson", "ppl_ratio")
         numbers = {f"{prefix}/{name}": getattr(self, name) for name in names}
+        numbers[f"{prefix}/differing"] = float(self.differing)
         taus = (1.25, 2, 5)
         return numbers | {f"{prefix}/f{tau}": share for tau, share in zip(taus, self.extreme(taus), strict=True)}
 
@@ -81,7 +83,8 @@ def mismatch(
         "ppl_ratio": log_rho.new_tensor(math.nan) if segment is None else _ppl_ratio(log_rho, segment[mask]),
     }
     values = torch.stack(list(numbers.values())).tolist()
-    return Mismatch(tokens=len(log_rho), **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp)
+    differing = int((old != rollout).sum())
+    return Mismatch(len(log_rho), differing, **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp)
 
 
 def _masked(logp_old: Tensor, logp_rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from onepolicy.invariant.ops import TILE
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
+LOGP = "log_softmax of float32 logits / temperature, then gather"  # for the contract with the engine
+
 
 class Scored(NamedTuple):
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
-from onepolicy.invariant.probe import Numerics, start
+from onepolicy.invariant.contract import Contract
+from onepolicy.invariant.fingerprint import fingerprint
+from onepolicy.invariant.probe import start
 from onepolicy.objective.loss import policy_loss
 from onepolicy.objective.reduce import slot_shares
 from onepolicy.replay.alignment import check_alignment
@@ -25,7 +27,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.train.critic import Critic, explained_variance
-from onepolicy.train.forward import Scored, forward
+from onepolicy.train.forward import LOGP, Scored, forward
 from onepolicy.train.live import LiveCorrection
 from onepolicy.train.optim import adamw, learning_rate
 from onepolicy.train.pack import micro_batches, mini_steps
@@ -44,13 +46,14 @@ class LocalLearner:
         routers: Routers | None,
         reference: PreTrainedModel | None = None,
         critic: Critic | None = None,
-        numerics: Numerics = "fast",
     ) -> None:
-        if numerics == "on-policy":
+        if config.numerics == "on-policy":
             start(model)
         self.model, self.config, self.routers = model, config, routers
         self.reference, self.critic = reference, critic
         self.device = next(model.parameters()).device
+        self.contract = Contract.of(model, logp=LOGP)
+        self.fingerprint = fingerprint(self.device, self.contract.numerics)
         self.version = 0  # RL steps taken
         self.updates = 0  # optimiser steps taken, by this run and those it was forked from
         self.optimizer = adamw(model, config.optim, self.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import Group, RoutingTrace, TokenBatch
+from onepolicy.types import Group, RoutingTrace, TokenBatch, all_known
 
 
 def pack(groups: list[Group]) -> TokenBatch:
@@ -46,6 +46,7 @@ def pack(groups: list[Group]) -> TokenBatch:
         ),
         episode=torch.tensor([e for group in groups for e in group.episodes]),
         routing=None if missing else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
+        fingerprints=all_known([s.fingerprints for s in samples]),
     )
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, UsageError
+from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, Weights
-from onepolicy.invariant.probe import Numerics, start
+from onepolicy.invariant.contract import Contract
+from onepolicy.invariant.fingerprint import fingerprint
+from onepolicy.invariant.probe import start
 from onepolicy.models import decode_experts, fp32_head, linear
 from onepolicy.models.load import cast
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
 from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
-from onepolicy.rollout.hf.sampler import check_sampling
+from onepolicy.rollout.hf.sampler import LOGP, check_sampling
 from onepolicy.rollout.hf.slab import Slab
 from onepolicy.rollout.hf.slab_batch import SlabBatch
 from onepolicy.types import Completion, Sampling
@@ -56,28 +60,28 @@ class HFEngine:
         decode_experts.prepare(model, device)
         linear.prepare(model, device)
         routers = bind_routers(model) if record else None
-        self._batch: Batch
+        self.batch: Batch
         if needs_own_cache(model):
-            self._batch = OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
+            self.batch = OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
         else:
             slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
-            self._batch = SlabBatch(
-                SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
-            )
+            self.batch = SlabBatch(SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse)
         if numerics == "on-policy":
-            if not isinstance(self._batch, SlabBatch):
+            if not isinstance(self.batch, SlabBatch):
                 raise UsageError(
                     f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
                     "not reach; use numerics = fast"
                 )
             start(model)
-        self._driver = Driver(self._batch)
+        self.contract, self.fingerprint = Contract.of(model, logp=LOGP), fingerprint(device, numerics)
+        self._driver = Driver(self.batch)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
         check_sampling(sampling)
         prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab)
-        return await self._driver.run(prompt, sampling, seed, self.version)
+        completion = await self._driver.run(prompt, sampling, seed, self.version)
+        return replace(completion, fingerprint=self.fingerprint)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""

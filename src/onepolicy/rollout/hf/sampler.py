@@ -19,6 +19,7 @@ from onepolicy.config import UsageError
 from onepolicy.types import Sampling
 
 WHOLE = 1 << 62  # top_k of a row that keeps the whole vocabulary
+LOGP = "log_softmax of float32 logits / temperature, then gather"  # for the contract with the trainer
 
 
 @dataclass(frozen=True, slots=True)

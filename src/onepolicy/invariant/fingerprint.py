@@ -1,0 +1,122 @@
+"""What the bits of a log-probability depend on besides weights and tokens: the build, the processor, the settings.
+
+A fingerprint is JSON with sorted keys. It travels with every rollout, so that a learner can tell whether its own
+forward could repeat the engine's bits at all. Two of the same build and processor may still differ in what a library
+chose at run time; `bits` is a digest of kernels run on fixed inputs, which sees that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+import transformers
+
+import onepolicy
+
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""Variables by which torch and its libraries choose kernels."""
+FREE = ("threads",)
+"""Log-probabilities of the on-policy mode do not depend on these; the weights after an update do."""
+
+
+def fingerprint(device: torch.device, numerics: str) -> str:
+    """Of this process, computing on `device` in this mode ("fast", "on-policy")."""
+    found = {"onepolicy": onepolicy.__version__, "transformers": transformers.__version__, "numerics": numerics}
+    found |= _build() | _settings() | {"threads": str(torch.get_num_threads())}
+    found |= {"device": "cpu"} | _processor() if device.type == "cpu" else _gpu(device)
+    return json.dumps(found | {"bits": _bits(device)}, sort_keys=True)
+
+
+def differences(ours: str, theirs: str) -> list[str]:
+    """`name: ours, theirs` of everything but FREE that is not the same on both sides."""
+    a, b = json.loads(ours), json.loads(theirs)
+    names = sorted((a.keys() | b.keys()) - set(FREE))
+    return [f"{name}: {a.get(name, 'unset')}, {b.get(name, 'unset')}" for name in names if a.get(name) != b.get(name)]
+
+
+def cannot_claim(ours: str, theirs: Iterable[str]) -> str | None:
+    """Why log-probabilities of rollouts with the fingerprints `theirs` may differ from ours; None: they must not."""
+    found = sorted(theirs)
+    if not found:
+        return "the rollouts carry no fingerprint: what computed them is not known"
+    for each in found:
+        if differ := differences(ours, each):
+            return "trainer and rollout were not computed alike (trainer, rollout): " + "; ".join(differ)
+    return None
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _build() -> dict[str, str]:
+    libraries = [line.strip(" -") for line in torch.__config__.show().splitlines() if "Intel(R)" in line]
+    return {"torch": f"{torch.__version__} {torch.version.git_version[:12]}", "libraries": "; ".join(libraries)}
+
+
+def _settings() -> dict[str, str]:
+    found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return found | {
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "mkldnn": str(torch.backends.mkldnn.enabled),
+    }
+
+
+def _processor() -> dict[str, str]:
+    """Instruction set in use, and what the libraries choose kernels and block sizes by."""
+    known = torch.cpu.get_capabilities()
+    flags = ",".join(sorted(name for name, has in known.items() if has is True))
+    caches = f"{known.get('l1d_cache_size')}+{known.get('l2_cache_size')}"
+    return {
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "processor": f"{known.get('cpu_name')} {known.get('architecture')}, caches {caches}, flags {digest(flags)}",
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    major, minor = torch.cuda.get_device_capability(device)
+    matmul = torch.backends.cuda.matmul
+    return {
+        "device": f"{torch.cuda.get_device_name(device)} sm_{major}{minor}",
+        "cuda": f"{torch.version.cuda}, cudnn {torch.backends.cudnn.version()}",
+        "tf32": f"{matmul.allow_tf32}, {torch.backends.cudnn.allow_tf32}",
+        "reduced_precision": str(matmul.allow_bf16_reduced_precision_reduction),
+    }
+
+
+@functools.cache
+def _bits(device: torch.device) -> str:
+    """Digest of the results of the kernels a forward uses most, on inputs made of integers."""
+    whole = hashlib.blake2b(digest_size=6)
+    with torch.no_grad():
+        for result in _results(device):
+            whole.update(result.float().cpu().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def _results(device: torch.device) -> Iterator[torch.Tensor]:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = ((torch.arange(32 * 400, device=device) * 37 % 1009).view(32, 400) / 331 - 1.5).to(dtype)
+        yield x @ x.T
+        yield torch.softmax(x.float(), -1)
+        yield torch.nn.functional.silu(x)
+        yield x.float().square().mean(-1)
+    yield torch.log_softmax(x.float(), -1)

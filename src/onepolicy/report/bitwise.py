@@ -1,0 +1,51 @@
+"""`onepolicy measure --numerics on-policy` in the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Tree = dict[str, Any]  # Bitwise of loop/measure_bitwise.py, as in bitwise.json
+HELD = "Engine and trainer are one policy, to the last bit."
+
+
+def summary(tree: Tree) -> list[RenderableType]:
+    """What was compared, how much of it differs, and where the first difference is."""
+    table = Table("to the bit", "differ", "of", title=f"{tree['model']}, {tree['dtype']}", title_justify="left")
+    for row in rows(tree):
+        table.add_row(*row)
+    parts: list[RenderableType] = [table]
+    if tree["holds"]:
+        return [*parts, Text(HELD, style="bold green")]
+    parts.append(Text(said(tree), style="bold red"))
+    return parts
+
+
+def rows(tree: Tree) -> list[tuple[str, str, str]]:
+    tokens = f"{tree['tokens']:,} of {tree['sequences']} sequences"
+    found = [
+        ("log-probabilities, engine against trainer", f"{tree['differing']:,}", tokens),
+        ("the trainer against itself, packed otherwise", f"{tree['trainer_again']:,}", tokens),
+        ("the engine against itself, one sequence at a time", f"{tree['engine_alone']:,}", f"{tree['alone']:,}"),
+    ]
+    if tree["routers"] is not None:
+        found.append(("routers, engine against trainer", f"{tree['routers']:.2%}", "all tokens and layers"))
+    return [*found, ("k3", f"{tree['k3']:.2g}", "nats per token")]
+
+
+def said(tree: Tree) -> str:
+    """Why they are not the same policy to the bit."""
+    text = "Not the same to the bit"
+    if tree["cannot_claim"]:
+        text += f": {tree['cannot_claim']}"
+    if tree["where"]:
+        text += f". First log-probability: {tree['where']}"
+    if (first := tree["first"]) is not None:
+        text += f". First number on the way there: slot {first['slot']}, {first['operator']}"
+        text += f", off by up to {first['largest']:.2g}"
+    elif tree["where"]:
+        text += ". Played again, nothing on the way there differs"
+    return text + "."

@@ -1,0 +1,131 @@
+"""Training runs with numerics = on-policy: every step exactly on-policy, faults found and located."""
+
+import asyncio
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from conftest import rows
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from onepolicy.cli import main
+from onepolicy.config import TrainingError, UsageError, load
+from onepolicy.invariant.contract import agree
+from onepolicy.invariant.fingerprint import digest
+from onepolicy.loop.measure import measure_config
+from onepolicy.loop.measure_bitwise import measure_bitwise
+from onepolicy.loop.setup import build_parts
+from onepolicy.loop.step import rl_step
+from onepolicy.models import experts as fast_experts
+from onepolicy.report.bitwise import HELD, said, summary
+
+ON = ("numerics=on-policy", "eval.every=0", "steps=2")
+
+
+def exact(run):
+    """Every row of a run is exactly on-policy."""
+    found = [row for row in rows(run) if "mismatch/k3" in row]
+    for row in found:
+        assert (row["mismatch/k3"], row["mismatch/differing"], row["mismatch/max_dlogp"]) == (0.0, 0.0, 0.0)
+        assert row.get("routing/routers", 0.0) == 0.0
+        for name in ("counterfactual/mismatch/differing", "repeat/k3", "counterfactual/repeat/routers"):
+            assert row.get(name, 0.0) == 0.0
+    return found
+
+
+def weights(run, step=2):
+    return load_file(run / "checkpoints" / f"step_{step:05d}" / "model.safetensors")
+
+
+def parts_of(recipe, *overrides):
+    config = load(str(recipe), ["numerics=on-policy", *overrides])
+    return build_parts(config)[0]
+
+
+def plant(parts, layer=1):
+    """The engine's experts of one layer in the fast path."""
+    module = parts.engine.model.model.layers[layer].mlp.experts
+    module.forward = lambda *args: fast_experts.grouped_experts(module, *args)
+    return module
+
+
+def test_every_step_is_exactly_on_policy(train):
+    run = train(None, *ON, "objective.mini_steps=2", "log.counterfactual_every=1")
+    found = exact(run)
+    assert len(found) == 2
+    assert "counterfactual/mismatch/k3" in found[0]
+    about = json.loads((run / "run.json").read_text())
+    assert about["fingerprint"]["numerics"] == "on-policy"
+    with safe_open(run / "probes" / "step_00001.safetensors", "pt") as probe:
+        both = probe.metadata()
+        assert json.loads(both["rollout"]) == [both["fingerprint"]]
+        assert json.loads(both["fingerprint"]) == about["fingerprint"]
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["fingerprint"] == digest(json.dumps(about["fingerprint"], sort_keys=True))
+    assert sample["mean_logp_rollout"] == sample["mean_logp_trainer"]
+
+
+def test_bfloat16_with_the_rollout_as_anchor(train):
+    """Nothing scores the batch before the update, which sees the same bits."""
+    run = train(None, *ON, "model.dtype=bfloat16", "replay.mode=off", "correction.preset=ppo-is")
+    assert len(exact(run)) == 2
+
+
+def test_without_the_mode_it_differs(train):
+    row = rows(train(None, "eval.every=0", "steps=1", "rollout.engine.dtype=float32"))[0]
+    assert row["mismatch/differing"] > 0
+
+
+def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
+    parts = parts_of(recipe)
+    config = measure_config({"model": {"path": parts.config.model.path}, "numerics": "on-policy"}, [], None)
+    assert config.rollout.engine.dtype == "float32"
+    plant(parts)
+    with pytest.raises(TrainingError, match=r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"):
+        asyncio.run(rl_step(parts, 0, probe=False))
+    found = asyncio.run(measure_bitwise(parts, "small"))
+    assert not found.holds
+    assert found.differing > 0
+    assert found.first.layer == 1
+    assert found.first.operator == "model.layers.1.mlp.experts (Qwen3MoeExperts)"
+    assert 0 < found.first.largest < 1e-4
+    assert "model.layers.1.mlp.experts (Qwen3MoeExperts), off by up to" in said(asdict(found) | {"holds": found.holds})
+
+
+def test_a_fault_of_attention_is_located(recipe):
+    parts = parts_of(recipe)
+    attention = parts.engine.model.model.layers[2].self_attn
+    attention.scaling = torch.tensor(attention.scaling).nextafter(torch.tensor(1.0)).item()
+    found = asyncio.run(measure_bitwise(parts, "small"))
+    assert found.first.layer == 2
+    assert found.first.operator == "rotary embedding or attention function of model.layers.2.self_attn"
+
+
+def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
+    out = tmp_path / "measured"
+    assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), "--out", str(out)]) == 0
+    tree = json.loads((out / "bitwise.json").read_text())
+    assert tree["holds"]
+    assert (tree["differing"], tree["trainer_again"], tree["engine_alone"], tree["k3"]) == (0, 0, 0, 0.0)
+    assert tree["tokens"] == tree["alone"] > 50
+    assert HELD in " ".join(capsys.readouterr().out.split())
+    assert len(summary(tree)) == 2
+
+
+def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
+    parts = parts_of(recipe)
+    engine, learner = parts.engine.contract, parts.learner.contract
+    agree(engine, learner)
+    fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.contract
+    with pytest.raises(UsageError, match="same numerics on both sides, but the engine has fast and the trainer on-pol"):
+        agree(fast, learner)
+    for field in ("dtype", "attention", "experts", "lm_head", "logp"):
+        with pytest.raises(UsageError, match=f"same {field} on both sides, but the engine has other and the trainer"):
+            agree(replace(engine, **{field: "other"}), learner)
+    for name in ("model.layers.0.mlp.gate", "model.rotary_emb"):
+        changed = tuple((n, "float64" if n == name else how) for n, how in engine.modules)
+        assert changed != engine.modules
+        with pytest.raises(UsageError, match=f"same module {name} on both sides, but the engine has float64 and the t"):
+            agree(replace(engine, modules=changed), learner)
