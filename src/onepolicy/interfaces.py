@@ -62,7 +62,16 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class LastingEngine(RolloutEngine, Protocol):
+class Metered(Protocol):
+    """An engine with numbers of its own for the run's log."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of what it did since the last call (loop/metrics.py)."""
+        ...
+
+
+@runtime_checkable
+class LastingEngine(RolloutEngine, Metered, Protocol):
     """An engine in a process of its own, which serves one run after another and keeps the weights of the last."""
 
     def holds(self, path: str) -> bool:
@@ -77,10 +86,6 @@ class LastingEngine(RolloutEngine, Protocol):
 
     async def load_folder(self, path: str | None, version: int) -> None:
         """Take over a checkpoint, None: the one it was started with, and forget what is cached."""
-        ...
-
-    def take_metrics(self) -> dict[str, float]:
-        """Requests, retries and so on since the last call (loop/metrics.py)."""
         ...
 
 

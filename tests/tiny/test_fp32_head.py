@@ -11,7 +11,7 @@ from test_learner import batch_of, learner_of, one_step
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
+from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
 from onepolicy.loop.scorer import variant
 from onepolicy.loop.setup import build_parts, load_copy
 from onepolicy.models.fp32_head import Fp32Head, install, load_weights
@@ -145,9 +145,8 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     exact = parts.learner.score_without_replay(asyncio.run(sampled()))
     gaps = []
     for lm_head in ("same", "float32"):
-        model = load_copy(
-            ModelConfig(path=str(policy)), BF16.model_copy(update={"lm_head": lm_head}), torch.device("cpu")
-        )
+        rollout = RolloutConfig(engine=BF16.model_copy(update={"lm_head": lm_head}))
+        model = load_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
         scored = variant(parts.learner, model=model).score_without_replay(exact)
         gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
     assert gaps[1] < 0.6 * gaps[0]

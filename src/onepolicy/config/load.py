@@ -15,7 +15,7 @@ from onepolicy.config.run import RunConfig
 Tree = dict[str, Any]
 Settings = TypeVar("Settings", bound=Frozen)
 
-VARIANT = ("kind", "mode", "preset")  # the setting that says which variant of a section the others belong to
+VARIANT = ("kind", "mode", "preset", "format")  # the setting that says which variant of a section the others belong to
 NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
 
 
@@ -132,5 +132,6 @@ def _fields_at(schema: Tree, section: list[str]) -> list[str]:
 
 
 def _resolve(schema: Tree, node: Tree) -> Tree:
+    node = next((each for each in node.get("anyOf", []) if each != {"type": "null"}), node)  # what may be unset
     name = node.get("$ref", "").removeprefix("#/$defs/")
     return schema["$defs"].get(name, {}) if name else node

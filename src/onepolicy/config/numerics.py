@@ -43,6 +43,11 @@ def check_numerics(config: RunConfig) -> None:
                 f"rollout.engine.{name}: {theirs} and model.{name}: {ours}, but numerics = on-policy needs the same on "
                 f"both sides; leave rollout.engine.{name} out, it then follows model.{name}"
             )
+    if config.rollout.quant is not None:
+        raise ValueError(
+            f"rollout.quant: {config.rollout.quant.format}, but with numerics = on-policy engine and trainer compute "
+            "with the same weights; leave one out"
+        )
     if config.train.autocast != "off":
         raise ValueError(
             f"train.autocast: {config.train.autocast}, but with numerics = on-policy the trainer computes on the "

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
+from onepolicy.config.quant import QuantConfig
 
 Head = Literal["same", "float32"]
 
@@ -149,6 +150,8 @@ class SamplingConfig(Frozen):
 class RolloutConfig(Frozen):
     engine: EngineConfig = HFEngineConfig()
     """Without a kind: hf."""
+    quant: QuantConfig = None
+    """Format of the engine's weights, made at every sync: int8, fp8, fp8-weight, simulated; unset or off: none."""
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
@@ -161,6 +164,20 @@ class RolloutConfig(Frozen):
     @property
     def survivors(self) -> int:
         return self.min_survivors or max(min(2, self.group_size), self.group_size // 2)
+
+    @model_validator(mode="after")
+    def _quant_takes_effect(self) -> Self:
+        quant, engine = self.quant, self.engine
+        if quant is None:
+            return self
+        if not isinstance(engine, HFEngineConfig):
+            raise ValueError(
+                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = {engine.kind}; use hf, or "
+                "leave it out"
+            )
+        if "lm_head" in quant.also and engine.lm_head == "float32":
+            raise ValueError("rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _survivors_exist(self) -> Self:
@@ -192,6 +209,8 @@ class EvalConfig(Frozen):
     top_k: int = Field(0, ge=0)
     max_tokens: PositiveInt | None = None
     """Unset: rollout.sampling.max_tokens."""
+    quantised: bool = False
+    """Evaluate with the weights of rollout.quant; else a second, embedded engine evaluates unquantised ones."""
 
     @model_validator(mode="after")
     def _settings_take_effect(self) -> Self:

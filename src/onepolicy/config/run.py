@@ -99,6 +99,8 @@ class RunConfig(Frozen):
                 f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
                 f"{self.rollout.prompts_per_step}; groups are never split"
             )
+        if self.eval.quantised and self.rollout.quant is None:
+            raise ValueError("eval.quantised: has no effect without rollout.quant; leave it out")
         replay = self.replay
         if isinstance(replay, FromRollout) and replay.source == "reprefill" and replay.missing != "error":
             raise ValueError(

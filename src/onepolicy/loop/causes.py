@@ -104,8 +104,8 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
         return logp_of(scorer.of(with_learner)(batch, replay=replay))
 
     trainer = score(variant(learner))
-    engine = config.rollout.engine
-    dtype, copy = engine.dtype, load_copy(weights.model, engine, learner.device)
+    rollout, quant = config.rollout, config.rollout.quant
+    dtype, copy = rollout.engine.dtype, load_copy(weights.model, rollout, learner.device, quantised=False)
     same = variant(learner, model=copy, autocast="off")
     packed = score(same)
     steps = [
@@ -122,6 +122,11 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
         how = f"the trainer's forward on weights and activations in {dtype}, without autocast"
         steps.append(_level("precision", how, batch, packed))
         last = packed
+    if quant is not None:
+        rounded = variant(learner, model=load_copy(weights.model, rollout, learner.device), autocast="off")
+        how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
+        last = score(rounded)
+        steps.append(_level("quantisation", how, batch, last))
     if alone.same.any() and seen.shift == 0:
         how = f"the engine samples one sequence at a time; {alone.share:.0%} of the tokens come out the same"
         steps.append(_level("batch shape", how, batch.replace(logp_rollout=alone.logp), last))
@@ -148,7 +153,8 @@ def _alone(
     noise = distance(score(single), packed, mask, segment)
     out = [Alone(f"{engine.dtype}, other packing", how, noise)]
     if engine.dtype != "float32" and engine.lm_head == "same" and plain(same.model.get_output_embeddings()):
-        headed = load_copy(model, engine, same.device, lm_head="float32")
+        rollout = same.config.rollout
+        headed = load_copy(model, rollout, same.device, lm_head="float32", quantised=False)
         head = score(variant(same, model=headed))
         how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"
         out.append(Alone("lm_head in float32", how, excess(packed, head, trainer, mask, segment)))

@@ -35,9 +35,9 @@ class Copy:
     """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
 
     def __init__(self, learner: LocalLearner, model: ModelConfig) -> None:
-        engine = learner.config.rollout.engine
-        self._learner, self._dtype = learner, engine.dtype
-        self._model = load_copy(model, engine, learner.device)
+        rollout = learner.config.rollout
+        self._learner, self._dtype = learner, rollout.engine.dtype
+        self._model = load_copy(model, rollout, learner.device)
         self._scorer = variant(learner, model=self._model, autocast="off")
 
     def follow(self) -> None:

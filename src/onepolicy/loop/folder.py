@@ -45,15 +45,16 @@ def check_new(out: Path) -> None:
         )
 
 
-def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str) -> None:
-    """Write the folder under another name and rename it into place."""
+def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant: Json | None = None) -> None:
+    """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
     check_new(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         making = out.with_name(f".{out.name}.making-{os.getpid()}")
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
-        (making / RUN).write_text(json.dumps(_about(config, origin, fingerprint), indent=1))
+        about = _about(config, origin, fingerprint) | {"quant": quant}
+        (making / RUN).write_text(json.dumps(about, indent=1))
         write_config(making, config)
         os.rename(making, out)  # an empty folder of that name is replaced
     except OSError as error:

@@ -19,6 +19,7 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.correct.diagnose import EXPLAINED, Diagnosis, Finding, preflight
 from onepolicy.correct.verdict import HARMLESS_KL, verdict
 from onepolicy.envs.prompts import read_prompts
+from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.causes import Weights, attribute, explain, trainer_precision
 from onepolicy.loop.distribution import check_top, compare, without_top
 from onepolicy.loop.make_policy import random_dense, tiny_policy
@@ -132,6 +133,7 @@ async def measure_parts(
     say: Say = lambda text: None,
 ) -> Measurement:
     learner, other = _local(parts), None
+    await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
     if engine_model is not None:
         other = _open(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)

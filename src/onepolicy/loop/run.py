@@ -16,6 +16,7 @@ from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.invariant.fingerprint import digest
 from onepolicy.loop import folder, setup
+from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.folder import START, Json, Origin
@@ -53,7 +54,10 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
     if (shrinks := warning(config.correction, config.rollout.sampling.max_tokens)) is not None:
         progress.note(shrinks)
     parts, tokenizer = setup.build_parts(config, origin.weights)
-    folder.create(out, config, origin, parts.learner.fingerprint)
+    quantised = getattr(parts.engine, "quantised", None)
+    if quantised is not None:
+        progress.note(quantised.words())
+    folder.create(out, config, origin, parts.learner.fingerprint, None if quantised is None else quantised.report())
     with folder.held(out):
         return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
@@ -90,6 +94,7 @@ async def _train(
     truncate_after(out, origin.step)
     folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
+    await calibrate(config, parts.engine, parts.environment, parts.stop, out)
     await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
     await push_weights(learner, *parts.samplers[1:])
     await checked_probabilities(parts.engine, learner, tokenizer)
@@ -128,9 +133,12 @@ async def _train(
 
 
 async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
-    config = parts.config
+    config, engine = parts.config, parts.engine
+    if parts.evaluator is not None:
+        engine = parts.evaluator
+        await push_weights(parts.learner, engine)
     metrics = await evaluate(
-        parts.engine,
+        engine,
         parts.environment,
         config.eval,
         stop=parts.stop,
@@ -138,7 +146,7 @@ async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
-    await parts.engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
+    await engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
     return metrics
 
 

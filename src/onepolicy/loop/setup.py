@@ -13,7 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from onepolicy.config import (
     EngineConfig,
     FromRollout,
+    HFEngineConfig,
     ModelConfig,
+    QuantFormat,
+    RolloutConfig,
     RunConfig,
     SGLangConfig,
     UsageError,
@@ -41,7 +44,7 @@ from onepolicy.models.load import (
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import RouteRules, is_moe, preflight, refuse_router_loss
 from onepolicy.replay.routers import Routers, bind_routers
-from onepolicy.rollout.hf.engine import DTYPES, HFEngine
+from onepolicy.rollout.hf.engine import DTYPES, HFEngine, quantise_policy
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.rollout.vllm.engine import VLLMEngine
@@ -106,14 +109,25 @@ def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, 
     pair = build_pair(config, model, max_len)
     reprefill = None
     if from_reprefill(config):
-        second = load_copy(model, config.rollout.engine, pair.learner.device)
+        second = load_copy(model, config.rollout, pair.learner.device)
         combine = isinstance(config.replay, WeightsReplay)
         reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
     top_logprobs = config.correction.top_logprobs(pair.learner.model.config.get_text_config().vocab_size)
     check_engine(config, pair.engine.caps, top_logprobs)
     stop = (tokenizer.eos_token_id,)
-    parts = Parts(config, pair.engine, pair.learner, environment, stop, pair.routes, reprefill, top_logprobs)
+    evaluator = build_evaluator(config, model, pair.learner.device, max_len)
+    routes = pair.routes
+    parts = Parts(config, pair.engine, pair.learner, environment, stop, routes, reprefill, top_logprobs, evaluator)
     return parts, tokenizer
+
+
+def build_evaluator(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine | None:
+    """An embedded engine with unquantised weights, if evaluations need one."""
+    engine = config.rollout.engine
+    if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
+        return None
+    own = HFEngineConfig(dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len)
+    return build_engine(model, own, device, routes=None, max_len=max_len)
 
 
 def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
@@ -136,6 +150,7 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
         max_len=max_len,
         weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
+        quant=config.rollout.quant,
     )
     if config.numerics == ON_POLICY:
         assert isinstance(engine, HFEngine)
@@ -205,11 +220,22 @@ def load_trained(model: ModelConfig, device: torch.device) -> PreTrainedModel:
 
 
 def load_copy(
-    model: ModelConfig, engine: EngineConfig, device: torch.device, *, lm_head: Head | None = None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    device: torch.device,
+    *,
+    lm_head: Head | None = None,
+    quantised: bool = True,
 ) -> PreTrainedModel:
-    """The model in the engine's dtype, its lm_head too (or as said), ready for packed samples."""
+    """The model in the engine's dtype and format, its lm_head too (or as said), ready for packed samples.
+
+    Static activations are not calibrated: every token has its own scale.
+    """
+    engine, quant = rollout.engine, rollout.quant if quantised else None
     lm_head = lm_head or engine.lm_head
-    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device), DTYPES[engine.dtype]
+    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device, quant=quant), DTYPES[engine.dtype]
+    if quant is not None:
+        quantise_policy(copy, quant)
     if lm_head == "float32":
         fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
     cast(copy, dtype)
@@ -217,9 +243,12 @@ def load_copy(
     return copy
 
 
-def load_engine_model(model: ModelConfig, dtype: str, lm_head: Head, device: torch.device) -> PreTrainedModel:
-    """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head needs them unrounded."""
-    dtypes = {model.dtype, dtype if lm_head == "same" else model.dtype}
+def load_engine_model(
+    model: ModelConfig, dtype: str, lm_head: Head, device: torch.device, *, quant: QuantFormat | None = None
+) -> PreTrainedModel:
+    """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head or its quantised weights are
+    made of unrounded ones."""
+    dtypes = {model.dtype, dtype if lm_head == "same" and quant is None else model.dtype}
     return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
 
 
@@ -268,8 +297,9 @@ def build_engine(
     max_len: int,
     weights: bool = False,
     numerics: Numerics = "fast",
+    quant: QuantFormat | None = None,
 ) -> RolloutEngine:
-    """The engine with a copy of the model's weights of its own, in its own dtype.
+    """The engine with a copy of the model's weights of its own, in its own dtype and format.
 
     routes: record them (MoE models); weights: and the combine weights.
     """
@@ -281,8 +311,9 @@ def build_engine(
     if isinstance(config, SGLangConfig):
         sglang = SGLangEngine(model, read_config(model), config, routes=routes, max_len=max_len)
         return asyncio.run(_connected(sglang, model))
-    own = load_engine_model(model, config.dtype, config.lm_head, device)
-    return HFEngine(own, config, record=routes is not None, max_len=max_len, weights=weights, numerics=numerics)
+    own = load_engine_model(model, config.dtype, config.lm_head, device, quant=quant)
+    record = routes is not None
+    return HFEngine(own, config, record=record, max_len=max_len, weights=weights, numerics=numerics, quant=quant)
 
 
 async def _connected(engine: VLLMServer | SGLangEngine, model: ModelConfig) -> RolloutEngine:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from onepolicy.config import RunConfig
 from onepolicy.loop import setup
+from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.models.load import device_of
 from onepolicy.train import checkpoint
@@ -29,9 +30,12 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     setup.use_threads(config)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
+    quant = config.rollout.quant if config.eval.quantised else None
     engine = setup.build_engine(
-        model, config.rollout.engine, device, routes=None, max_len=max_len, numerics=config.numerics
+        model, config.rollout.engine, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
     )
+    stop = (tokenizer.eos_token_id,)
+    asyncio.run(calibrate(config, engine, environment, stop, run))
     with Progress(transient=True) as bars:
         task = bars.add_task("evaluation", total=attempts(config.eval))
         metrics = asyncio.run(
@@ -39,7 +43,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
                 engine,
                 environment,
                 config.eval,
-                stop=(tokenizer.eos_token_id,),
+                stop=stop,
                 max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
                 solved_at=getattr(config.task, "threshold", 1.0),
                 advance=lambda: bars.advance(task),

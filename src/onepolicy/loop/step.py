@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from onepolicy.config import RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.correct.weights import reweight
-from onepolicy.interfaces import Environment, HoldsWeights, LastingEngine, Learner, RolloutEngine
+from onepolicy.interfaces import Environment, HoldsWeights, Learner, Metered, RolloutEngine
 from onepolicy.loop.bitwise import require_equal
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
 from onepolicy.objective.advantages import credit, has_signal, outcomes
@@ -35,6 +35,7 @@ class Parts:
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
     top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
+    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
 
     @property
     def samplers(self) -> list[HoldsWeights]:
@@ -106,7 +107,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     with clock("sync"):
         await push_weights(learner, *parts.samplers)
     result.metrics |= rollout_metrics(groups) | clock.metrics()
-    if isinstance(parts.engine, LastingEngine):
+    if isinstance(parts.engine, Metered):
         result.metrics |= parts.engine.take_metrics()
     result.metrics["train/tokens_per_second"] = batch.num_slots / clock.metrics()["time/step"]
     return result

@@ -21,14 +21,14 @@ def weighted_rows(table: Tensor, index: Tensor, weight: Tensor, terms: int | Non
     """
     bags, width = index.shape
     if terms is None or terms >= width:
-        return _bags(table, index.view(-1), _offsets(bags, width, width, index.dtype), weight.reshape(-1))
-    parts = _bags(table, index.view(-1), _offsets(bags, width, terms, index.dtype), weight.reshape(-1))
+        return _bags(table, index.view(-1), bag_offsets(bags, width, width, index.dtype), weight.reshape(-1))
+    parts = _bags(table, index.view(-1), bag_offsets(bags, width, terms, index.dtype), weight.reshape(-1))
     return sum_rows(parts, bags)
 
 
 def sum_rows(rows: Tensor, bags: int) -> Tensor:
     """[bags * n, D] -> [bags, D], the sums of n rows in their order."""
-    return _bags(rows, _count(len(rows)), _offsets(bags, len(rows) // bags, len(rows) // bags, torch.int64), None)
+    return _bags(rows, _count(len(rows)), bag_offsets(bags, len(rows) // bags, len(rows) // bags, torch.int64), None)
 
 
 def _bags(table: Tensor, index: Tensor, offsets: Tensor, weight: Tensor | None) -> Tensor:
@@ -36,7 +36,7 @@ def _bags(table: Tensor, index: Tensor, offsets: Tensor, weight: Tensor | None) 
 
 
 @lru_cache(maxsize=64)
-def _offsets(bags: int, width: int, terms: int, dtype: torch.dtype) -> Tensor:
+def bag_offsets(bags: int, width: int, terms: int, dtype: torch.dtype) -> Tensor:
     """Where the parts of bags of `width` begin, each of `terms` but for the last of a bag."""
     with torch.inference_mode(False):
         parts = torch.arange(0, width, terms, dtype=dtype)

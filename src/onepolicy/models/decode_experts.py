@@ -40,11 +40,14 @@ def prepare(model: PreTrainedModel, device: torch.device) -> None:
     model.set_experts_implementation(NAME)
     modules: list[Any] = list(model.modules())
     for module in modules:
-        transposed = getattr(module, "is_transposed", None)
-        if transposed is not False or not isinstance(getattr(module, "down_proj", None), nn.Parameter):
-            continue
-        for weight in (getattr(module, "gate_up_proj" if module.has_gate else "up_proj"), module.down_proj):
-            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+        if holds_experts(module) and not module.is_transposed:
+            for weight in (getattr(module, up_name(module)), module.down_proj):
+                weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether the weights of all experts are 3-D parameters of this module."""
+    return hasattr(module, "is_transposed") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +105,17 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
+    if (quantised := getattr(module, "quantised", None)) is not None:
+        return quantised(module, hidden, top_k_index, top_k_weights)
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    activate = module._apply_gate if module.has_gate else module.act_fn
-    weights = weights_of(module)
+    return weighted_experts(weights_of(module), activation(module), hidden, top_k_index, top_k_weights)
+
+
+def weighted_experts(
+    weights: Weights, activate: Callable[[Tensor], Tensor], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`decode_experts` of these weights: up [E, H, I'], down [E, I, H], both contiguous but for a transposition."""
     row_cost = weights[0][0].numel() + weights[1][0].numel()
     if top_k_index.numel() * row_cost <= BAGS:
         return _by_rows(weights, activate, hidden, top_k_index, top_k_weights)
@@ -138,13 +148,24 @@ def _by_rows(
 
 def weights_of(module: Any) -> Weights:
     """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, down = getattr(module, name), module.down_proj
+    up, down = getattr(module, up_name(module)), module.down_proj
     if not module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if not module.has_bias:
-        return up, down, None, None
-    return up, down, getattr(module, f"{name}_bias"), module.down_proj_bias
+    return up, down, *biases(module)
+
+
+def up_name(module: Any) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
+    """[E, I'], [E, H]"""
+    return (getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+
+
+def activation(module: Any) -> Callable[[Tensor], Tensor]:
+    """[R, I'] -> [R, I]"""
+    return module._apply_gate if module.has_gate else module.act_fn
 
 
 @cache

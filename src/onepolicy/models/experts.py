@@ -31,6 +31,8 @@ def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weig
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
+    if (quantised := getattr(module, "quantised", None)) is not None:
+        return quantised(module, hidden, top_k_index, top_k_weights)
     if hidden.device.type != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     gate_up, down = module.gate_up_proj, module.down_proj  # [E, 2I, H], [E, H, I] (or both transposed)

@@ -65,9 +65,13 @@ def install(model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: boo
 
 
 def load_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """All tensors of a state dict, cast to the model's dtype; of an Fp32Head with weights of its own, unrounded."""
+    """All tensors of a state dict, cast to the model's dtype; of an Fp32Head with weights of its own, unrounded; those
+    of a quantised model into its format."""
     own = dict(weights)
-    model.load_state_dict(own)
+    stored = quantised.stored if (quantised := getattr(model, "quantised", None)) is not None else {}
+    for name, each in stored.items():
+        each.take(own[name])
+    model.load_state_dict({name: tensor for name, tensor in own.items() if name not in stored}, strict=not stored)
     head = getattr(getattr(model.get_output_embeddings(), "forward", None), "__self__", None)
     if isinstance(head, Fp32Head):
         for name, tensor in model.state_dict().items():

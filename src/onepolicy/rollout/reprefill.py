@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Weights
+from onepolicy.models.fp32_head import load_weights
 from onepolicy.models.packed_attention import Packing
 from onepolicy.replay.routers import bind_routers
 from onepolicy.types import Group, RouteSpan, RoutingTrace, Sample
@@ -53,7 +54,7 @@ class Reprefill:
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the model's dtype."""
-        self.model.load_state_dict(dict(weights))
+        load_weights(self.model, weights)
         self.version = version
 
     def _chunks(self, samples: list[Sample]) -> Iterator[list[Sample]]:

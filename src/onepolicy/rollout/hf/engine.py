@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from onepolicy.config import HFEngineConfig, UsageError
+from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
 from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.invariant.contract import Contract
@@ -16,6 +16,9 @@ from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
 from onepolicy.models import decode_experts, fp32_head, linear
 from onepolicy.models.load import cast
+from onepolicy.models.quant.install import Quantised, Stored, quantise
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.layers import find_routers
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.driver import Batch, Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
@@ -40,17 +43,19 @@ class HFEngine:
         max_len: int,
         weights: bool = False,
         numerics: Numerics = "fast",
+        quant: QuantFormat | None = None,
     ) -> None:
         """record: return the experts of every token (MoE models only). max_len: prompt + completion tokens.
 
         weights: return their combine weights as well. numerics: "on-policy" computes what a learner with the same
-        weights, dtype and numerics computes, to the bit.
+        weights, dtype and numerics computes, to the bit. quant: of the engine's weights, now and after every sync.
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
         self.version = 0
         dtype, self._head = DTYPES[config.dtype], None
+        self.quantised: Quantised | None = None if quant is None else quantise_policy(model.eval(), quant)
         if config.lm_head == "float32":
             self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
         self.model: PreTrainedModel = cast(model, dtype).eval().requires_grad_(False)
@@ -86,21 +91,27 @@ class HFEngine:
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.clear("load_weights")
-        own = self.model.state_dict()
+        stored: dict[str, Stored] = {} if self.quantised is None else self.quantised.stored
+        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in stored}
         self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
-        loaded = set()
+        loaded, left = set(), set(stored)
         with torch.no_grad():
             for name, tensor in weights:
-                if name not in own:
+                if name not in own and name not in stored:
                     raise UsageError(f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}")
-                ours, theirs = tuple(own[name].shape), tuple(tensor.shape)
+                ours, theirs = tuple((stored if name in stored else own)[name].shape), tuple(tensor.shape)
                 if ours != theirs:
                     raise UsageError(f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}")
+                if name in stored:
+                    stored[name].take(tensor)
+                    left.discard(name)
+                    continue
                 own[name].copy_(tensor)
                 if self._head is not None:
                     self._head.take(own[name], tensor)
                 loaded.add(own[name].data_ptr())
         missing = [name for name, tensor in own.items() if tensor.data_ptr() not in loaded]  # tied names share memory
+        missing += sorted(left)
         if missing:
             raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}")
         self.version = version
@@ -108,6 +119,18 @@ class HFEngine:
     async def reset_cache(self) -> None:
         """Forget every cached prefix: what comes next does not depend on what was sampled before."""
         self._driver.clear("reset_cache")
+        if self.quantised is not None:
+            self.quantised.forget()
+
+    def take_metrics(self) -> dict[str, float]:
+        """How well calibrated activation scales fit what was sampled since the last call; {} without any."""
+        return {} if self.quantised is None else self.quantised.metrics()
+
+
+def quantise_policy(model: PreTrainedModel, quant: QuantFormat) -> Quantised:
+    """`quantise`, with the model's routers left as they are unless asked for."""
+    routers = [router.path for router in find_routers(model)] if is_moe(model.config) else []
+    return quantise(model, quant, routers=routers)
 
 
 def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

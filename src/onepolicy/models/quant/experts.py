@@ -1,0 +1,143 @@
+"""Experts that hold int8 or e4m3 codes: the 3-D parameters where an MoE model has most of its weights.
+
+int8 with few rows: `embedding_bag_byte_rowwise_offsets` reads the codes where they lie (`models/bags.py`). It is made
+for uint8 rows with a scale and an offset each; with 1 and -128 it sums codes times codes, exactly, because float32
+holds every integer below 2^24. More rows, or larger experts, are sorted by expert and multiplied by `torch._int_mm`.
+Both give the same bits, so a token's result does not depend on how it was batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepolicy.models import decode_experts
+from onepolicy.models.bags import bag_offsets
+from onepolicy.models.quant.formats import int8_rows
+from onepolicy.models.quant.layers import Activations, E4M3Weight, e4m3_activations
+
+BAG_WIDTH = 512  # inputs up to which every partial sum of 8-bit products is below 2^24
+BAG_SIZE = 65_536  # weights of an expert up to which reading them row by row is worth it
+CALL = 350_000  # multiplications that one expert's two matmuls and their sorting are worth
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One row for each of K experts of N tokens: as they come, or sorted by expert."""
+
+    token: Tensor  # [R]
+    expert: Tensor  # [R]
+    weight: Tensor  # [R, 1] float32
+    counts: list[int] | None  # rows of every expert, if sorted
+    back: Tensor | None  # [N, K] the row of (token, k), if sorted
+    top_k: int
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int, *, sort: bool) -> Rows:
+        (tokens, top_k), expert = top_k_index.shape, top_k_index.reshape(-1)
+        weight, row = top_k_weights.reshape(-1, 1).float(), torch.arange(len(expert))
+        if not sort:
+            return cls(row // top_k, expert, weight, None, None, top_k)
+        order = expert.argsort(stable=True)
+        back = torch.empty_like(order).index_copy_(0, order, row).view(tokens, top_k)
+        counts = torch.bincount(expert, minlength=num_experts).tolist()
+        return cls(order // top_k, expert[order], weight[order], counts, back, top_k)
+
+    def sum(self, out: Tensor) -> Tensor:
+        """out [R, H] -> [N, H], weighted."""
+        out = out * self.weight
+        return (out.view(-1, self.top_k, out.shape[1]) if self.back is None else out[self.back]).sum(1)
+
+
+class Int8Matrices:
+    """The weights [E, out, in] of one product of all experts, and the codes of its input."""
+
+    def __init__(self, weight: Tensor, activations: Activations, *, bags: bool) -> None:
+        self.activations, self.bags = activations, bags
+        self.take(weight)
+
+    def take(self, weight: Tensor) -> None:
+        codes, scale = int8_rows(weight)
+        self.scale = scale[..., 0]  # [E, out]
+        self._shape = codes.mT.shape  # [E, in, out]
+        if not self.bags:
+            self.codes = codes
+            self._matrices = [each.t() for each in codes]
+            return
+        rows = codes.mT.reshape(-1, codes.shape[1]).view(torch.uint8) ^ 128  # [E * in, out], code + 128
+        unit = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(rows), -1)
+        self.codes = torch.cat([rows, unit], 1)
+
+    def __call__(self, x: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+        """x [R, in] int8, scale [R, 1] -> [R, out] float32."""
+        product = self._few(x, rows.expert) if rows.counts is None else self._many(x, rows.counts)
+        return product * scale * self.scale[rows.expert]
+
+    def _few(self, x: Tensor, expert: Tensor) -> Tensor:
+        inputs = x.shape[1]
+        index = expert[:, None] * inputs + torch.arange(inputs)
+        offsets = bag_offsets(len(x), inputs, inputs, index.dtype)
+        return torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+            self.codes, index.view(-1), offsets, False, 0, False, x.float().view(-1), None, False
+        )
+
+    def _many(self, x: Tensor, counts: list[int]) -> Tensor:
+        out = x.new_empty(len(x), self._shape[2], dtype=torch.int32)
+        for own, matrix, target in zip(x.split(counts), self._unpacked(), out.split(counts), strict=True):
+            if len(own):
+                torch._int_mm(own, matrix, out=target)
+        return out
+
+    def _unpacked(self) -> list[Tensor]:
+        """[in, out] int8 of every expert."""
+        if not self.bags:
+            return self._matrices
+        return list((self.codes[:, : self._shape[2]] ^ 128).view(torch.int8).view(self._shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+class Int8Experts:
+    def __init__(self, up: Tensor, down: Tensor, activations: Sequence[Activations]) -> None:
+        """up [E, I', H], down [E, H, I]"""
+        self.num_experts, self._cost = len(up), up[0].numel() + down[0].numel()
+        widest = max(up.shape[2], down.shape[2])
+        bags = widest <= BAG_WIDTH and self._cost <= BAG_SIZE
+        self.up, self.down = (Int8Matrices(w, a, bags=bags) for w, a in zip((up, down), activations, strict=True))
+
+    def __call__(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        few = self.up.bags and top_k_index.numel() * self._cost <= CALL * self.num_experts
+        rows = Rows.of(top_k_index, top_k_weights, self.num_experts, sort=not few)
+        x, scale = self.up.activations(hidden)
+        inner = self.up(x[rows.token], scale[rows.token], rows)
+        up_bias, down_bias = decode_experts.biases(module)
+        inner = decode_experts.activation(module)(inner if up_bias is None else inner + up_bias[rows.expert])
+        out = self.down(*self.down.activations(inner), rows)
+        out = out if down_bias is None else out + down_bias[rows.expert]
+        return rows.sum(out).to(hidden.dtype)
+
+
+class E4M3Experts:
+    """One layer's weights are converted at a time, while they are used."""
+
+    def __init__(self, up: Tensor, down: Tensor, *, activations: bool) -> None:
+        self.up, self.down = E4M3Weight(up, transposed=True), E4M3Weight(down, transposed=True)
+        self._activations = activations
+
+    def __call__(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        activate, x, dtype = decode_experts.activation(module), hidden, hidden.dtype
+        if self._activations:
+            own, dtype = activate, torch.float32
+
+            def activate(inner: Tensor) -> Tensor:
+                return e4m3_activations(own(inner))
+
+            x = e4m3_activations(hidden)
+        weights = self.up.expand(dtype), self.down.expand(dtype), *decode_experts.biases(module)
+        return decode_experts.weighted_experts(weights, activate, x, top_k_index, top_k_weights).to(hidden.dtype)

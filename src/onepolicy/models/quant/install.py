@@ -1,0 +1,291 @@
+"""Quantise a transformers model in place, and say what every part of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from onepolicy.config import UsageError
+from onepolicy.config.quant import Fp8, Int8, QuantFormat, Simulated
+from onepolicy.models import decode_experts
+from onepolicy.models.linear import plain
+from onepolicy.models.quant.activations import Static, staleness
+from onepolicy.models.quant.experts import E4M3Experts, Int8Experts, Int8Matrices
+from onepolicy.models.quant.formats import fake, int8_rows
+from onepolicy.models.quant.layers import Activations, E4M3Linear, E4M3Weight, Int8Linear, QuantEmbedding
+
+ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One weight of the checkpoint that is kept in another form."""
+
+    part: str
+    shape: tuple[int, ...]  # in the checkpoint
+    take: Callable[[Tensor], None]
+    nbytes: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    part: str
+    parameters: int
+    bytes_before: int  # in the engine's dtype
+    bytes_after: int
+
+
+class Quantised:
+    """What `quantise` made of a model: where its quantised weights are, and what they take."""
+
+    def __init__(self, model: PreTrainedModel, config: QuantFormat) -> None:
+        self.config, self._model = config, model
+        self.stored: dict[str, Stored] = {}  # by the name in the checkpoint
+        self.static: dict[str, Static] = {}  # by layer; empty unless activations are static
+
+    def activations(self, name: str) -> Activations:
+        if not (isinstance(self.config, Int8) and self.config.activations == "static"):
+            return int8_rows
+        self.static[name] = Static()
+        return self.static[name]
+
+    def sizes(self) -> list[PartSize]:
+        """Of every part of the model, counted from the tensors that are there."""
+        itemsize = self._model.dtype.itemsize
+        found: dict[str, list[int]] = {}
+        rest = {name: tensor for name, tensor in self._model.named_parameters() if name not in self.stored}
+        for each in self.stored.values():
+            count = torch.Size(each.shape).numel()
+            _add(found, each.part, count, count * itemsize, each.nbytes())
+        for name, tensor in rest.items():
+            _add(found, _part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes)
+        return [PartSize(part, *numbers) for part, numbers in sorted(found.items(), key=lambda item: -item[1][1])]
+
+    def report(self) -> dict[str, Any]:
+        """JSON-ready, for run.json."""
+        sizes = self.sizes()
+        totals = PartSize("all", *(sum(getattr(s, name) for s in sizes) for name in PartSize.__slots__[1:]))
+        return self.config.model_dump(mode="json") | {"parts": [asdict(size) for size in [*sizes, totals]]}
+
+    def words(self) -> str:
+        sizes = ", ".join(f"{s.part} {s.bytes_before:,} to {s.bytes_after:,}" for s in self.sizes())
+        return f"rollout.quant {self.config.format}, bytes in the engine: {sizes}"
+
+    def calibrate(self) -> None:
+        """Keep the largest activations seen since `forget` as the scales of all that come."""
+        for layer in self.static.values():
+            layer.calibrate(float(layer.largest))
+
+    def scales(self) -> dict[str, float]:
+        """Largest activation of every layer when it was calibrated."""
+        return {name: layer.limit for name, layer in self.static.items()}
+
+    def use_scales(self, largest: dict[str, float]) -> None:
+        """Those of `scales`, of the same model. KeyError for a layer that is not in it."""
+        for name, layer in self.static.items():
+            layer.calibrate(float(largest[name]))
+
+    def forget(self) -> None:
+        for layer in self.static.values():
+            layer.forget()
+
+    def metrics(self) -> dict[str, float]:
+        return staleness(self.static)
+
+
+def _add(found: dict[str, list[int]], part: str, *numbers: int) -> None:
+    found[part] = [a + b for a, b in zip(found.get(part, [0] * len(numbers)), numbers, strict=True)]
+
+
+def quantise(model: PreTrainedModel, config: QuantFormat, *, routers: Collection[str]) -> Quantised:
+    """Replace weights of attention, MLPs and experts, and what `config.also` names. Norms and biases stay.
+
+    Codes are made of the weights as they are, so do this before they are cast. `model.quantised` is what is returned.
+
+    routers: paths of the modules that route. UsageError if this device has no kernels for the format, or a part of the
+    model cannot be quantised.
+    """
+    check_kernels(config, next(model.parameters()).device)
+    made = Quantised(model, config)
+    tied = model.get_input_embeddings() is not None and _shares(model)
+    if tied and {"lm_head", "embeddings"} & set(config.also):
+        raise UsageError(
+            f"rollout.quant.also: lm_head and embeddings are one tensor in {type(model).__name__}; leave both out"
+        )
+    left = []
+    for path, module in list(model.named_modules()):
+        if decode_experts.holds_experts(module):
+            _experts(made, path, module)
+        elif path in routers and not plain(module):
+            if "router" in config.also:
+                _router(made, path, module)
+        elif (part := _wanted(model, path, module, config, routers)) is not None:
+            _layer(made, model, path, module, part)
+        elif any(p.ndim == 3 for n, p in module.named_parameters(recurse=False) if "conv" not in path):
+            left.append(path)
+    if left:
+        raise UsageError(
+            f"rollout.quant: {type(model).__name__} keeps experts in a form that is not known how to quantise "
+            f"({left[0]}); they are most of its weights, so leave rollout.quant out"
+        )
+    if missing := set(config.also) - {stored.part for stored in made.stored.values()}:
+        raise UsageError(f"rollout.quant.also: {type(model).__name__} has no {min(missing)} of a kind to quantise")
+    if getattr(model, "set_experts_implementation", None) is not None:
+        model.set_experts_implementation(decode_experts.NAME)
+    _check_forward(model)
+    made.forget()
+    model.quantised = made  # type: ignore[assignment]
+    return made
+
+
+def check_kernels(config: QuantFormat, device: torch.device) -> None:
+    """UsageError with the reason if this machine cannot run the format in the embedded engine."""
+    if isinstance(config, Simulated):
+        return
+    if device.type != "cpu":
+        raise UsageError(
+            f"rollout.quant.format: {config.format} in the embedded engine is for the CPU, the model is on "
+            f"{device.type}; use rollout.engine.kind = vllm, or format = simulated"
+        )
+    try:
+        if isinstance(config, Int8):
+            Int8Experts(torch.eye(8)[None], torch.eye(8)[None], (int8_rows, int8_rows))
+            torch._int_mm(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8))
+            Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)._few(torch.ones(1, 8), torch.zeros(1).long())
+        else:
+            E4M3Weight(torch.eye(8)).expand(torch.float32)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"rollout.quant.format: torch has no kernels for {config.format} here: {reason}") from error
+
+
+def _wanted(
+    model: PreTrainedModel, path: str, module: nn.Module, config: QuantFormat, routers: Collection[str]
+) -> str | None:
+    """The part this layer belongs to, if it is to be quantised."""
+    if module is model.get_output_embeddings():
+        return "lm_head" if "lm_head" in config.also else None
+    if module is model.get_input_embeddings():
+        return "embeddings" if "embeddings" in config.also else None
+    if not plain(module):
+        return None
+    inside = any(path == router or path.startswith(f"{router}.") for router in routers)
+    if (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES:
+        return "router" if "router" in config.also else None
+    return _part_of(path)
+
+
+def _part_of(name: str) -> str:
+    words = name.replace("_", ".").split(".")
+    for part, marks in (
+        ("norms", {"norm", "layernorm", "ln"}),
+        ("router", {"router"}),
+        ("experts", {"experts", "expert"}),
+        ("attention", {"attn", "attention", "self"}),
+        ("embeddings", {"embed", "embeddings", "wte"}),
+        ("lm_head", {"head"}),
+    ):
+        if marks & set(words):
+            return part
+    if {"gate"} & set(name.split(".")):
+        return "router"
+    return "mlp" if {"mlp", "feed", "ffn"} & set(words) else "other"
+
+
+def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part: str) -> None:
+    name, config = f"{path}.weight", made.config
+    if isinstance(config, Simulated):
+        _simulate(made, name, module, "weight", part)
+        return
+    new: Int8Linear | E4M3Linear | QuantEmbedding
+    if isinstance(module, nn.Linear):
+        if isinstance(config, Int8):
+            new = Int8Linear(module, made.activations(path))
+        else:
+            new = E4M3Linear(module, activations=isinstance(config, Fp8))
+    elif type(module) is nn.Embedding:
+        new = QuantEmbedding(module, int8=isinstance(config, Int8), dtype=lambda: model.dtype)
+    else:
+        raise UsageError(
+            f"rollout.quant.also: {path} is {type(module).__name__}, not a plain embedding; leave {part} out"
+        )
+    made.stored[name] = Stored(part, tuple(module.weight.shape), new.take, lambda: new.nbytes)
+    parent, _, own = path.rpartition(".")
+    setattr(model.get_submodule(parent), own, new)
+
+
+def _router(made: Quantised, path: str, module: nn.Module) -> None:
+    if not isinstance(made.config, Simulated) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+        raise UsageError(
+            f"rollout.quant.also: {path} computes its scores itself ({type(module).__name__}), so its weight cannot be "
+            f"replaced by {made.config.format} codes; leave router out"
+        )
+    _simulate(made, f"{path}.weight", module, "weight", "router")
+
+
+def _experts(made: Quantised, path: str, module: Any) -> None:
+    config, names = made.config, (decode_experts.up_name(module), "down_proj")
+    if isinstance(config, Simulated):
+        for name in names:
+            _simulate(made, f"{path}.{name}", module, name, "experts", transposed=module.is_transposed)
+        return
+    shapes = [tuple(getattr(module, name).shape) for name in names]
+    up, down = (getattr(module, name).detach() for name in names)
+    if module.is_transposed:
+        up, down = up.mT, down.mT
+    own: Int8Experts | E4M3Experts
+    if isinstance(config, Int8):
+        own = Int8Experts(up, down, [made.activations(f"{path}.{name}") for name in names])
+    else:
+        own = E4M3Experts(up, down, activations=isinstance(config, Fp8))
+    module.quantised = own
+    for name, shape, side in zip(names, shapes, ("up", "down"), strict=True):
+        delattr(module, name)
+        made.stored[f"{path}.{name}"] = Stored("experts", shape, _taker(own, side, module), _sizer(own, side))
+
+
+def _taker(experts: Any, side: str, module: Any) -> Callable[[Tensor], None]:
+    return lambda weight: getattr(experts, side).take(weight.mT if module.is_transposed else weight)
+
+
+def _sizer(experts: Any, side: str) -> Callable[[], int]:
+    return lambda: getattr(experts, side).nbytes
+
+
+def _simulate(
+    made: Quantised, name: str, module: nn.Module, attribute: str, part: str, *, transposed: bool = False
+) -> None:
+    assert isinstance(made.config, Simulated)
+    bits = made.config.bits
+
+    def take(weight: Tensor) -> None:
+        rounded = fake(weight.mT, bits).mT if transposed else fake(weight, bits)
+        getattr(module, attribute).data.copy_(rounded)  # looked up now: a cast replaces its storage
+
+    weight = getattr(module, attribute)
+    made.stored[name] = Stored(part, tuple(weight.shape), take, lambda: getattr(module, attribute).nbytes)
+    take(weight.detach())
+
+
+def _shares(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+@torch.no_grad()
+def _check_forward(model: PreTrainedModel) -> None:
+    ids = torch.arange(2, device=model.device)[None]
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    except AttributeError as error:
+        raise UsageError(
+            f"rollout.quant: {type(model).__name__} reads weights past their layers ({error}), so they cannot be "
+            "replaced; leave rollout.quant out or use format = simulated"
+        ) from error
+    if not logits.isfinite().all():
+        raise UsageError(f"rollout.quant: {type(model).__name__} quantised computes logits that are not finite")
