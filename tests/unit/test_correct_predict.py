@@ -94,3 +94,27 @@ def test_a_config_that_would_shrink_the_step_is_named_at_the_start() -> None:
     assert warning(preset("tis"), 10**5) is None
     with pytest.raises(UsageError, match="kl=0"):
         predict(preset("tis"), 0, 10)
+
+
+def test_the_warning_of_a_run_looks_at_whole_episodes():
+    """A product over 16 turns of 256 tokens shrinks the step, one over a turn of 256 does not: Phi of (ln 3 - Tk) over
+    sqrt(2 T k) at k = 1e-3 is 0.15 at T = 4096 and 0.88 at 256."""
+    tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "replay": {"mode": "off"}}
+    gym = {"kind": "gym", "name": "products"}
+    episode = {"kind": "react", "problems": gym, "tools": [{"kind": "calculator"}], "max_turns": 16}
+    sampling = {"rollout": {"sampling": {"max_tokens": 256}, "engine": {"max_len": 8192}}}
+
+    def said(task, level="sequence", **limits):
+        weight = {"level": level, "high": 3.0, "outside": "zero"}
+        config = resolve(tree | sampling | {"task": task | limits, "correction": {"weight": weight}})
+        tokens, turns = config.longest
+        return warning(config.correction, tokens, turns=turns)
+
+    assert said(gym) is None
+    text = said(episode)
+    assert text is not None
+    assert "multiply the step by 0.15 " in text
+    assert "4096 tokens in 16 turns" in text
+    assert said(episode, level="turn") is None
+    assert said(episode, max_tokens=300) is None
+    assert "2048 tokens in 8 turns" in (said(episode, max_turns=8) or "")

@@ -148,6 +148,16 @@ class RunConfig(Frozen):
         return self
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Sampled tokens and model turns that an episode has at most."""
+        tokens = self.rollout.sampling.max_tokens
+        if not isinstance(self.task, EpisodeTask):
+            return tokens, 1
+        turns = self.task.max_turns
+        limits = [turns * tokens, self.task.max_tokens, self.rollout.engine.max_len]
+        return max(turns, min(limit for limit in limits if limit is not None)), turns
+
+    @property
     def scores_old(self) -> bool:
         """Whether the trainer scores a batch before the update. Not if the rollout is the anchor: there is no old."""
         return self.correction.ratio == "old/rollout"

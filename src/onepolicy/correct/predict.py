@@ -52,14 +52,17 @@ def predict(config: CorrectionConfig, kl: float, length: int, *, turns: int = 1)
     return Prediction(kept, weight, skipped)
 
 
-def warning(config: CorrectionConfig, length: int, *, kl: float = NOMINAL_KL, least: float = 0.5) -> str | None:
+def warning(
+    config: CorrectionConfig, length: int, *, turns: int = 1, kl: float = NOMINAL_KL, least: float = 0.5
+) -> str | None:
     """A line for the start of a run whose correction would silently shrink the step at an ordinary mismatch."""
-    found = predict(config, kl, length)
+    found = predict(config, kl, length, turns=turns)
     if found.attenuation >= least:
         return None
     return (
         f"correction {config.name} would multiply the step by {found.attenuation:.2g} (keeping {found.keep:.0%} of the "
-        f"slots) at a KL of {kl:g} nats a token and {length} tokens; token-level weights do not depend on the length"
+        f"slots) at a KL of {kl:g} nats a token and {length} tokens{f' in {turns} turns' if turns > 1 else ''}; "
+        "token-level weights do not depend on the length"
     )
 
 

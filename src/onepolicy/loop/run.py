@@ -51,7 +51,8 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
         raise UsageError(
             f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
         )
-    if (shrinks := warning(config.correction, config.rollout.sampling.max_tokens)) is not None:
+    tokens, turns = config.longest
+    if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
     parts, tokenizer = setup.build_parts(config, origin.weights)
     quantised = getattr(parts.engine, "quantised", None)
