@@ -52,11 +52,14 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    kernels.multiply(x[:, :TERMS], weight[:TERMS], out)
-    for start in range(TERMS, x.shape[1], TERMS):
-        part = torch.empty_like(out)
-        kernels.multiply(x[:, start : start + TERMS], weight[start : start + TERMS], part)
-        out += part
+    if x.shape[1] <= TERMS:
+        return kernels.multiply(x, weight, out)
+    part = torch.empty_like(out)
+    for start in range(0, x.shape[1], TERMS):
+        chain = weight[start : start + TERMS].contiguous()  # oneDNN adds in another order if rows are not adjacent
+        kernels.multiply(x[:, start : start + TERMS], chain, part if start else out)
+        if start:
+            out += part
 
 
 def batched(x: Tensor, y: Tensor) -> Tensor:
@@ -139,7 +142,7 @@ def silu(x: Tensor, inplace: bool = False) -> Tensor:
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return _Elementwise.apply(
         x,
-        lambda x: torch.where(x * beta > threshold, x, (x * beta).exp_().add_(1).log_() / beta),
+        lambda x: torch.where(x * beta > threshold, x, (x * beta).exp_().log1p_() / beta),
         lambda grad, x, out: aten.softplus_backward(grad, x, beta, threshold),
     )
 

@@ -1,0 +1,199 @@
+"""Each operator of on-policy numerics: its definition, and one result per row whatever batch, position and threads."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from onepolicy.config import UsageError
+from onepolicy.invariant import ops, probe
+from onepolicy.invariant.attention import attend
+from onepolicy.invariant.ops import TERMS, TILE
+from onepolicy.models.bags import sum_rows, weighted_rows
+
+CPU = torch.device("cpu")
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SEEDS = st.integers(0, 10_000)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_after():
+    yield
+    torch.set_num_threads(1)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def chains(x, weight):
+    """x [M, I] @ weight [I, O] by the definition: chains of TERMS fused multiply-adds, added in order."""
+    out = None
+    for start in range(0, x.shape[1], TERMS):
+        total = torch.zeros(len(x), weight.shape[1])
+        for k in range(start, min(start + TERMS, x.shape[1])):
+            total = (total.double() + x[:, k : k + 1].double() * weight[k].double()).float()
+        out = total if out is None else out + total
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 90), terms=st.integers(1, 420), columns=st.integers(1, 70), dtype=DTYPES, seed=SEEDS)
+def test_linear_is_its_definition(rows, terms, columns, dtype, seed):
+    x, weight, bias = (normal(*shape, seed=seed).to(dtype) for shape in ((rows, terms), (columns, terms), (columns,)))
+    expected = (chains(x.float(), weight.float().T) + bias.float()).to(dtype)
+    assert torch.equal(ops.linear(x, weight, bias), expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 400),
+    terms=st.integers(1, 300),
+    columns=st.integers(1, 300),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
+@example(rows=64, terms=129, columns=256, dtype=torch.float32, seed=0)  # oneDNN, a slice of the weights
+def test_a_row_of_linear_is_the_same_in_any_batch(rows, terms, columns, dtype, seed):
+    x, weight = normal(rows, terms, seed=seed).to(dtype), normal(columns, terms, seed=seed + 1).to(dtype)
+    alone = ops.linear(x[-1:], weight)
+    assert torch.equal(ops.linear(x, weight)[-1:], alone)
+    assert torch.equal(ops.linear(x.flip(0), weight)[:1], alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(17, 64, 16), (33, 128, 33), (43, 200, 96), (300, 128, 130)])
+def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, columns, threads):
+    """Threads share rows and columns out; a share of one to three would go to another kernel."""
+    x, weight = normal(rows, terms), normal(columns, terms, seed=1)
+    expected = ops.linear(x, weight)
+    torch.set_num_threads(threads)
+    assert torch.equal(ops.linear(x, weight), expected)
+
+
+def test_large_products_take_another_kernel_and_agree():
+    """oneDNN begins at `linear.ENOUGH` multiplications; the same rows alone go to MKL."""
+    x, weight = normal(700, 128), normal(256, 128, seed=1)
+    assert torch.equal(ops.linear(x, weight)[200:216], ops.linear(x[200:216], weight))
+    assert torch.equal(ops.linear(x, weight)[:40], chains(x[:40], weight.T))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    batch=st.integers(1, 5), rows=st.integers(1, 60), terms=st.integers(1, 300), columns=st.integers(1, 60), seed=SEEDS
+)
+def test_batched_is_its_definition(batch, rows, terms, columns, seed):
+    x, y = normal(batch, rows, terms, seed=seed), normal(batch, terms, columns, seed=seed + 1)
+    assert torch.equal(ops.batched(x, y), torch.stack([chains(a, b) for a, b in zip(x, y, strict=True)]))
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=st.integers(1, 40), terms=st.integers(1, 300), columns=st.integers(1, 40), seed=SEEDS)
+def test_weighted_rows_are_the_same_chains(rows, terms, columns, seed):
+    x, weight = normal(rows, terms, seed=seed), normal(terms, columns, seed=seed + 1)
+    index = torch.arange(terms).expand(rows, -1).contiguous()
+    assert torch.equal(weighted_rows(weight, index, x, TERMS), chains(x, weight))
+
+
+def test_sum_rows_adds_in_order():
+    rows = normal(6, 5)
+    assert torch.equal(sum_rows(rows, 2), torch.stack([(rows[0] + rows[1]) + rows[2], (rows[3] + rows[4]) + rows[5]]))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus", "gelu"])
+@settings(deadline=None, max_examples=15)
+@given(size=st.integers(1, 3000), offset=st.integers(0, 40), dtype=DTYPES)
+def test_elementwise_is_the_same_at_any_place(name, size, offset, dtype):
+    x = (6 * normal(size, seed=size)).to(dtype)
+    function = getattr(ops, name)
+    assert torch.equal(function(torch.cat([x.new_zeros(offset), x]))[offset:], function(x))
+    assert torch.equal(function(x)[-1:], function(x[-1:].clone()))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus", "gelu"])
+def test_elementwise_values_and_gradients_are_torchs(name):
+    x = torch.cat([8 * normal(200), torch.tensor([-300.0, -90.0, 0.0, 90.0, 300.0])])
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    a, b = getattr(ops, name)(ours), getattr(F, name)(theirs)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    a.sum().backward()
+    b.sum().backward()
+    assert torch.isfinite(ours.grad).all()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_linear_are_torchs(dtype):
+    inputs = [normal(30, 200), normal(17, 200, seed=1), normal(17, seed=2)]
+    ours, theirs = ([x.to(dtype).requires_grad_() for x in inputs] for _ in range(2))
+    (ops.linear(*ours).float() ** 2).sum().backward()
+    (F.linear(*theirs).float() ** 2).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+
+
+def causal(q, key, value, queries, keys, **settings):
+    """`attend` of these queries over this many keys, masked."""
+    place = torch.arange(keys)
+    hidden = place > torch.tensor(queries)[:, None]
+    if (window := settings.pop("window", None)) is not None:
+        hidden |= place <= torch.tensor(queries)[:, None] - window
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return attend(q[:, queries], key[:, :, :keys], value[:, :, :keys], bias=bias, scale=0.3, **settings)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    length=st.integers(1, 700),
+    width=st.sampled_from([8, 24, 64, 192]),
+    window=st.sampled_from([None, 3, 100]),
+    sinks=st.booleans(),
+    data=st.data(),
+)
+def test_a_query_is_the_same_alone_and_among_others(length, width, window, sinks, data):
+    """Decoding equals prefilling, in chunks or whole, however long the longest row beside it is."""
+    sink = normal(4, seed=3) if sinks else None
+    size = ops.up_to(length, TILE)
+    q, key, value = normal(1, size, 4, width), normal(1, 2, size, width, seed=1), normal(1, 2, size, 16, seed=2)
+    start = data.draw(st.integers(0, length - 1))
+    rows = {"window": window, "sinks": sink}
+    whole = causal(q, key, value, list(range(length)), size, **rows)[0]
+    chunk = causal(q, key, value, list(range(start, length)), size, **rows)[0]
+    alone = causal(q, key, value, [start], ops.up_to(start + 1, TILE), **rows)[0]
+    assert torch.equal(whole[start:], chunk)
+    assert torch.equal(whole[start : start + 1], alone)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_is_attention(window):
+    q, key, value = normal(1, 64, 4, 16), normal(1, 2, 64, 16, seed=1), normal(1, 2, 64, 16, seed=2)
+    place = torch.arange(64)
+    seen = (place <= place[:, None]) & (place > place[:, None] - (window or 64))
+    expected = F.scaled_dot_product_attention(
+        q.transpose(1, 2), key, value, attn_mask=seen, scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    ours = causal(q, key, value, list(range(64)), 64, window=window, sinks=None)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_this_build_passes():
+    probe.check_build.__wrapped__(CPU, 1)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "named"),
+    [
+        ("TILE", 1, "linear 32x128 in torch.float32"),
+        ("TERMS", 100_000, "linear 300x24"),
+        ("silu", F.silu, "silu"),
+        ("sigmoid", torch.sigmoid, "sigmoid"),
+    ],
+)
+def test_a_build_that_fails_is_refused_by_operator(monkeypatch, attribute, value, named):
+    """Without padding, without splitting long sums, with torch's own kernel: each is found and named."""
+    if attribute == "TERMS" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("the default kernels")
+    monkeypatch.setattr(ops, attribute, value)
+    with pytest.raises(UsageError, match=f"numerics: {named}.*torch {torch.__version__.partition('+')[0]}"):
+        probe.check_build.__wrapped__(CPU, 1)
