@@ -56,21 +56,19 @@ class Invariant:
     def __init__(self, model: PreTrainedModel, *, strict: bool = False) -> None:
         refuse_recurrent(model)
         self.model, self.strict = model, strict
-        self._stack = ExitStack()
+        self._entered: list[ExitStack] = []  # one for every time this object was entered
 
     def __enter__(self) -> Self:
-        _enter(self.model)
-        self._stack.callback(_leave, self.model)
-        if self.strict:
-            try:
-                self._stack.enter_context(Strict(self.model))
-            except BaseException:
-                self._stack.close()
-                raise
+        with ExitStack() as stack:
+            _enter(self.model)
+            stack.callback(_leave, self.model)
+            if self.strict:
+                stack.enter_context(Strict(self.model))
+            self._entered.append(stack.pop_all())
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._entered.pop().close()
 
 
 def install(model: PreTrainedModel) -> None:
