@@ -1,11 +1,12 @@
 """Mismatch by turn number in scripted episodes of 32 and 100 turns: bfloat16 rollout against float32 trainer.
 
-The policy of turn_curves.py samples its turns; what it reads is scripted: after turn n comes the n-th passage of a
-chain, whatever was searched for. So every episode has all its turns. The sampled tokens are then scored twice by the
-trainer, with the rollout's routes and with its own: both are of the same tokens.
+The policy samples its turns; what it reads is scripted: after turn n comes the n-th passage of a chain, whatever was
+searched for. So every episode has all its turns. The sampled tokens are then scored twice by the trainer, with the
+rollout's routes and with its own: both are of the same tokens. The policy is that of turn_curves.py, warmed up further
+on episodes of up to 100 turns, or (--short) as it is: then turns from the 17th on are none it was warmed up on.
 
-    python benchmarks/turn_mismatch.py                                      # 16 episodes of 32 turns, 16 of 100
-    python benchmarks/turn_mismatch.py --figures docs/figures --png
+    python benchmarks/turn_mismatch.py --figures docs/figures --png         # 16 episodes of 32 turns, 16 of 100
+    python benchmarks/turn_mismatch.py --short
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from turn_tables import markdown, turn_curves, turn_table
-from turn_task import Chain, found, make_data, make_policy, question, random_chain, search
+from turn_task import Chain, found, make_data, make_long_policy, make_policy, question, random_chain, search
 
 from onepolicy.config import load
 from onepolicy.envs.chat import encode
@@ -46,7 +47,8 @@ TURN = 32  # tokens of a turn, at most
 def main() -> None:
     options = arguments()
     make_data(options.out)
-    path = f"model.path={make_policy(options.out)}"
+    make = make_policy if options.short else make_long_policy
+    path = f"model.path={make(options.out)}"
     config = load(RECIPE, [path, *(f"{key}={value}" for key, value in SETTINGS.items())])
     pair, tokenizer = build_pair(config, config.model, MAX_LEN), load_tokenizer(config.model)
     drawn = []
@@ -69,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turns", nargs="+", type=int, default=[32, 100], metavar="N")
     parser.add_argument("--episodes", type=int, default=16, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="where turn_curves.py has its policy")
+    parser.add_argument("--short", action="store_true", help="the policy of turn_curves.py, which knows 16 turns")
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
     parser.add_argument("--png", action="store_true", help="and as PNG")
     return parser.parse_args()

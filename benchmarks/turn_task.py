@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from onepolicy.config import JsonlTask, ReActTask, SearchTool
+from onepolicy.config import JsonlTask, ModelConfig, ReActTask, SearchTool
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
 from onepolicy.envs.dialogue import observation
+from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.train.policy import Example, make_model, make_tokenizer, save_policy, warm_up
 
 LINKS = 15  # of the longest problem: 16 turns
@@ -87,11 +88,11 @@ def random_chain(links: int, rng: np.random.Generator) -> Chain:
     return Chain(names, rng)
 
 
-def worked(mistakes: float, *, seed: int = 0) -> Iterator[Example]:
-    """Endless worked episodes on entries that are not in the corpus. A mistake is a guess where a search belongs."""
+def worked(mistakes: float, *, seed: int = 0, links: int = LINKS) -> Iterator[Example]:
+    """Endless worked episodes of 1 to `links` links on entries of their own; a mistake is a guess for a search."""
     rng = np.random.default_rng(1 + seed)
     while True:
-        chain = random_chain(int(rng.integers(1, LINKS + 1)), rng)
+        chain = random_chain(int(rng.integers(1, links + 1)), rng)
         made = int(np.argmax([*(rng.random(len(chain.entries)) < mistakes), True]))
         guess = str(rng.integers(10, 100))
         yield chain.episode(made, chain.answer if made == len(chain.entries) else guess)
@@ -120,6 +121,22 @@ def make_policy(folder: Path) -> Path:
     return path
 
 
+def make_long_policy(folder: Path) -> Path:
+    """FOLDER/policy-long: the policy, warmed up further on episodes of up to 100 turns; kept if it is there. It hardly
+    guesses, or no episode would become long."""
+    path = folder / "policy-long"
+    if path.exists():
+        return path
+    further = {"steps": 120, "tokens_per_step": 4096, "lr": 1e-3, "mistakes": 0.02, "mistakes_from": 0.0, "seed": 1}
+    config = policy_config(folder).model_copy(update=further)
+    torch.set_num_threads(1)
+    start = ModelConfig(path=str(make_policy(folder)))
+    model, tokenizer = load_model(start, torch.float32, torch.device("cpu")), load_tokenizer(start)
+    warm_up(model, tokenizer, functools.partial(worked, seed=config.seed, links=99), config, progress=_say)
+    save_policy(model, tokenizer, config, path)
+    return path
+
+
 def _say(step: int, loss: float, accuracy: float) -> None:
-    if step % 50 == 0:
+    if step % 20 == 0:
         print(f"warm-up step {step}: loss {loss:.3f}, next-token accuracy {accuracy:.3f}", flush=True)
