@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -32,22 +33,25 @@ ARMS = {
     "r3": ("replay.mode=r3", "correction.preset=recompute"),
     "off + tis": ("replay.mode=off", "correction.preset=tis"),
 }
+# What a change of the last bits of the gradient does to a run: the same arm, its gradient summed in another order.
+CONTROL = ("off, reordered", (*ARMS["off"], "train.tokens_per_micro_batch=4096"))
 TURNS = (16, 8, 4, 2, 1)
 JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=2)
 
 
 def main() -> None:
     options = arguments()
+    jobs = [(arm, turns, seed) for seed in options.seeds for turns in options.turns for arm in ARMS]
+    if options.control:
+        jobs += [(CONTROL[0], max(options.turns), seed) for seed in options.seeds]
     found = []
-    for seed in options.seeds:
-        for turns in options.turns:
-            for arm in ARMS:
-                run = options.out / f"{arm.replace(' + ', '-')}-turns{turns}-seed{seed}"
-                if not options.show:
-                    play(options.out, run, arm, turns, seed)
-                if (run / "eval.json").exists():
-                    found.append(outcome(run, arm, turns, seed))
-    there = Counter((each.turns, each.seed) for each in found)
+    for arm, turns, seed in jobs:
+        run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}-turns{turns}-seed{seed}"
+        if not options.show:
+            play(options.out, run, arm, turns, seed)
+        if (run / "eval.json").exists():
+            found.append(outcome(run, arm, turns, seed))
+    there = Counter((each.turns, each.seed) for each in found if each.arm in ARMS)
     paired = [each for each in found if there[each.turns, each.seed] == len(ARMS)]
     print(tables(paired))
     if options.figures:
@@ -60,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--turns", nargs="+", type=int, default=TURNS, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="task, policy, runs (default: runs/turns)")
+    parser.add_argument("--control", action="store_true", help="and, with most turns, `off` summed in another order")
     parser.add_argument("--show", action="store_true", help="train nothing: tables and figures of what is there")
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
     parser.add_argument("--png", action="store_true", help="and as PNG")
@@ -71,7 +76,7 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int) -> None:
     make_data(folder)
     corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
     task = (f"task.problems.path={folder}/problems.jsonl", f"task.tools={corpus}", f"task.max_turns={turns}")
-    settings = (f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS[arm])
+    settings = (f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS.get(arm, CONTROL[1]))
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
             loop.resume(run, loop.Progress())

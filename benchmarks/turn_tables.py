@@ -27,25 +27,21 @@ class Outcome:
     rows: list[Row]
     scores: dict[str, float]
 
-    @property
-    def sampled(self) -> float:
-        return self.scores["eval/avg@2"]
-
-    @property
-    def greedy(self) -> float:
-        return self.scores["eval/greedy"]
-
-    @property
-    def last(self) -> float:
-        return mean(row["train/reward"] for row in self.rows[-LAST:])
-
-    @property
-    def whole(self) -> float:
-        return mean(row["train/reward"] for row in self.rows)
+    def reward(self, last: int) -> float:
+        """Mean training reward of the last steps."""
+        return mean(row["train/reward"] for row in self.rows[-last:])
 
     @property
     def k3(self) -> float:
         return mean(row["mismatch/k3"] for row in self.rows)
+
+
+VALUES: dict[str, Callable[[Outcome], float]] = {
+    "held-out accuracy, sampled (avg@2)": lambda run: run.scores["eval/avg@2"],
+    "held-out accuracy, greedy": lambda run: run.scores["eval/greedy"],
+    f"training reward, last {LAST} steps": lambda run: run.reward(LAST),
+    "training reward, all steps": lambda run: run.reward(len(run.rows)),
+}
 
 
 def mean(values: Iterable[float]) -> float:
@@ -63,28 +59,28 @@ def cell(values: Sequence[float], digits: int = 3) -> str:
 
 def tables(found: list[Outcome]) -> str:
     """Markdown: what each arm earns, and the differences to `off` on the same seed and turns."""
-    return "\n\n".join(
-        (
-            table(found, "held-out accuracy, sampled (avg@2)", lambda run: run.sampled),
-            table(found, "held-out accuracy, greedy", lambda run: run.greedy),
-            table(found, f"training reward, last {LAST} steps", lambda run: run.last),
-            table(found, "training reward, all steps", lambda run: run.whole),
-            k3_table(found),
-            turn_table(probes(found)),
-        )
-    )
+    own = (table(found, title, value) for title, value in VALUES.items())
+    return "\n\n".join((*own, k3_table(found), turn_table(probes(found))))
 
 
 def table(found: list[Outcome], title: str, value: Callable[[Outcome], float]) -> str:
-    others = [arm for arm in LOOKS if arm != "off"]
-    rows = [(title, *LOOKS, *(f"{arm} - off" for arm in others), "seeds")]
+    """Mean and standard deviation over the seeds, of every arm and of its differences to `off` seed by seed."""
+    arms = list(dict.fromkeys(run.arm for run in found))
+    others = [arm for arm in arms if arm != "off"]
+    rows = [(title, *arms, *(f"{arm} - off" for arm in others), "seeds")]
     for turns in sorted({run.turns for run in found}):
-        by_arm = {arm: seeds(found, arm, turns, value) for arm in LOOKS}
+        by_arm = {arm: seeds(found, arm, turns, value) for arm in arms}
         differences = [[by_arm[arm][s] - by_arm["off"][s] for s in sorted(by_arm[arm])] for arm in others]
-        cells = [cell([*by_arm[arm].values()]) for arm in LOOKS]
-        signed = [f"{mean(d):+.3f} ± {spread(d):.3f} ({', '.join(f'{x:+.3f}' for x in d)})" for d in differences]
-        rows.append((f"{turns} turns", *cells, *signed, str(len(by_arm["off"]))))
+        cells = [cell([*by_arm[arm].values()]) for arm in arms]
+        rows.append((f"{turns} turns", *cells, *map(signed, differences), str(len(by_arm["off"]))))
     return markdown(rows)
+
+
+def signed(differences: Sequence[float]) -> str:
+    if not differences:
+        return ""
+    each = ", ".join(f"{x:+.3f}" for x in differences)
+    return f"{mean(differences):+.3f} ± {spread(differences):.3f} ({each})"
 
 
 def seeds(found: list[Outcome], arm: str, turns: int, value: Callable[[Outcome], float]) -> dict[int, float]:
@@ -135,7 +131,7 @@ def reward_figure(found: list[Outcome]) -> Figure:
     turns = sorted({run.turns for run in found})
     data = []
     for place, (arm, look) in enumerate(LOOKS.items()):
-        values = [[*seeds(found, arm, t, lambda run: run.sampled).values()] for t in turns]
+        values = [[*seeds(found, arm, t, lambda run: run.scores["eval/avg@2"]).values()] for t in turns]
         x = [t * 1.04 ** (place - 1) for t in turns]  # side by side, or the bars would hide each other
         data.append(points(arm, x, values, look))
     xaxis = axis("allowed turns", type="log", tickmode="array", tickvals=turns, ticktext=[str(t) for t in turns])
