@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
+from onepolicy.envs.render import encode
 
 Message = dict[str, Any]
 Replies = Sequence[str]  # to one turn
@@ -151,9 +152,3 @@ def _split(text: str, marks: Sequence[str]) -> list[str]:
             raise UsageError("model.path: the chat template leaves out a message; use another one")
         texts.append(before)
     return [*texts, text]
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, outside: bool = False) -> list[int]:
-    """outside: text we did not write, in which special tokens are plain characters."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=outside)
-    return ids

@@ -11,8 +11,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.chat import THOUGHT_END, ChatTurns, Message, Opening, Replies, encode
-from onepolicy.envs.render import decode
+from onepolicy.envs.chat import THOUGHT_END, ChatTurns, Message, Opening, Replies
+from onepolicy.envs.render import decode, encode
 from onepolicy.envs.tools import ToolSpec, schema
 
 

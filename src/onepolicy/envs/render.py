@@ -23,6 +23,12 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, outside: bool = False) -> list[int]:
+    """outside: text we did not write, in which special tokens are plain characters."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=outside)
+    return ids
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """The text of these ids as it is, special tokens left out."""
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -61,14 +67,9 @@ def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], problem:
 def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Those for which the tokenizer feeds its unknown token."""
     unknown = tokenizer.unk_token_id
-    if unknown is None or unknown not in _plain(tokenizer, text):
+    if unknown is None or unknown not in encode(tokenizer, text, outside=True):
         return ""
-    return "".join(each for each in sorted(set(text)) if unknown in _plain(tokenizer, each))
-
-
-def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
+    return "".join(each for each in sorted(set(text)) if unknown in encode(tokenizer, each, outside=True))
 
 
 def source(problem: Problem) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.envs.chat import THOUGHT_END, ChatTurns, Message, Opening, Replies, encode
+from onepolicy.envs.chat import THOUGHT_END, ChatTurns, Message, Opening, Replies
 from onepolicy.envs.dialogue import Dialogue
+from onepolicy.envs.render import encode
 
 
 class PlainTalk:
