@@ -105,6 +105,7 @@ def test_what_cannot_be_played_is_refused():
         ("GuessTheNumbers-v0", r"no game 'GuessTheNumbers-v0'; did you mean GuessTheNumber-v0"),
         ("Chopsticks-v0", r"task.game: Chopsticks-v0 .*cannot be played by one player here"),
         ("SpiteAndMalice-v0", r"task.game: SpiteAndMalice-v0 is for several players"),
+        ("Countdown-v0", r"could not convert string to float"),  # its score of a wrong move is a text
         ("TwentyQuestions-v0", r"OpenRouter API key not found"),
     ):
         with pytest.raises(UsageError, match=message):

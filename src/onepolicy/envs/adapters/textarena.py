@@ -81,10 +81,11 @@ class TextArena(InTurns):
                 episode.events.append("move")
                 try:
                     seen, over = match.step(said(text))
+                    result = match.result if over else 0.0
                 except LIBRARY_ERRORS as error:
                     raise EpisodeError(f"{self.config.game} failed in a move: {error!r}") from error
                 if over:
-                    return scaled(match.result, self.config.returns)
+                    return scaled(result, self.config.returns)
                 episode.reply([seen])
             return 0.0
         finally:
