@@ -35,6 +35,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a reasoning-gym name)",
     )
     measure.add_argument(
+        "--quant", metavar="FORMAT", help="quantise the engine's weights: int8, fp8, fp8-weight or simulated"
+    )
+    measure.add_argument(
         "--numerics",
         choices=get_args(Numerics),
         help="on-policy: how many log-probabilities differ in any bit, where first",
@@ -52,6 +55,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run_measure(arguments: argparse.Namespace) -> int:
     overrides = [*(engine_settings(arguments.engine) if arguments.engine else []), *arguments.overrides]
+    if arguments.quant:
+        overrides = [f"rollout.quant.format={arguments.quant}", *overrides]
     if arguments.numerics:
         overrides = [f"numerics={arguments.numerics}", *overrides]
     model = arguments.model

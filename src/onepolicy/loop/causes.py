@@ -53,6 +53,8 @@ def explain(learner: LocalLearner, native: TokenBatch) -> Explained:
     shift, aligned = realigned(native)
     plain = Scorer(learner)
     scorer, fitted = fit_temperature(plain, aligned)
+    if learner.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
+        scorer, fitted = plain, aligned  # rounded weights flatten a distribution a little, as a temperature would
     narrowed = aligned
     if (left := k3_of(fitted)) >= HARMLESS_KL:
         starts = [(plain, aligned)] if scorer.factor == 1 else [(plain, aligned), (scorer, fitted)]

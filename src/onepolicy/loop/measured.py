@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import onepolicy
 from onepolicy.config import RunConfig
 from onepolicy.correct.diagnose import Diagnosis
+from onepolicy.correct.predict import predict
 from onepolicy.correct.verdict import Verdict
 from onepolicy.loop.causes import Alone, Explained
 from onepolicy.loop.probe import measure, per_layer, routing_tensors
@@ -75,6 +76,7 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "breakdowns": {name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()},
         "worst": [dataclasses.asdict(each) for each in found.worst],
         "distribution": found.distribution,
+        "prediction": prediction(found),
         "config": found.config.model_dump(mode="json"),
         "started": datetime.now().isoformat(timespec="seconds"),
         "versions": {
@@ -105,6 +107,16 @@ def batches(found: Measurement) -> dict[str, TokenBatch]:
     if seen.replayed is not None:
         out["with_replay"] = seen.replayed
     return out if found.dense is None else out | {"dense": found.dense[1].native}
+
+
+def prediction(found: Measurement) -> dict[str, Any] | None:
+    """What the run's correction would keep of a step, and multiply it by, at the measured k3 and mean length."""
+    correction, batch = found.config.correction, found.look.replayed or found.look.native
+    kl, length = mismatch_of(batch).k3, round(int(batch.trainable.sum()) / batch.num_samples)
+    if not kl > 0 or length < 1:
+        return None
+    would = predict(correction, kl, length)
+    return {"correction": correction.name, "kl": kl, "length": length} | dataclasses.asdict(would)
 
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:

@@ -73,11 +73,22 @@ def summary(tree: Tree) -> list[RenderableType]:
     parts.append(_table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree)))
     parts.append(_table("Each measured alone", ALONE_HEADER, alone_rows(tree)))
     parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
+    if (would := tree.get("prediction")) is not None:
+        parts.append(Text(powers(prediction_words(would))))
     said = tree["verdict"]
     parts.append(Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow")))
     if said["setting"]:
         parts.append(Text(f"Set: {said['setting']}"))
     return [*parts, *(Text(powers(f"Because {text}.")) for text in said["basis"])]
+
+
+def prediction_words(would: Tree) -> str:
+    without = f" (without {', '.join(would['not_modelled'])})" if would["not_modelled"] else ""
+    return (
+        f"Correction {would['correction']}{without} would keep {would['keep']:.2%} of the slots and multiply a step by "
+        f"{would['attenuation']:.4f}, if log ratios were normal with this k3 ({would['kl']:.2g}) over "
+        f"{would['length']} tokens."
+    )
 
 
 def comparison_header(tree: Tree) -> tuple[str, ...]:

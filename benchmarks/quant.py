@@ -1,0 +1,105 @@
+"""Rollout tokens per second, weight sizes and the share of a step, per format of the engine's weights.
+
+    python benchmarks/quant.py                                     # tiny and 196M parameters, three response lengths
+    python benchmarks/quant.py --models tiny --lengths 16 64 --rounds 5 --formats int8 fp8
+
+Formats are interleaved: every round samples the same prompts with each; the median of the ratios to bfloat16 of the
+same round counts. One thread is timed in CPU seconds, so that waiting for a core does not count. `step` is what a
+training step of the tiny policy takes besides sampling, from a short run, and with it what a format saves of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from engine import build_model
+from sync import big_model
+from transformers import PreTrainedModel
+
+from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, QuantFormat
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.types import Sampling
+
+MODELS = {"tiny": build_model, "big": big_model}
+FORMATS: dict[str, QuantFormat | None] = {
+    "bfloat16": None,
+    "int8": Int8(),
+    "int8-static": Int8(activations="static"),
+    "fp8": Fp8(),
+    "fp8-weight": Fp8Weight(),
+}
+PROMPT = 26
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    print("| model | format | weights, MB | response | tokens/s | speed / bfloat16 [min, max] |\n|" + " --- |" * 6)
+    for name in options.models:
+        model = MODELS[name]()
+        engines = {each: build(model, FORMATS[each], options) for each in ["bfloat16", *options.formats]}
+        for length in options.lengths:
+            found = speeds(engines, options.batch, length, options.rounds)
+            for each, values in found.items():
+                ratios = [own / base for own, base in zip(values, found["bfloat16"], strict=True)]
+                speed = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+                size, fast = f"{megabytes(engines[each]):.1f}", f"{statistics.median(values):,.0f}"
+                print(f"| {name} | {each} | {size} | {length} | {fast} | {speed} |", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS)[1:], choices=list(FORMATS)[1:])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 256], help="tokens of a response")
+    parser.add_argument("--batch", type=int, default=64, help="sequences decoded together")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+def build(model: PreTrainedModel, quant: QuantFormat | None, options: argparse.Namespace) -> HFEngine:
+    config = HFEngineConfig(dtype="bfloat16", slots=options.batch)
+    return HFEngine(copy.deepcopy(model), config, record=True, max_len=PROMPT + max(options.lengths), quant=quant)
+
+
+def megabytes(engine: HFEngine) -> float:
+    if engine.quantised is not None:
+        return sum(size.bytes_after for size in engine.quantised.sizes()) / 1e6
+    return sum(parameter.nbytes for parameter in engine.model.parameters()) / 1e6
+
+
+def speeds(engines: dict[str, HFEngine], batch: int, length: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of every round; one round before them warms up and calibrates."""
+    vocabulary = next(iter(engines.values())).model.config.vocab_size
+    prompts = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds + 1):
+        for name, engine in engines.items():
+            seconds = timed(lambda engine=engine: asyncio.run(sample(engine, prompts, length)))
+            if number:
+                found[name].append(batch * length / seconds)
+            elif engine.quantised is not None and any(each.scale is None for each in engine.quantised.static.values()):
+                engine.quantised.calibrate()
+    return found
+
+
+async def sample(engine: HFEngine, prompts: list[list[int]], length: int) -> None:
+    await engine.reset_cache()
+    requests = (engine.generate(p, Sampling(1.0, length), seed=i) for i, p in enumerate(prompts))
+    await asyncio.gather(*requests)
+
+
+def timed(run: Callable[[], None]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main()
