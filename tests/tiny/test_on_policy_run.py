@@ -73,6 +73,22 @@ def test_bfloat16_with_the_rollout_as_anchor(train):
     assert len(exact(run)) == 2
 
 
+def test_the_engines_batches_do_not_move_the_weights(train):
+    base, other = (
+        train(
+            None,
+            *ON,
+            "log.counterfactual_every=0",
+            f"rollout.engine.slots={slots}",
+            f"rollout.engine.prefix_reuse={on}",
+        )
+        for slots, on in ((8, "true"), (3, "false"))
+    )
+    exact(base)
+    before, after = weights(base), weights(other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_without_the_mode_it_differs(train):
     row = rows(train(None, "eval.every=0", "steps=1", "rollout.engine.dtype=float32"))[0]
     assert row["mismatch/differing"] > 0
