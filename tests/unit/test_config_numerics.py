@@ -1,8 +1,10 @@
 """`numerics = on-policy`: what it brings along, and what it refuses."""
 
+from pathlib import Path
+
 import pytest
 
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import UsageError, load, resolve
 
 TREE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}, "numerics": "on-policy"}
 
@@ -27,6 +29,15 @@ def test_nothing_is_corrected(replay):
     assert resolve(TREE | {"replay": replay}).correction.preset == "recompute"
     fast = resolve(TREE | {"replay": replay}, ["numerics=fast"])
     assert fast.correction.preset == ("tis" if replay["mode"] == "off" else "recompute")
+
+
+def test_the_recipe():
+    config = load(Path(__file__).parents[2] / "recipes" / "on_policy.toml")
+    assert (config.numerics, config.rollout.engine.dtype, config.correction.preset) == (
+        "on-policy",
+        "float32",
+        "ppo-is",
+    )
 
 
 def test_bypass_and_mini_steps_stand():
