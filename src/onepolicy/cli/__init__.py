@@ -103,7 +103,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def run_train(arguments: argparse.Namespace) -> None:
+def run_train(arguments: argparse.Namespace) -> int:
+    if int(os.environ.get("RANK", "0")) > 0 and "WORLD_SIZE" in os.environ:  # started by torchrun; rank 0 drives it
+        prepare_process(None)
+        from onepolicy.loop.rank import serve
+
+        return serve()
     overrides = list(arguments.overrides)
     if arguments.resume or arguments.fork:
         overrides = (
@@ -112,11 +117,9 @@ def run_train(arguments: argparse.Namespace) -> None:
     elif not arguments.recipe:
         raise UsageError("train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP")
     if arguments.resume:
-        _resume(Path(arguments.resume), overrides)
-        return
+        return _resume(Path(arguments.resume), overrides)
     if arguments.fork:
-        _fork(Path(arguments.fork), overrides)
-        return
+        return _fork(Path(arguments.fork), overrides)
     config = load(arguments.recipe, overrides)
     prepare_process(config.train.threads)
     from onepolicy.loop import run
@@ -124,27 +127,32 @@ def run_train(arguments: argparse.Namespace) -> None:
 
     with terminal_progress(config.steps) as progress:
         summary = run.start(config, progress)
-    _show(summary)
+    return _show(summary)
 
 
-def _resume(path: Path, overrides: list[str]) -> None:
-    steps = None
+def _resume(path: Path, overrides: list[str]) -> int:
+    changed: dict[str, int] = {}
     for override in overrides:
         name, _, value = override.partition("=")
-        if name != "steps" or not (value.isascii() and value.isdigit() and int(value)):
-            raise UsageError(f"--resume: only steps=N may change, not {override!r}; change settings with --from {path}")
-        steps = int(value)
+        number = int(value) if value.isascii() and value.isdigit() else -1
+        if name not in ("steps", "train.ranks") or number < (name == "steps"):
+            raise UsageError(
+                f"--resume: only steps=N and train.ranks=N may change, not {override!r}; change settings with "
+                f"--from {path}"
+            )
+        changed[name] = number
+    steps = changed.get("steps")
     config = read_config(path)
     prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
     with terminal_progress(steps or config.steps) as progress:
-        summary = run.resume(path, progress, steps)
-    _show(summary)
+        summary = run.resume(path, progress, steps, changed.get("train.ranks"))
+    return _show(summary)
 
 
-def _fork(source: Path, overrides: list[str]) -> None:
+def _fork(source: Path, overrides: list[str]) -> int:
     if not any(override.startswith("out=") for override in overrides):
         raise UsageError("--from: give the new run a folder with out=...")
     _refuse_other_weights(overrides, f"--from {source}")
@@ -160,7 +168,7 @@ def _fork(source: Path, overrides: list[str]) -> None:
     config = resolve(tree, overrides)
     with terminal_progress(config.steps, origin.step) as progress:
         summary = run.start(config, progress, origin)
-    _show(summary)
+    return _show(summary)
 
 
 def run_eval(arguments: argparse.Namespace) -> None:
@@ -224,9 +232,10 @@ def _refuse_other_weights(overrides: list[str], command: str) -> None:
             raise UsageError(f"{override}: has no effect, {command} uses the weights of its checkpoint; leave it out")
 
 
-def _show(summary: dict) -> None:
+def _show(summary: dict) -> int:
     from rich.console import Console
 
     from onepolicy.report.terminal import summary_table
 
     Console().print(summary_table(summary))
+    return 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
@@ -45,6 +45,29 @@ class TrainConfig(Frozen):
     """Samples are packed into micro-batches of at most this many slots; a longer sample gets one of its own."""
     activation_checkpointing: bool = False
     autocast: Literal["off", "bfloat16"] = "off"
+    compute: Literal["same", "bfloat16"] = "same"
+    """bfloat16: with train.ranks, forward and backward use parameters gathered in bfloat16 (FSDP2's mixed precision),
+    while the ranks' float32 shards, the sum of their gradients and AdamW stay float32."""
+    ranks: int = Field(0, ge=0)
+    """Processes that share the learner by FSDP2, one per GPU; this process is the first and starts the others. 0: the
+    learner lives unsharded in this process. Under torchrun it is the number of its processes and may be left out."""
+    rank_timeout: PositiveFloat = 1800.0
+    """With train.ranks: seconds after which a rank that does not answer, or does not come, ends the run."""
     reuse_scoring_forward: bool = False
     """Keep the graph of the scoring forward and use it for the update: one forward fewer per step, at the price of
     holding every activation of the step. Needs objective.mini_steps = 1 and no activation checkpointing."""
+
+    @model_validator(mode="after")
+    def _ranks_take_effect(self) -> Self:
+        if not self.ranks:
+            for name in ("compute", "rank_timeout"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(f"train.{name}: {value} has no effect without train.ranks; set that as well")
+        if self.compute == "bfloat16" and self.autocast == "bfloat16":
+            raise ValueError("train.autocast: has no effect with train.compute = bfloat16; choose one")
+        if self.ranks > 1 and ":" in self.device:
+            raise ValueError(
+                f"train.device: {self.device} is one device, but each of train.ranks = {self.ranks} takes its own; use "
+                "auto, cpu or cuda"
+            )
+        return self

@@ -141,6 +141,7 @@ class RunConfig(Frozen):
         self._check_turns()
         self._check_clips()
         self._check_anchor()
+        self._check_ranks()
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(
                 "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
@@ -219,3 +220,27 @@ class RunConfig(Frozen):
             )
         if self.objective.kl.importance == "old":
             raise ValueError(f"objective.kl.importance: with {name} there is no old policy; use rollout")
+
+    def _check_ranks(self) -> None:
+        """What cannot be on a learner of several processes, and what only can be there (train.compute)."""
+        if not self.train.ranks:
+            return
+        if self.rollout.engine.kind == "vllm":
+            raise ValueError(
+                "rollout.engine.kind: vllm has its own process groups in this process, which clash with those of "
+                "train.ranks; use vllm-server or hf"
+            )
+        if self.numerics == ON_POLICY:
+            raise ValueError(
+                "train.ranks: invariant operators do not work on sharded parameters; set it to 0, or numerics to fast"
+            )
+        if self.model.dtype == "bfloat16":
+            raise ValueError(
+                "model.dtype: the shards of train.ranks are float32; set train.compute = bfloat16 instead, which "
+                "gathers them rounded"
+            )
+        if self.train.compute == "bfloat16" and self.model.lm_head == "float32":
+            raise ValueError(
+                "model.lm_head: float32 would compute from weights that train.compute = bfloat16 has rounded; leave "
+                "one out (train.autocast keeps them unrounded)"
+            )

@@ -19,7 +19,6 @@ from onepolicy.interfaces import RolloutEngine
 from onepolicy.loop.bitwise import require_equal
 from onepolicy.loop.scorer import Scorer
 from onepolicy.measure.logprob import mismatch
-from onepolicy.train.forward import tempered_logits
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches, pack
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
@@ -231,5 +230,5 @@ def _ordered(learner: LocalLearner, batch: TokenBatch) -> Iterator[tuple[Tensor,
     for chosen in micro_batches(batch, learner.config.train.tokens_per_micro_batch):
         micro = batch.select(chosen).to(learner.device)
         slots = micro.trainable.nonzero()[:, 0]
-        ordered, order = tempered_logits(learner.model, micro, slots).double().softmax(-1).sort(-1, descending=True)
+        ordered, order = learner.logits(micro, slots).double().softmax(-1).sort(-1, descending=True)
         yield ordered, order == micro.target_ids[slots, None]

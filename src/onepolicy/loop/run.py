@@ -15,7 +15,7 @@ from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.invariant.fingerprint import digest
-from onepolicy.loop import folder, setup
+from onepolicy.loop import folder, ranks, setup
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
@@ -45,6 +45,7 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
     """A new run (or a fork, which starts at a parent's checkpoint). Returns the summary."""
     if isinstance(config.task, PromptsTask):
         raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
+    config = ranks.effective(config)
     out = Path(config.out)
     folder.check_new(out)
     if origin.step >= config.steps:
@@ -54,21 +55,23 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
     tokens, turns = config.longest
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
-    parts, tokenizer = setup.build_parts(config, origin.weights)
-    quantised = getattr(parts.engine, "quantised", None)
-    if quantised is not None:
-        progress.note(quantised.words())
-    folder.create(out, config, origin, parts.learner.fingerprint, None if quantised is None else quantised.report())
-    with folder.held(out):
-        return asyncio.run(_train(parts, tokenizer, out, origin, progress))
+    with ranks.started(config) as others:
+        parts, tokenizer = setup.build_parts(config, origin.weights, others)
+        quantised = getattr(parts.engine, "quantised", None)
+        if quantised is not None:
+            progress.note(quantised.words())
+        folder.create(out, config, origin, parts.learner.fingerprint, None if quantised is None else quantised.report())
+        with folder.held(out):
+            return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
 
-def resume(run: Path, progress: Progress, steps: int | None = None) -> Json:
+def resume(run: Path, progress: Progress, steps: int | None = None, count: int | None = None) -> Json:
     """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
 
-    A run that was killed between its last step and its summary gets its summary and report.
+    steps: to train on to. count: another number of ranks. A run that was killed between its last step and its summary
+    gets its summary and report.
     """
-    config = read_config(run)
+    config = ranks.effective(read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with folder.held(run):
@@ -77,10 +80,11 @@ def resume(run: Path, progress: Progress, steps: int | None = None) -> Json:
             raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
         if origin.step == config.steps:
             return _finish(config, run, origin)
-        parts, tokenizer = setup.build_parts(config, origin.weights)
-        folder.write_config(run, config)
-        progress.note(f"resuming {run} after step {origin.step}")
-        return asyncio.run(_train(parts, tokenizer, run, origin, progress))
+        with ranks.started(config) as others:
+            parts, tokenizer = setup.build_parts(config, origin.weights, others)
+            folder.write_config(run, config)
+            progress.note(f"resuming {run} after step {origin.step}")
+            return asyncio.run(_train(parts, tokenizer, run, origin, progress))
 
 
 async def _train(
@@ -89,7 +93,7 @@ async def _train(
     config, learner = parts.config, parts.learner
     assert isinstance(learner, LocalLearner)
     if origin.weights is not None:
-        checkpoint.restore_optimizer(origin.weights, learner)
+        learner.restore(origin.weights)
         if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
             checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
     truncate_after(out, origin.step)
@@ -130,6 +134,8 @@ async def _train(
             if _due(done, config.checkpoint.every, config.steps):
                 checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
                 checkpoint.prune(out, config.checkpoint.keep)
+    learner.finish_saving()
+    checkpoint.prune(out, config.checkpoint.keep)
     return _finish(config, out, origin)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,12 +33,14 @@ from onepolicy.envs import build
 from onepolicy.interfaces import EngineCaps, Environment, RolloutEngine
 from onepolicy.invariant.contract import agree
 from onepolicy.invariant.probe import start
+from onepolicy.loop.ranks import Ranks
 from onepolicy.loop.step import Parts
 from onepolicy.models import fp32_head
 from onepolicy.models.load import (
     cast,
     context_length,
     device_of,
+    empty_model,
     load_model,
     load_tokenizer,
     read_config,
@@ -53,6 +57,10 @@ from onepolicy.sync.check import adopt
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.policy import cached_path
+from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.sharded.learner import RankedLearner
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.wire import Message
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
@@ -100,13 +108,15 @@ class Pair:
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
 
 
-def build_parts(config: RunConfig, weights: Path | None = None) -> tuple[Parts, PreTrainedTokenizerBase]:
-    """`weights`: a checkpoint folder to load instead of model.path (resume, fork)."""
+def build_parts(
+    config: RunConfig, weights: Path | None = None, ranks: Ranks | None = None
+) -> tuple[Parts, PreTrainedTokenizerBase]:
+    """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner."""
     _check_extras(config)
     model = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
     refuse_unreplayable(config, model)
     environment, tokenizer, max_len = open_environment(config, model)
-    pair = build_pair(config, model, max_len)
+    pair = build_pair(config, model, max_len, ranks)
     reprefill = None
     if from_reprefill(config):
         second = load_copy(model, config.rollout, pair.learner.device)
@@ -130,22 +140,19 @@ def build_evaluator(config: RunConfig, model: ModelConfig, device: torch.device,
     return build_engine(model, own, device, routes=None, max_len=max_len)
 
 
-def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
+def build_pair(config: RunConfig, model: ModelConfig, max_len: int, ranks: Ranks | None = None) -> Pair:
     """Both with the weights of `model`, its reference and critic too."""
-    device = device_of(config.train.device)
-    torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
-    use_threads(config)
-    hf_config = read_config(model)
-    trained = load_trained(model, device)
-    routers = bind_routers(trained) if is_moe(hf_config) else None
-    reference = build_reference(config, hf_config.get_text_config().vocab_size, device)
-    critic = build_critic(model, config, device)
-    learner = LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
-    rules = route_rules(config, routers) if routers else None
+    if config.train.ranks and ranks is None:
+        raise UsageError(
+            f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
+            "train.ranks=0 here"
+        )
+    learner = build_learner(config, model, ranks)
+    rules = route_rules(config, learner.routers) if learner.routers else None
     engine = build_engine(
         model,
         config.rollout.engine,
-        device,
+        learner.device,
         routes=None if from_reprefill(config) else rules,
         max_len=max_len,
         weights=isinstance(config.replay, WeightsReplay),
@@ -158,10 +165,42 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
     return Pair(config, engine, learner, rules)
 
 
+def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner:
+    """With the weights of `model`, its reference and critic too. ranks: this process's part of a sharded one.
+
+    The driver has the other ranks build theirs: some of this is done in step.
+    """
+    if ranks is not None and ranks.team is not None:
+        build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
+        ranks.team.tell_all(Message(build))
+    device = device_of(config.train.device) if ranks is None else ranks.device
+    torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
+    use_threads(config)
+    hf_config = read_config(model)
+    spread = None if ranks is None else Spread(ranks.mesh, compute_dtype(config))
+    trained = load_trained(model, device, spread)
+    routers = bind_routers(trained) if is_moe(hf_config) else None
+    reference = build_reference(config, hf_config.get_text_config().vocab_size, device, spread)
+    critic = build_critic(model, config, device, spread)
+    if ranks is None:
+        return LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
+    kind = RankLearner if ranks.team is None else partial(RankedLearner, team=ranks.team)
+    learner = kind(trained, config, routers=routers, reference=reference, critic=critic, like=empty_model(model))
+    if ranks.team is not None:
+        ranks.team.hear()
+    return learner
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype | None:
+    return None if config.train.compute == "same" else DTYPES[config.train.compute]
+
+
 def use_threads(config: RunConfig) -> None:
     """train.threads for the trainer and every engine in this process: all of them compute with torch's one team."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    elif config.train.ranks and "RANK" not in os.environ:  # torchrun and `ranks.started` have set it for theirs
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.train.ranks))
 
 
 def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
@@ -191,7 +230,9 @@ def _check_extras(config: RunConfig) -> None:
             )
 
 
-def build_reference(config: RunConfig, vocabulary: int, device: torch.device) -> PreTrainedModel | None:
+def build_reference(
+    config: RunConfig, vocabulary: int, device: torch.device, spread: Spread | None = None
+) -> PreTrainedModel | None:
     """The frozen model of objective.kl, if there is one. It routes every token itself."""
     if not config.objective.kl.coef:
         return None
@@ -204,18 +245,20 @@ def build_reference(config: RunConfig, vocabulary: int, device: torch.device) ->
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
     if own != vocabulary:
         raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
-    reference = load_trained(model_config, device).requires_grad_(False)
+    reference = load_trained(model_config, device, spread).requires_grad_(False)
     if config.numerics == ON_POLICY:
         start(reference)  # equal weights then have a KL of exactly 0
     return reference
 
 
-def load_trained(model: ModelConfig, device: torch.device) -> PreTrainedModel:
-    """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples."""
-    loaded = load_model(model, DTYPES[model.dtype], device)
+def load_trained(model: ModelConfig, device: torch.device, spread: Spread | None = None) -> PreTrainedModel:
+    """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
+    loaded = load_model(model, DTYPES[model.dtype], device if spread is None else torch.device("cpu"))
+    if spread is not None:
+        spread.shard(loaded)
     if model.lm_head == "float32":
         fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
-    prepare_for_training(loaded, device)
+    prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)
     return loaded
 
 
@@ -252,13 +295,14 @@ def load_engine_model(
     return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
 
 
-def build_critic(model: ModelConfig, config: RunConfig, device: torch.device) -> Critic | None:
+def build_critic(
+    model: ModelConfig, config: RunConfig, device: torch.device, spread: Spread | None = None
+) -> Critic | None:
     """A critic that starts from the policy's weights, if the objective has one."""
     if config.objective.critic is None:
         return None
-    own = load_model(model, DTYPES[config.model.dtype], device)
-    prepare_for_training(own, device)
-    return Critic(own, config.objective.critic, config.optim)
+    own = load_trained(model.model_copy(update={"lm_head": "same"}), device)
+    return Critic(own, config.objective.critic, config.optim, spread)
 
 
 def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:

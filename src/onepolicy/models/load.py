@@ -112,6 +112,17 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+def empty_model(model: ModelConfig) -> PreTrainedModel:
+    """On the meta device: names, shapes and config without weights."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            read_config(model), trust_remote_code=model.trust_remote_code, dtype=getattr(torch, model.dtype)
+        )
+    empty.config.architectures = [type(empty).__name__]
+    empty.config.dtype = getattr(torch, model.dtype)
+    return empty
+
+
 @contextmanager
 def _reading(what: str, model: ModelConfig) -> Iterator[None]:
     try:

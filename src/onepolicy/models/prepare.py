@@ -15,11 +15,11 @@ LENGTHS = (7, 4)  # tokens of the two samples of the check
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # mean difference of the logits, in their standard deviations
 
 
-def prepare_for_training(model: PreTrainedModel, device: torch.device) -> None:
+def prepare_for_training(model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None) -> None:
     """Select our packed attention and (CPU) our experts and linear layers on this model only.
 
     UsageError if packed samples would not be what they are alone: recurrent state leaks between them, and attention
-    that lives in a mask (chunks, alibi) would be lost.
+    that lives in a mask (chunks, alibi) would be lost. compute: dtype of its forward, if not that of its parameters.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
@@ -41,7 +41,7 @@ def prepare_for_training(model: PreTrainedModel, device: torch.device) -> None:
             f"model.path: {type(model).__name__} does not take an attention function, so it cannot be packed"
         )
     off = ((together - alone).abs().mean() / alone.std()).item()
-    if not off < TOLERANCE[model.dtype]:
+    if not off < TOLERANCE[compute or model.dtype]:
         raise UsageError(
             f"model.path: {type(model).__name__} computes other logits for packed samples than for them alone "
             f"(off by {off:.2f} standard deviations); this family cannot be trained packed"

@@ -1,5 +1,7 @@
 """Checkpoints: model and tokenizer in transformers' layout, optimiser and RNG as safetensors, the rest as JSON.
 
+Learners on several ranks keep optimiser and RNG in `shards/`, a file or more per rank (sharded/shards.py).
+
 A checkpoint is written into a temporary folder and renamed into place, so a folder named step_NNNNN is complete or does
 not exist; `state.json` lists every file with its size, so a folder damaged later is noticed too. Nothing is pickled.
 """
@@ -10,18 +12,22 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.optim import MASTER
+from onepolicy.train.sharded import shards
+
+if TYPE_CHECKING:
+    from onepolicy.train.learner import LocalLearner
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -37,7 +43,11 @@ def folder_of(run: Path, step: int) -> Path:
 def save(
     run: Path, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]
 ) -> Path:
-    """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json."""
+    """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json.
+
+    Sharded learners write in the background: it is there once `learner.finish_saving()` has returned.
+    """
+    learner.finish_saving()
     final = folder_of(run, step)
     if final.exists():
         verify(final)
@@ -45,23 +55,31 @@ def save(
     temporary = final.with_name(f".{final.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    learner.model.save_pretrained(temporary)
-    _write_index(temporary)
     tokenizer.save_pretrained(temporary)
-    save_file(optimizer_tensors(learner), temporary / OPTIMIZER)
-    if learner.critic is not None:
-        critic = learner.critic
-        save_file(critic.values.state_dict(), temporary / CRITIC)
-        save_file(_moments(critic.values, critic.optimizer), temporary / CRITIC_OPTIMIZER)
-    files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-    (temporary / STATE).write_text(
-        json.dumps({"step": step, "updates": learner.updates, **extra, "files": files}, indent=1)
-    )
-    for path in [*temporary.iterdir(), temporary]:
+    learner.save(temporary, partial(_finish, temporary, final, {"step": step, "updates": learner.updates, **extra}))
+    return final
+
+
+def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
+    """All files are written: say which, and give the folder its name."""
+    written = sorted(path for path in temporary.rglob("*") if path.is_file())
+    files = {str(path.relative_to(temporary)): path.stat().st_size for path in written}
+    (temporary / STATE).write_text(json.dumps({**state, "files": files}, indent=1))
+    for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
     os.rename(temporary, final)
     _sync(final.parent)
-    return final
+
+
+def write(learner: LocalLearner, folder: Path) -> None:
+    """Weights in transformers' layout, optimiser and critic, of a learner that is not sharded."""
+    learner.model.save_pretrained(folder)
+    _write_index(folder)
+    save_file({"rng": torch.get_rng_state()} | moments(learner.model, learner.optimizer), folder / OPTIMIZER)
+    if learner.critic is not None:
+        critic = learner.critic
+        save_file(critic.values.state_dict(), folder / CRITIC)
+        save_file(moments(critic.values, critic.optimizer), folder / CRITIC_OPTIMIZER)
 
 
 def _write_index(folder: Path) -> None:
@@ -119,11 +137,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def optimizer_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
-    return {"rng": torch.get_rng_state()} | _moments(learner.model, learner.optimizer)
-
-
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{key}/{name}": value.contiguous()
         for name, parameter in model.named_parameters()
@@ -136,18 +150,26 @@ def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
 
     The critic's weights come from here; a fork of a run without one starts its critic anew.
     """
-    tensors = load_file(checkpoint / OPTIMIZER)
-    torch.set_rng_state(tensors.pop("rng"))
-    _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
-    if learner.critic is not None and (checkpoint / CRITIC).is_file():
-        learner.critic.load(load_file(checkpoint / CRITIC), str(checkpoint / CRITIC))
-        moments = load_file(checkpoint / CRITIC_OPTIMIZER)
-        _restore(moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
+    if (checkpoint / shards.FOLDER).is_dir():
+        shards.restore(checkpoint, learner)
+    else:
+        _restore_files(checkpoint, learner)
     learner.version = verify(checkpoint)["step"]
     learner.updates = verify(checkpoint)["updates"]
 
 
-def _restore(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _restore_files(checkpoint: Path, learner: LocalLearner) -> None:
+    tensors = load_file(checkpoint / OPTIMIZER)
+    torch.set_rng_state(tensors.pop("rng"))
+    _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
+    if learner.critic is not None and (checkpoint / CRITIC).is_file():
+        weights = load_file(checkpoint / CRITIC)
+        learner.critic.load(weights, str(checkpoint / CRITIC))
+        moments = load_file(checkpoint / CRITIC_OPTIMIZER)
+        _restore(moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
+
+
+def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     parameters = dict(model.named_parameters())
     for full, value in tensors.items():
         key, _, name = full.partition("/")
@@ -156,7 +178,8 @@ def _restore(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torc
         parameter = parameters[name]
         if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
             continue
-        optimizer.state[parameter][key] = value.to(parameter.device, torch.float32)
+        value = value.to(parameter.device, torch.float32)
+        optimizer.state[parameter][key] = value if key == "step" else shards.sharded_like(parameter, value)
 
 
 def _sync(path: Path) -> None:

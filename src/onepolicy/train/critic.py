@@ -13,7 +13,9 @@ from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
-from onepolicy.train.optim import adamw
+from onepolicy.train.optim import adamw, clip_gradients
+from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.sharded.shards import sharded_like
 from onepolicy.types import TokenBatch
 
 
@@ -43,12 +45,16 @@ class ValueModel(nn.Module):
 class Critic:
     """`model`: a second copy of the policy, prepared for training; its language head is not used."""
 
-    def __init__(self, model: PreTrainedModel, config: CriticConfig, optim: OptimConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: CriticConfig, optim: OptimConfig, spread: Spread | None = None
+    ) -> None:
         backbone = model.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.values = ValueModel(backbone)
+        if spread is not None:
+            spread.shard(self.values)
         self.config, self.clip_norm = config, optim.clip_norm
-        device = next(model.parameters()).device
+        device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
 
     def train_on(self, micro: TokenBatch, protect: bool, slots: int, sums: Counter[str]) -> None:
@@ -64,7 +70,7 @@ class Critic:
 
     def update(self, rate: float) -> None:
         """One optimiser step at `rate` times critic.lr."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.values.parameters(), self.clip_norm))
+        norm = clip_gradients(self.values, self.clip_norm)
         if not norm < float("inf"):
             raise TrainingError(f"critic: gradient norm is {norm}; this update was not made. Lower objective.critic.lr")
         for group in self.optimizer.param_groups:
@@ -77,7 +83,9 @@ class Critic:
         own = self.values.state_dict()
         if own.keys() != weights.keys():
             raise UsageError(f"{path}: not the critic of this model; delete the checkpoint for an older one")
-        self.values.load_state_dict(weights)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(sharded_like(tensor, weights[name]))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The learner: scores a packed batch, and takes optimiser steps on it, with the rollout's experts replayed.
 
 Nothing here knows how many processes there are: the model is called as a module, gradients live on parameters, and
-denominators arrive fixed, so FSDP2 can wrap the model without a change to this file.
+denominators arrive fixed, so FSDP2 can wrap the model (train/sharded/) without a change to this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
+from onepolicy.config.objective import ReplayConfig
 from onepolicy.invariant.contract import Contract
 from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
@@ -26,10 +28,11 @@ from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
+from onepolicy.train import checkpoint
 from onepolicy.train.critic import Critic, explained_variance
-from onepolicy.train.forward import LOGP, Scored, forward
+from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.live import LiveCorrection
-from onepolicy.train.optim import adamw, learning_rate
+from onepolicy.train.optim import adamw, clip_gradients, learning_rate
 from onepolicy.train.pack import micro_batches, mini_steps
 from onepolicy.train.scores import Scores
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -73,8 +76,11 @@ class LocalLearner:
             model.train()  # transformers checkpoints in train mode only
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        if isinstance(self.config.replay, FromRollout) and batch.routing is not None:
-            _check_source(batch.routing, self.config.replay)
+        check_source(batch, self.config.replay)
+        return self._score_all(batch)
+
+    def _score_all(self, batch: TokenBatch) -> TokenBatch:
+        """By the policy, the reference and the critic, as far as there are any."""
         if self.config.scores_old:
             batch = self._score(batch, replay=True, graph=self.config.train.reuse_scoring_forward)
         if (reference := self.reference) is not None:
@@ -92,12 +98,21 @@ class LocalLearner:
 
     def step(self, batch: TokenBatch) -> dict[str, float]:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
-        batch = batch.replace(gate_mass=None)  # only measured
         sums: Counter[str] = Counter()
         self.seen, self._forward_seconds = None, 0.0
-        parts = mini_steps(batch, self.config.objective.mini_steps)
-        norms = [self._optimise(batch.select(part), index, sums) for index, part in enumerate(parts)]
+        norms = [self._optimise(part, part.num_trainable, i, sums) for i, part in enumerate(self._mini_steps(batch))]
         self.version += 1
+        return self._metrics(batch, sums, max(norms))
+
+    def _mini_steps(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+        """The samples of each optimiser step, with every slot's share in its loss."""
+        batch = batch.replace(gate_mass=None)  # only measured
+        most = self.config.rollout.sampling.max_tokens
+        for chosen in mini_steps(batch, self.config.objective.mini_steps):
+            part = batch.select(chosen)
+            yield part.replace(share=slot_shares(part, self.config.objective, max_tokens=most))
+
+    def _metrics(self, batch: TokenBatch, sums: Counter[str], norm: float) -> dict[str, float]:
         slots = batch.num_trainable
         kept = sums.pop("kept")
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
@@ -109,14 +124,25 @@ class LocalLearner:
             metrics["train/value_explained"] = explained
         if not self.config.scores_old:
             metrics["time/score_saved"] = self._forward_seconds
-        return metrics | {"train/grad_norm": max(norms), "train/lr": self.optimizer.param_groups[0]["lr"]}
+        return metrics | {"train/grad_norm": norm, "train/lr": self.optimizer.param_groups[0]["lr"]}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
-    def _optimise(self, batch: TokenBatch, mini_step: int, sums: Counter[str]) -> float:
-        objective, slots = self.config.objective, batch.num_trainable
-        batch = batch.replace(share=slot_shares(batch, objective, max_tokens=self.config.rollout.sampling.max_tokens))
+    def save(self, folder: Path, finish: Callable[[], None]) -> None:
+        """Everything that training goes on from into `folder`; then `finish`, which may be after this has returned."""
+        checkpoint.write(self, folder)
+        finish()
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is still being written, if there is one."""
+
+    def restore(self, folder: Path) -> None:
+        """All of a checkpoint but the policy's weights."""
+        checkpoint.restore_optimizer(folder, self)
+
+    def _optimise(self, batch: TokenBatch, slots: int, mini_step: int, sums: Counter[str]) -> float:
+        """One optimiser step of samples with their share; slots: trainable ones of all ranks. Returns the norm."""
         seen = None if self.config.scores_old or self.seen is not None else Scores(batch)
         graphs, self._graphs = self._graphs, []
         if self.config.train.reuse_scoring_forward:
@@ -163,7 +189,7 @@ class LocalLearner:
         return scored
 
     def _update(self, mini_step: int) -> float:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm))
+        norm = clip_gradients(self.model, self.config.optim.clip_norm)
         if not norm < float("inf"):
             raise TrainingError(
                 f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
@@ -198,12 +224,7 @@ class LocalLearner:
         return self._checked(scores.filled(self.routers)) if replay else scores.filled(self.routers)
 
     def _checked(self, scored: TokenBatch) -> TokenBatch:
-        """RoutingError if the routes replayed in this batch are not those of its tokens and weights."""
-        settings, native = self.config.replay, scored.routing_native
-        if isinstance(settings, FromRollout) and settings.min_agreement > 0 and native is not None:
-            assert scored.routing is not None
-            check_alignment(scored.routing, native, scored.cu_seqlens, least=settings.min_agreement)
-        return scored
+        return check_routes(scored, self.config.replay)
 
     @torch.no_grad()
     def _per_slot(self, batch: TokenBatch, model: Callable[[TokenBatch], Tensor]) -> Tensor:
@@ -212,6 +233,11 @@ class LocalLearner:
         for chosen in self._micro_batches(batch):
             values[batch.slots_of(chosen)] = model(batch.select(chosen).to(self.device)).cpu()
         return values
+
+    @torch.no_grad()
+    def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
+        """[n, vocabulary] float32, tempered; micro is on the model's device, slots [n] int64."""
+        return tempered_logits(self.model, micro, slots)
 
     def _routes(self, micro: TokenBatch) -> RoutingTrace | None:
         """What the mode replays; None: the trainer routes every token itself."""
@@ -249,10 +275,21 @@ class LocalLearner:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
 
 
-def _check_source(routing: RoutingTrace, replay: FromRollout) -> None:
-    if routing.reprefilled != (replay.source == "reprefill"):
-        found = "a re-prefill" if routing.reprefilled else "the engine"
+def check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
+    if not isinstance(replay, FromRollout) or batch.routing is None:
+        return
+    if batch.routing.reprefilled != (replay.source == "reprefill"):
+        found = "a re-prefill" if batch.routing.reprefilled else "the engine"
         raise UsageError(f"replay.source: {replay.source}, but the batch's routes were recorded by {found}")
+
+
+def check_routes(scored: TokenBatch, replay: ReplayConfig) -> TokenBatch:
+    """RoutingError if the routes replayed in this batch are not those of its tokens and weights."""
+    native = scored.routing_native
+    if isinstance(replay, FromRollout) and replay.min_agreement > 0 and native is not None:
+        assert scored.routing is not None
+        check_alignment(scored.routing, native, scored.cu_seqlens, least=replay.min_agreement)
+    return scored
 
 
 RANDOM = (

@@ -46,6 +46,14 @@ class LiveCorrection:
         centre = centered_score(new.top[slots], micro.top_logp_rollout[slots], self.config)
         return torch.zeros_like(new.logp).index_copy(0, slots, centre)
 
+    def take(self) -> Sums | None:
+        """What was measured since the last report, which starts anew; `add` puts it back, of this or other ranks."""
+        taken, self._sums = self._sums, []
+        return combine(taken) if taken else None
+
+    def add(self, sums: Sums) -> None:
+        self._sums.append(sums)
+
     def report(self, kept: float, slots: int) -> dict[str, float]:
         """Of the step, which this ends: all of the correction, or the gates it adds to what was fixed before."""
         if self.part is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from onepolicy.config.model import OptimConfig
 
@@ -55,3 +56,9 @@ def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Master
         weight_decay=config.weight_decay,
         fused=device.type in ("cpu", "cuda"),
     )
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Scale the gradients to a total norm of at most `limit`; the norm before, over all ranks of a sharded model."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,68 @@
+"""A rank that is not the driver: what its process does from the start to the end of a run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
+from onepolicy.loop import setup
+from onepolicy.loop.ranks import DRIVER, Place, Ranks
+from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.team import error_message
+from onepolicy.train.sharded.wire import Message
+
+JOIN_LIMIT = 300.0
+"""Seconds to find the driver and hear from it; after that the run's own train.rank_timeout counts."""
+FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
+"""What ends a rank with a word to the driver: ours, a collective that failed, a disk that is full."""
+
+
+def serve() -> int:
+    """A rank that is not the driver: join, then do what it is told until the run ends. Returns an exit code."""
+    place = Place.of_torchrun()
+    assert place is not None
+    assert place.rank > 0
+    limit = timedelta(seconds=JOIN_LIMIT)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        address, token = read_advertised(store.get(DRIVER).decode())
+        channel = connect(address, token, place.rank, JOIN_LIMIT)
+        _serve(place, store, channel)
+    except RankLost:
+        return 1  # the driver has ended, and says why
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _serve(place: Place, store: dist.Store, channel: Channel) -> None:
+    about = channel.receive(JOIN_LIMIT).header
+    limit = about["limit"]
+    learner: RankLearner | None = None
+    try:
+        device = place.device(about["device"])
+        mesh = place.join(store, device, limit)
+        while (message := channel.receive(None)).header["do"] != "stop":
+            if message.header["do"] == "build":
+                learner = _build(message, Ranks(device, mesh, None))
+                channel.send(Message({}), limit)
+            else:
+                assert learner is not None
+                channel.send(learner.handle(message), limit)
+    except RankLost:
+        raise
+    except FAILURES as error:
+        channel.send(error_message(error), limit)
+        raise RankLost(str(error)) from error
+
+
+def _build(message: Message, ranks: Ranks) -> RankLearner:
+    config = RunConfig.model_validate_json(message.header["config"])
+    model = ModelConfig.model_validate_json(message.header["model"])
+    learner = setup.build_learner(config, model, ranks)
+    assert isinstance(learner, RankLearner)
+    return learner

@@ -1,0 +1,178 @@
+"""The processes of a learner on several ranks: started here or by torchrun, joined, and ended together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from onepolicy.config import RunConfig, UsageError, resolve
+from onepolicy.models.load import device_of
+from onepolicy.train.sharded.channel import Listener, RankLost, advertised
+from onepolicy.train.sharded.team import Team
+from onepolicy.train.sharded.wire import Message
+
+DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
+PATIENCE = 10.0
+"""Seconds a rank gets to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands among the ranks."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local: bool  # all ranks are on this machine
+
+    @classmethod
+    def of_torchrun(cls) -> Place | None:
+        """As torchrun's environment says; None without it."""
+        env = os.environ
+        if not {"RANK", "WORLD_SIZE"} <= env.keys():
+            return None
+        ranks = int(env["WORLD_SIZE"])
+        local = int(env.get("LOCAL_WORLD_SIZE", ranks))
+        return cls(int(env["RANK"]), ranks, int(env.get("LOCAL_RANK", env["RANK"])), local == ranks)
+
+    def device(self, name: str) -> torch.device:
+        """Every rank takes its own GPU of its machine."""
+        device = device_of(name)
+        if device.type == "cpu":
+            return device
+        if device.index is None and self.local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"train.ranks: rank {self.rank} is number {self.local_rank + 1} on its machine, which has "
+                f"{torch.cuda.device_count()} CUDA devices; use as many ranks as GPUs"
+            )
+        device = torch.device("cuda", device.index if device.index is not None else self.local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def join(self, store: dist.Store, device: torch.device, limit: float) -> DeviceMesh:
+        """The default process group and a mesh over it. Gloo for what lies in host memory."""
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore("group", store),
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timedelta(seconds=limit),
+        )
+        return init_device_mesh(device.type, (self.ranks,))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What this process has of a run's ranks."""
+
+    device: torch.device  # its own
+    mesh: DeviceMesh
+    team: Team | None  # the other ranks; None: this is one of those
+
+
+def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = False) -> RunConfig:
+    """The settings with `train.ranks` = ranks (None: unchanged), which under torchrun is the number of its processes.
+
+    Resuming, torchrun may start another number than the run has had; else UsageError if both are set and differ.
+    """
+    place = Place.of_torchrun()
+    stated = config.train.ranks if ranks is None else ranks
+    if place is not None:
+        if stated not in (0, place.ranks) and (ranks is not None or not resuming):
+            raise UsageError(f"train.ranks: {stated}, but torchrun started {place.ranks} processes; leave it out")
+        stated = place.ranks
+    if stated == config.train.ranks:
+        return config
+    tree = config.model_dump()
+    tree["train"]["ranks"] = stated
+    return resolve(tree)
+
+
+@contextmanager
+def started(config: RunConfig) -> Iterator[Ranks | None]:
+    """The ranks of this run, which this process drives; None if train.ranks is 0. Ends them all on the way out."""
+    if not config.train.ranks:
+        yield None
+        return
+    place = Place.of_torchrun() or Place(0, config.train.ranks, 0, True)
+    limit = config.train.rank_timeout
+    children: list[subprocess.Popen] = []
+    device = place.device(config.train.device)
+    team, ended = None, False
+    try:
+        store, children = _rendezvous(place, config, limit)
+        listener = _listen(place)
+        store.set(DRIVER, advertised(listener.address, listener.token))
+        try:
+            channels = listener.accept(place.ranks, limit, lambda: _alive(children))
+        finally:
+            listener.close()
+        team = Team(channels, limit=limit)
+        team.tell_all(Message({"limit": limit, "device": config.train.device}))
+        mesh = place.join(store, device, limit)
+        yield Ranks(device, mesh, team)
+        team.tell_all(Message({"do": "stop"}))
+        ended = True
+    except KeyboardInterrupt:
+        if team is not None and team.gone is not None:
+            raise team.gone from None
+        raise
+    finally:
+        if team is not None:
+            team.close()
+        _end(children, PATIENCE if ended else 1.0)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _rendezvous(place: Place, config: RunConfig, limit: float) -> tuple[dist.Store, list[subprocess.Popen]]:
+    """The store all ranks know; the ranks that were started here, if torchrun has not."""
+    if Place.of_torchrun() is not None:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+        return store, []
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+    threads = config.train.threads or max(1, (os.cpu_count() or 1) // place.ranks)
+    common: dict[str, object] = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    children = []
+    for rank in range(1, place.ranks):
+        own = common | {"RANK": rank, "LOCAL_RANK": rank}
+        env = os.environ | {name: str(value) for name, value in own.items()}
+        children.append(subprocess.Popen([sys.executable, "-m", "onepolicy.cli", "train"], env=env))
+    return store, children
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def _listen(place: Place) -> Listener:
+    """On this machine's loopback unless ranks are on others, then where torchrun says that this machine is reached."""
+    return Listener("127.0.0.1" if place.local else socket.gethostbyname(os.environ["MASTER_ADDR"]))
+
+
+def _alive(children: list[subprocess.Popen]) -> None:
+    for rank, child in enumerate(children, start=1):
+        if (code := child.poll()) is not None:
+            raise RankLost(f"rank {rank} ended with exit code {code} before it had joined; its error is above")
+
+
+def _end(children: list[subprocess.Popen], patience: float) -> None:
+    for child in children:
+        try:
+            child.wait(patience)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,126 @@
+"""What one rank does: its share of every command, on its own samples and its own shards.
+
+`RankLearner.handle` takes a message and answers with one; who carries them (sockets here) does not matter to it. Ranks
+meet in FSDP2's collectives, so all of them must be given the same commands in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.config import RunConfig
+from onepolicy.correct.receipt import Sums, combine
+from onepolicy.train import checkpoint
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.sharded import shards
+from onepolicy.train.sharded.fsdp import whole
+from onepolicy.train.sharded.wire import Message, batch_of
+from onepolicy.types import TokenBatch
+
+SCORED = ("logp_old", "entropy", "gate_mass", "top_logp_old", "own_ids", "own_logp", "logp_ref", "value")
+"""[T, ...] fields that scoring fills, beside routing_native."""
+NATIVE = "routing_native"
+
+
+class RankLearner(LocalLearner):
+    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.shard`)."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, *, like: PreTrainedModel, **kwargs: Any) -> None:
+        """like: the model on the meta device, for the names and the config that a checkpoint is written with."""
+        super().__init__(model, config, **kwargs)
+        self._like = like
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.train.rank_timeout))
+        self._rounds: list[list[int]] = []  # micro-batches of the command at hand, as the driver dealt them
+        self._saving: shards.Saving | None = None
+
+    def handle(self, message: Message) -> Message:
+        about = message.header
+        self._rounds = about.get("rounds", [])
+        match about["do"]:
+            case "score":
+                return answer_of(self._score_as(about["how"], batch_of(message)))
+            case "optimise":
+                return self._update_on(batch_of(message), about)
+            case "logits":
+                micro = batch_of(message).to(self.device)
+                LocalLearner.logits(self, micro, micro.trainable.nonzero()[:, 0])
+            case "weights":
+                for _ in RankLearner.named_weights(self):
+                    pass
+            case "save":
+                self.start_saving(Path(about["folder"]))
+            case "restore":
+                LocalLearner.restore(self, Path(about["folder"]))
+            case other:
+                raise AssertionError(f"no such command: {other}")
+        return Message({})
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathered one at a time, on every rank."""
+        for name, tensor in self.model.state_dict().items():
+            yield name, whole(tensor)
+
+    def start_saving(self, folder: Path) -> shards.Saving:
+        """Once this returns the weights may change; the files are written in the background."""
+        if self._saving is not None:
+            self._saving.wait()
+        tensors = shards.tensors_of(self, checkpoint.moments)
+        self._saving = shards.start_saving(folder, tensors, self._group)
+        return self._saving
+
+    def _score_as(self, how: str, batch: TokenBatch) -> TokenBatch:
+        match how:
+            case "score":
+                return self._score_all(batch)
+            case "again":
+                return self._score(batch, replay=True, graph=False)
+            case "native":
+                return self._score(batch, replay=False, graph=False)
+        raise AssertionError(how)
+
+    def _update_on(self, batch: TokenBatch, about: dict[str, Any]) -> Message:
+        """One optimiser step. Answers with what the driver adds up over the ranks."""
+        self.version = about["version"]
+        if about["mini_step"] == 0:
+            self.seen = None
+        sums: Counter[str] = Counter()
+        first, self._forward_seconds = self.seen is None, 0.0
+        norm = self._optimise(batch, about["slots"], about["mini_step"], sums)
+        answer = answer_of(self.seen) if first and self.seen is not None else Message({})
+        tensors = dict(answer.tensors)
+        if self._replaced:
+            tensors["replaced"] = torch.stack(self._replaced).cpu()
+            self._replaced.clear()
+        if (live := self._live.take()) is not None:
+            tensors |= {f"live.{each.name}": getattr(live, each.name).cpu() for each in dataclasses.fields(live)}
+        return Message({"norm": norm, "sums": dict(sums), "seconds": self._forward_seconds}, tensors)
+
+    def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        return self._rounds
+
+    def _checked(self, scored: TokenBatch) -> TokenBatch:
+        return scored  # by the driver, on the whole batch
+
+
+def answer_of(scored: TokenBatch) -> Message:
+    tensors = {name: value for name in SCORED if (value := getattr(scored, name)) is not None}
+    if scored.routing_native is not None:
+        tensors[NATIVE] = scored.routing_native.ids
+    return Message({}, tensors)
+
+
+def live_of(answers: list[Message]) -> Sums | None:
+    """The sums of a live correction over all ranks."""
+    names = [field.name for field in dataclasses.fields(Sums)]
+    found = [a.tensors for a in answers if f"live.{names[0]}" in a.tensors]
+    return combine([Sums(**{name: t[f"live.{name}"] for name in names}) for t in found]) if found else None

@@ -1,0 +1,98 @@
+"""The other ranks, as the driver sees them: tell them all, hear from them all, notice at once when one is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.replay.checks import RoutingError
+from onepolicy.train.sharded.channel import Channel, RankLost
+from onepolicy.train.sharded.wire import Message
+
+ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)}
+LAST_WORDS = 3.0
+"""Seconds the driver has to say itself why a rank has gone, before its main thread is interrupted."""
+STUCK = 30.0
+"""Seconds after which an interrupted driver, stuck in a collective, is ended."""
+HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+
+
+def error_message(error: Exception) -> Message:
+    """What a rank answers when a command failed; its process ends after that."""
+    kind = type(error).__name__
+    return Message({"error": str(error) or kind, "kind": kind})
+
+
+class Team:
+    """channels: of ranks 1..N-1, in order. limit: seconds to wait for any of them."""
+
+    def __init__(self, channels: Mapping[int, Channel], *, limit: float) -> None:
+        self.channels = dict(sorted(channels.items()))
+        self.limit = limit
+        self.gone: RankLost | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="onepolicy-ranks").start()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.channels) + 1
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """messages[i] to rank i + 1."""
+        for channel, message in zip(self.channels.values(), messages, strict=True):
+            channel.send(message, self.limit)
+
+    def tell_all(self, message: Message) -> None:
+        self.tell([message] * len(self.channels))
+
+    def hear(self) -> list[Message]:
+        """One answer of each rank, in their order. A rank's own error if it reports one."""
+        return [self._checked(channel, channel.receive(self.limit)) for channel in self.channels.values()]
+
+    def blame(self) -> None:
+        """After a collective failed here: raise the error of the rank that failed first, if one has said so or gone."""
+        lost: RankLost | None = None
+        for channel in self.channels.values():
+            try:
+                self._checked(channel, channel.receive(LAST_WORDS))
+            except RankLost as error:
+                lost = lost or (error if "ended" in str(error) else None)
+            # an answer: this rank is fine
+        if lost is not None:
+            raise lost
+
+    def close(self) -> None:
+        self._closed.set()
+        for channel in self.channels.values():
+            channel.close()
+
+    def _checked(self, channel: Channel, answer: Message) -> Message:
+        if (text := answer.header.get("error")) is None:
+            return answer
+        if (kind := ERRORS.get(answer.header["kind"])) is None:
+            raise RankLost(f"{channel.peer} has ended: {answer.header['kind']}: {text}")
+        raise kind(f"{channel.peer}: {text}")
+
+    def _watch(self) -> None:
+        """A rank that goes while the driver is busy with rollouts ends the run now, not at the next command."""
+        poll = select.poll()
+        of = {channel.connection.fileno(): channel for channel in self.channels.values()}
+        for handle in of:
+            poll.register(handle, HUNG_UP)
+        found: list[tuple[int, int]] = []
+        while not found:
+            if self._closed.wait(0.2):
+                return
+            found = poll.poll(0)
+        self.gone = RankLost(f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint")
+        if self._closed.wait(LAST_WORDS):
+            return
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not self._closed.wait(STUCK):
+            print(f"onepolicy: {self.gone}", file=sys.stderr, flush=True)
+            os._exit(1)

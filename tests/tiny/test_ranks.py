@@ -1,0 +1,256 @@
+"""The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from models import make
+from safetensors.torch import load_file
+from test_learner import BASE, batch_of
+from transformers import AutoModelForCausalLM
+
+from onepolicy.config import resolve
+from onepolicy.config.model import ModelConfig
+from onepolicy.correct.weights import reweight
+from onepolicy.loop import ranks, setup
+from onepolicy.objective.advantages import credit
+from onepolicy.train import checkpoint
+from onepolicy.train.policy import make_tokenizer
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.wire import batch_of as batch_in
+
+STEPS = 3
+QWEN = ["replay.min_agreement=0"]
+CASES = {
+    "qwen3_moe": QWEN,
+    "deepseek_v3": QWEN,
+    "one_micro_batch_each": [*QWEN, "train.tokens_per_micro_batch=1000"],
+    "idle": [*QWEN, "train.tokens_per_micro_batch=15"],
+    "recompute": [*QWEN, "train.activation_checkpointing=true"],
+    "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
+    "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
+    "weights": ["replay.mode=weights", *QWEN],
+    "off": ["replay.mode=off"],
+    "critic_kl_entropy": [*QWEN, "objective.preset=ppo", "objective.kl.coef=0.1", "objective.entropy_coef=0.01"],
+    "bypass": [*QWEN, "correction.preset=ppo-is", "objective.mini_steps=2"],
+    "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
+}
+
+
+@pytest.fixture(scope="module")
+def two():
+    settings = resolve(BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"])
+    with ranks.started(settings) as others:
+        yield others
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in ("qwen3_moe", "deepseek_v3"):
+        made[name] = tmp_path_factory.mktemp(name)
+        make(name).save_pretrained(made[name])
+    return made
+
+
+def config_of(folder, overrides, count):
+    rest = ["optim.lr=1e-3", "optim.eps=1e-3", "rollout.prompts_per_step=4", f"model.path={folder}"]
+    if not any("tokens_per_micro_batch" in o for o in overrides):
+        rest.append("train.tokens_per_micro_batch=30")
+    tree = BASE | {"optim": {}, "train": {"device": "cpu"}}
+    return resolve(tree, [*overrides, *rest, f"train.ranks={count}"])
+
+
+def learner_on(others, folder, overrides):
+    config = config_of(folder, overrides, 0 if others is None else 2)
+    return setup.build_learner(config, config.model, others)
+
+
+def batch_for(learner):
+    """The samples of test_learner with routes of this model, some rows without."""
+    batch, config = batch_of(temperature=0.8), learner.config
+    if config.train.tokens_per_micro_batch == 15:
+        batch = batch.select([1, 3, 5])  # four micro-batches of two ranks, three samples
+    generator = torch.Generator().manual_seed(0)
+    trace, routers = batch.routing, learner.routers
+    weights = torch.rand(len(trace), len(routers.layers), routers.top_k, generator=generator) + 0.1
+    trace = dataclasses.replace(
+        trace.at(slice(None)),
+        ids=trace.ids[:, : len(routers.layers)],
+        layers=routers.layers,
+        valid=torch.arange(batch.num_slots) % 7 != 3,
+        weights=weights if config.replay.mode == "weights" else None,
+    )
+    batch = batch.replace(routing=trace if config.replay.mode in ("r3", "soft", "weights") else None)
+    if (top := config.correction.top_logprobs(64)) > 0:
+        likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
+        batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
+    return batch
+
+
+def one_step(learner, batch):
+    cfg = learner.config
+    batch = credit(learner.score(batch), cfg.objective)
+    applied = reweight(
+        batch.logp_rollout if batch.logp_old is None else batch.logp_old,
+        batch.logp_rollout,
+        batch.trainable,
+        cfg.correction.fixed_part,
+        segment=batch.segment,
+        turn=batch.turn,
+        advantage=batch.advantage,
+    )
+    batch = batch.replace(weight=applied.weight, keep=applied.keep)
+    return batch, learner.step(batch)
+
+
+def weights_of(learner):
+    return {name: tensor.detach().clone() for name, tensor in learner.named_weights()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(case, two, folders):
+    folder = folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
+    one, ranked = (learner_on(others, folder, CASES[case]) for others in (None, two))
+    start = weights_of(one)
+    for _ in range(STEPS):
+        (expected, metrics), (found, ranked_metrics) = (one_step(each, batch_for(each)) for each in (one, ranked))
+        for name in ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old", "own_logp"):
+            if getattr(expected, name) is None:
+                assert getattr(found, name) is None, name
+            else:
+                torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4)
+        assert metrics.keys() == ranked_metrics.keys()
+        assert_close(ranked_metrics, metrics)
+        assert (ranked.seen is None) == (one.seen is None)
+        if one.seen is not None:
+            torch.testing.assert_close(ranked.seen.logp_old, one.seen.logp_old, rtol=1e-4, atol=2e-4)
+            assert (ranked.seen.routing_native.ids == one.seen.routing_native.ids).float().mean() > 0.99
+    first, last = weights_of(one), weights_of(ranked)
+    assert first.keys() == last.keys()
+    moved = max(float((first[n] - start[n]).abs().max()) for n in first)
+    for name, tensor in first.items():
+        torch.testing.assert_close(last[name], tensor, rtol=0, atol=0.02 * moved, msg=lambda m, n=name: f"{n}: {m}")
+    assert ranked.version == STEPS
+
+
+def assert_close(found, expected):
+    for name, value in expected.items():
+        if not name.startswith("time/"):
+            assert found[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+
+
+def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypatch):
+    messages = []  # of rank 1, then of rank 0, for scoring and for the update
+    tell, handle = two.team.tell, RankLearner.handle
+    monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
+    monkeypatch.setattr(RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own))
+    learner = learner_on(two, folders["qwen3_moe"], CASES["idle"])
+    batch, _ = one_step(learner, batch_for(learner))
+    parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
+    known = samples_of(batch)
+    assert len(parts) == 4
+    for pair in (parts[:2], parts[2:]):
+        found = [sample for part in pair for sample in samples_of(part)]
+        idle = [routes for tokens, routes, real in found if not real]
+        assert len(idle) == 1  # stands in for the micro-batch that one rank has less
+        assert not idle[0].any()
+        own = [(tokens, routes) for tokens, routes, real in found if real]
+        assert len(own) == len(known)
+        for tokens, routes, _ in known:
+            assert sum(torch.equal(tokens, t) and torch.equal(routes, r) for t, r in own) == 1
+        assert all(part.num_samples <= 2 for part in pair)
+
+
+def samples_of(batch):
+    """(tokens, routes, whether any slot is trainable) of each."""
+    lengths = batch.cu_seqlens.diff().tolist()
+    parts = [tensor.split(lengths) for tensor in (batch.input_ids, batch.routing.ids, batch.trainable)]
+    return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
+
+
+def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_path):
+    overrides = CASES["critic_kl_entropy"]
+    ranked = learner_on(two, folders["qwen3_moe"], overrides)
+    one_step(ranked, batch_for(ranked))
+    path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
+    held = weights_of(ranked)
+    _, expected = one_step(ranked, batch_for(ranked))  # while the files are being written
+    after = weights_of(ranked)
+    ranked.finish_saving()
+    assert checkpoint.latest(tmp_path) == path
+    assert json.loads((path / "state.json").read_text())["updates"] == 1
+    assert not list((path / "shards").glob("*model-00001-of-00002*"))  # the weights stand in transformers' layout
+    for others, same in ((two, True), (None, False)):
+        again = learner_on(others, folders["qwen3_moe"], overrides)
+        config = again.config
+        again = setup.build_learner(config, ModelConfig(path=str(path)), others)
+        assert all(torch.equal(tensor, held[name]) for name, tensor in again.named_weights())
+        again.restore(path)
+        assert (again.version, again.updates) == (1, 1)
+        _, found = one_step(again, batch_for(again))
+        if same:
+            assert {k: v for k, v in found.items() if "time" not in k} == {
+                k: v for k, v in expected.items() if "time" not in k
+            }
+            assert all(torch.equal(tensor, after[name]) for name, tensor in again.named_weights())
+        else:
+            assert_close(found, expected)
+            for name, tensor in again.named_weights():
+                torch.testing.assert_close(tensor, after[name], rtol=0, atol=2e-5)
+
+
+def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path):
+    overrides = CASES["critic_kl_entropy"]
+    one = learner_on(None, folders["qwen3_moe"], overrides)
+    one_step(one, batch_for(one))
+    path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
+    _, expected = one_step(one, batch_for(one))
+    ranked = setup.build_learner(config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two)
+    ranked.restore(path)
+    _, found = one_step(ranked, batch_for(ranked))
+    assert_close(found, expected)
+    for name, tensor in ranked.named_weights():
+        torch.testing.assert_close(tensor, weights_of(one)[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_exported_folder_is_what_save_pretrained_writes(family, two, folders, tmp_path):
+    ranked = learner_on(two, folders[family], QWEN)
+    path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
+    ranked.finish_saving()
+    AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).save_pretrained(tmp_path / "plain")
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: load_file(path / file)[name] for name, file in index.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    config, plain = (json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "plain"))
+    assert config == plain
+
+
+def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
+    ranked, one = (learner_on(others, folders["qwen3_moe"], QWEN) for others in (two, None))
+    first = next(iter(ranked.named_weights()))
+    assert first[0] == next(iter(one.named_weights()))[0]
+    found, expected = dict(ranked.named_weights()), dict(one.named_weights())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("setting", ["train.compute=bfloat16", "train.autocast=bfloat16"])
+def test_bfloat16_forward_with_float32_masters(setting, two, folders):
+    ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
+    one = learner_on(None, folders["qwen3_moe"], QWEN)
+    (rounded, metrics), (exact, expected) = (one_step(each, batch_for(each)) for each in (ranked, one))
+    gap = (rounded.logp_old - exact.logp_old)[exact.trainable].abs()
+    assert 1e-4 < gap.mean() < 0.1
+    assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.1)
+    after = dict(ranked.named_weights())
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    moved = {
+        n: after[n] - t for n, t in AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"]).state_dict().items()
+    }
+    assert any(bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved.values())  # less than bfloat16 could hold
