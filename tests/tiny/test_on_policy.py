@@ -1,5 +1,6 @@
 """Rollout equals training to the last bit, whatever the engine's batch and the trainer's micro-batches are."""
 
+import asyncio
 import random
 
 import pytest
@@ -36,6 +37,69 @@ def test_rollout_is_training(name, dtype):
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
     assert differing(trained, routers, batch, [range(9)]) == (0, 0)
+
+
+async def interrupted(engine, requests, aborted):
+    """All at once, but for the first `aborted`, which are cancelled on the way."""
+    tasks = [asyncio.create_task(engine.generate(p, sampling, seed=seed)) for p, sampling, seed in requests]
+    for i in range(3 * aborted):
+        await asyncio.sleep(0)
+        if i % 3 == 2:
+            tasks[i // 3].cancel()
+    await asyncio.wait(tasks)
+    return [task.result() for task in tasks[aborted:]]
+
+
+def resumed(requests, completions, new):
+    """Requests that go on where these ended: their whole path is in the cache, or part of it."""
+    paths = [p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)]
+    return [(path, Sampling(r[1].temperature, new), 1000 + r[2]) for path, r in zip(paths, requests, strict=True)]
+
+
+def through_everything(name, dtype, *, sequences, tokens, slots):
+    """Refilled slots, groups of one prompt, prompts cut short of others, aborts, resumption; then scored in parts."""
+    engine, trained, routers = pair(name, dtype, slots=slots, max_len=60 + 2 * tokens)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, 64) for _ in range(rng.randrange(3, 50))] for _ in range(sequences // 4)]
+    prompts += prompts + [p[: len(p) // 2 + 1] for p in prompts] + [p + p[:7] for p in prompts]
+    requests = [(p, Sampling(rng.choice([1.0, 0.8]), tokens), i) for i, p in enumerate(prompts)]
+    aborted = sequences // 10
+    first = asyncio.run(interrupted(engine, requests, aborted))
+    more = [r for r in resumed(requests[aborted:], first, tokens) if rng.random() < 0.3]
+    second = run(engine, more)
+    if routers is not None:  # some of it was not computed but found
+        assert any(span.source == "cache" for done in first + second for span in done.routing.spans)
+    batch = batch_of(requests[aborted:] + more, first + second)
+    splits = [*shuffled(batch.num_samples, 7), list(range(0, batch.num_samples, 3))]
+    return differing(trained, routers, batch, splits), int(batch.trainable.sum())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_through_refills_prefixes_aborts_and_resumption(dtype):
+    found, slots = through_everything("qwen3_moe", dtype, sequences=24, tokens=30, slots=5)
+    assert found == (0, 0)
+    assert slots > 600
+
+
+def test_rollout_and_training_on_other_numbers_of_threads():
+    engine, trained, routers = pair("qwen3_moe", "float32")
+    requests = requests_of(5, new=12)
+    torch.set_num_threads(2)
+    try:
+        batch = batch_of(requests, run(engine, requests))
+    finally:
+        torch.set_num_threads(1)
+    assert differing(trained, routers, batch, [range(5)]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_dense"])
+def test_256_sequences_of_256_tokens(name, dtype, monkeypatch):
+    monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)
+    found, slots = through_everything(name, dtype, sequences=256, tokens=256, slots=48)
+    assert found == (0, 0)
+    assert slots > 256 * 256
 
 
 def test_fast_numerics_differ():
