@@ -60,7 +60,11 @@ def main() -> None:
         rows = [metrics(native.select([i]), replayed.select([i])) for i in range(batch.num_samples)]
         print(f"{turn_table(rows)}\n\n{table(native, replayed)}\n", flush=True)
         where = f"Scripted episodes, the same tokens scored twice; {len(rows)} episodes."
-        drawn.append(dataclasses.replace(by_turn(turn_curves(rows), where), name=f"turns_scripted_{turns}"))
+        drawn.append(
+            dataclasses.replace(
+                by_turn(turn_curves(rows), where), name=f"turns_scripted_{turns}{'_short' * options.short}"
+            )
+        )
     if options.figures:
         for each in write_figures(options.figures, drawn, png=options.png):
             print(each)

@@ -53,8 +53,10 @@ def spread(values: Sequence[float]) -> float:
 
 
 def cell(values: Sequence[float], digits: int = 3) -> str:
-    """mean ± standard deviation."""
-    return f"{mean(values):.{digits}f} ± {spread(values):.{digits}f}" if values else ""
+    """mean ± standard deviation; of one value, that."""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
+    return f"{mean(values):.{digits}f} ± {spread(values):.{digits}f}"
 
 
 def tables(found: list[Outcome]) -> str:
@@ -67,18 +69,18 @@ def table(found: list[Outcome], title: str, value: Callable[[Outcome], float]) -
     """Mean and standard deviation over the seeds, of every arm and of its differences to `off` seed by seed."""
     arms = list(dict.fromkeys(run.arm for run in found))
     others = [arm for arm in arms if arm != "off"]
-    rows = [(title, *arms, *(f"{arm} - off" for arm in others), "seeds")]
+    rows = [(f"turns: {title}", *arms, *(f"{arm} - off" for arm in others), "seeds")]
     for turns in sorted({run.turns for run in found}):
         by_arm = {arm: seeds(found, arm, turns, value) for arm in arms}
         differences = [[by_arm[arm][s] - by_arm["off"][s] for s in sorted(by_arm[arm])] for arm in others]
         cells = [cell([*by_arm[arm].values()]) for arm in arms]
-        rows.append((f"{turns} turns", *cells, *map(signed, differences), str(len(by_arm["off"]))))
+        rows.append((str(turns), *cells, *map(signed, differences), str(len(by_arm["off"]))))
     return markdown(rows)
 
 
 def signed(differences: Sequence[float]) -> str:
-    if not differences:
-        return ""
+    if len(differences) < 2:
+        return "".join(f"{value:+.3f}" for value in differences)
     each = ", ".join(f"{x:+.3f}" for x in differences)
     return f"{mean(differences):+.3f} ± {spread(differences):.3f} ({each})"
 
@@ -88,10 +90,10 @@ def seeds(found: list[Outcome], arm: str, turns: int, value: Callable[[Outcome],
 
 
 def k3_table(found: list[Outcome]) -> str:
-    rows = [("k3 over all steps", *LOOKS)]
+    rows = [("turns: k3 over all steps", *LOOKS)]
     for turns in sorted({run.turns for run in found}):
         values = [[*seeds(found, arm, turns, lambda run: run.k3).values()] for arm in LOOKS]
-        rows.append((f"{turns} turns", *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values)))
+        rows.append((str(turns), *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values)))
     return markdown(rows)
 
 
@@ -114,7 +116,7 @@ def turn_curves(rows: Sequence[Row]) -> list[Curve]:
 
 def turn_table(rows: Sequence[Row]) -> str:
     replayed, native = turn_curves(rows)
-    lines = [("turns", "tokens", "k3 without replay (lowest to highest of the batches)", "with replay", "ratio")]
+    lines = [("turns", "tokens", "k3 without replay (lowest to highest)", "with replay", "ratio")]
     for turn, count in native.tokens.items():
         cells = (f"{c.k3[turn]:.1e} ({c.spread[turn][0]:.1e} to {c.spread[turn][1]:.1e})" for c in (native, replayed))
         lines.append((turn_name(turn), f"{count:.0f}", *cells, f"{native.k3[turn] / replayed.k3[turn]:.2f}"))

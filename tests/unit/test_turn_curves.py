@@ -87,7 +87,7 @@ def test_differences_are_paired_by_seed():
     found += [run("off + tis", 4, 0, 0.2), run("off + tis", 4, 1, 0.5)]
     last = table(found, "avg@4", VALUES["held-out accuracy, sampled (avg@2)"]).splitlines()[-1]
     assert [cell.strip() for cell in last.strip("|").split("|")] == [
-        "4 turns",
+        "4",
         "0.350 ± 0.212",
         "0.500 ± 0.283",
         "0.350 ± 0.212",
