@@ -46,9 +46,10 @@ def main() -> None:
         jobs += [(CONTROL[0], max(options.turns), seed) for seed in options.seeds]
     found = []
     for arm, turns, seed in jobs:
-        run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}-turns{turns}-seed{seed}"
+        rounded = f"-{options.bits}bit" if options.bits else ""
+        run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}{rounded}-turns{turns}-seed{seed}"
         if not options.show:
-            play(options.out, run, arm, turns, seed)
+            play(options.out, run, arm, turns, seed, options.bits)
         if (run / "eval.json").exists():
             found.append(outcome(run, arm, turns, seed))
     there = Counter((each.turns, each.seed) for each in found if each.arm in ARMS)
@@ -64,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--turns", nargs="+", type=int, default=TURNS, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="task, policy, runs (default: runs/turns)")
+    parser.add_argument("--bits", type=int, metavar="N", help="round the rollout engine's weights to so many bits")
     parser.add_argument("--control", action="store_true", help="and, with most turns, `off` summed in another order")
     parser.add_argument("--show", action="store_true", help="train nothing: tables and figures of what is there")
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
@@ -71,21 +73,24 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def play(folder: Path, run: Path, arm: str, turns: int, seed: int) -> None:
+def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | None = None) -> None:
     """Train and judge one run in this process, whose start would cost as much as a short run; on one thread."""
     make_data(folder)
     corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
     task = (f"task.problems.path={folder}/problems.jsonl", f"task.tools={corpus}", f"task.max_turns={turns}")
-    settings = (f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS.get(arm, CONTROL[1]))
+    settings = [f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS.get(arm, CONTROL[1])]
+    if bits:
+        settings.append(f'rollout.quant={{format="simulated",bits={bits}}}')
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
             loop.resume(run, loop.Progress())
         else:
             shutil.rmtree(run, ignore_errors=True)  # stopped before its checkpoint
-            loop.start(load(RECIPE, list(settings)), loop.Progress())
+            loop.start(load(RECIPE, settings), loop.Progress())
     path = run / "eval.json"
     if not path.exists():
-        config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})
+        tree = read_config(run).model_dump() | {"eval": JUDGED}
+        config = RunConfig.model_validate(tree | {"rollout": tree["rollout"] | {"quant": None}})  # what was learned
         path.write_text(json.dumps(evaluate_model(config, run, None)))
         print(f"{run.name}: {path.read_text()}", flush=True)
 
