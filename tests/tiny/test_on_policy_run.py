@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import rows
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from onepolicy.audit.own import bitwise
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
 from onepolicy.invariant.contract import agree
 from onepolicy.invariant.fingerprint import digest
+from onepolicy.loop import folder
 from onepolicy.loop.measure import measure_config
 from onepolicy.loop.measure_bitwise import measure_bitwise
 from onepolicy.loop.setup import build_parts
@@ -62,9 +64,34 @@ def test_every_step_is_exactly_on_policy(train):
         both = probe.metadata()
         assert json.loads(both["rollout"]) == [both["fingerprint"]]
         assert json.loads(both["fingerprint"]) == about["fingerprint"]
+    assert folder.other_build(run, json.dumps(about["fingerprint"])) is None
+    assert folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"})) == "cuda: x, unset"
+    assert "To the bit: 0 of" in bitwise(run)
+    assert bitwise(run).endswith("computed alike")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
     assert sample["fingerprint"] == digest(json.dumps(about["fingerprint"], sort_keys=True))
     assert sample["mean_logp_rollout"] == sample["mean_logp_trainer"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        ({"numerics": "on-policy", "capability": "AVX2"}, {"numerics": "on-policy"}, "capability: AVX2, unset"),
+        ({"numerics": "fast"}, {"numerics": "fast"}, "numerics were not on-policy"),
+        ({"numerics": "on-policy"}, None, "no fingerprint"),
+    ],
+)
+def test_an_audit_says_when_it_cannot_claim(tmp_path, ours, theirs, why):
+    logp = torch.tensor([-1.0, -2.0])
+    rollout = json.dumps([] if theirs is None else [json.dumps(theirs)])
+    (tmp_path / "probes").mkdir()
+    save_file(
+        {"logp_rollout": logp, "logp_trainer": logp.clone()},
+        tmp_path / "probes" / "step_00001.safetensors",
+        metadata={"fingerprint": json.dumps(ours), "rollout": rollout},
+    )
+    assert bitwise(tmp_path).startswith("To the bit: 0 of 2 log-probabilities of the probes differ; cannot claim")
+    assert why in bitwise(tmp_path)
 
 
 def test_bfloat16_with_the_rollout_as_anchor(train):

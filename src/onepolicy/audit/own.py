@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from onepolicy.audit.arrays import as_numpy
 from onepolicy.audit.check import assemble
 from onepolicy.audit.schema import Array, Block, Ragged
 from onepolicy.config import UsageError
+from onepolicy.config.numerics import ON_POLICY
+from onepolicy.invariant.fingerprint import cannot_claim
 
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 
@@ -26,16 +29,38 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     """One block a probe, its step that of the probe; logp_trainer is of the scoring that trained."""
     if mapping:
         raise UsageError(f"{folder}: is a run folder of ours; its columns have one name, leave --columns out")
+    steps, first = _probes(folder), 0
+    for number, (step, path) in enumerate(steps, start=1):
+        block = assemble(str(path), 0, _columns(path, step), number / len(steps))
+        yield Block(first, block.lengths, block.columns, block.done)
+        first += len(block.lengths)
+
+
+def bitwise(folder: Path) -> str:
+    """How many log-probabilities of a run's probes differ in any bit, and whether equality may be claimed at all."""
+    differing = tokens = 0
+    why = None
+    for _, path in _probes(folder):
+        with safe_open(path, "pt") as probe:
+            rollout, trainer = probe.get_tensor("logp_rollout"), probe.get_tensor("logp_trainer")
+            about = probe.metadata() or {}
+        differing, tokens = differing + int((rollout != trainer).sum()), tokens + len(rollout)
+        ours, theirs = about.get("fingerprint", "{}"), json.loads(about.get("rollout", "[]"))
+        why = why or cannot_claim(ours, theirs)
+        if json.loads(ours).get("numerics") != ON_POLICY:
+            why = why or "numerics were not on-policy"
+    claim = "rollouts and trainer were computed alike" if why is None else f"cannot claim equality: {why}"
+    return f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+
+
+def _probes(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) of each, by step. UsageError if there is none."""
     found = {path: re.fullmatch(r"step_(\d+)\.safetensors", path.name) for path in (folder / "probes").glob("*")}
     steps = sorted((int(match[1]), path) for path, match in found.items() if match)
     if not steps:
         mend = "train with log.counterfactual_every=N to write one every N steps"
         raise UsageError(f"{folder}: a run without probes; {mend}")
-    first = 0
-    for number, (step, path) in enumerate(steps, start=1):
-        block = assemble(str(path), 0, _columns(path, step), number / len(steps))
-        yield Block(first, block.lengths, block.columns, block.done)
-        first += len(block.lengths)
+    return steps
 
 
 def _columns(path: Path, step: int) -> dict[str, Ragged]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from onepolicy.audit import own
 from onepolicy.audit.judge import Audited, judge
 from onepolicy.audit.report import show, write_report
 from onepolicy.audit.tally import tally
@@ -37,6 +38,9 @@ def run_audit(
             found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
             audited.append(judge(found, label))
     show(console, audited)
+    for path, label in zip(paths, labels, strict=True):
+        if own.is_run(path):
+            console.print(f"{label}: {own.bitwise(path)}", highlight=False, soft_wrap=True)
     if out is not None:
         for written in write_report(out, audited, png=png):
             console.print(f"wrote {written}", highlight=False, soft_wrap=True)

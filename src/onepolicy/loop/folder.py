@@ -20,6 +20,7 @@ import transformers
 import onepolicy
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.invariant.fingerprint import differences
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
@@ -78,6 +79,12 @@ def read_parent(run: Path) -> Json | None:
         return json.loads(path.read_text())["parent"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
         raise UsageError(f"{path}: missing or damaged; copy it from a run of the same kind, or start anew") from None
+
+
+def other_build(run: Path, fingerprint: str) -> str | None:
+    """What differs from the build and processor the run began on, if that is known."""
+    began = json.loads((run / RUN).read_text()).get("fingerprint")
+    return "; ".join(differences(fingerprint, json.dumps(began))) or None if began else None
 
 
 def resume_origin(run: Path) -> Origin:

@@ -84,6 +84,8 @@ def resume(run: Path, progress: Progress, steps: int | None = None, count: int |
             parts, tokenizer = setup.build_parts(config, origin.weights, others)
             folder.write_config(run, config)
             progress.note(f"resuming {run} after step {origin.step}")
+            if other := folder.other_build(run, parts.learner.fingerprint):
+                progress.note(f"it began where other bits are computed (here, there): {other}")
             return asyncio.run(_train(parts, tokenizer, run, origin, progress))
 
 
