@@ -13,6 +13,7 @@ from onepolicy.envs import build, warmup_examples
 from onepolicy.envs.adapters.gymnasium import World, in_words
 from onepolicy.envs.adapters.seeded import scaled
 from onepolicy.envs.adapters.spaces import NoText, check_observation, describe, expected, parse
+from onepolicy.interfaces import EpisodeError
 
 LAKE = {"id": "FrozenLake-v1", "params": {"is_slippery": False}, "returns": (0, 1)}
 WAY = ["down", "down", "right", "right", "down", "right"]
@@ -162,13 +163,27 @@ class Unseeded(gymnasium.Env):
         return 0, 0.0, False, False, {}
 
 
+class Breaking(Unseeded):
+    """A third step fails, a fourth earns no number."""
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 3 and action:
+            raise KeyError("lost")
+        return 0, float("nan") if self.steps == 4 else 0.0, self.steps == 4, False, {}
+
+
 class Picture(Unseeded):
     observation_space = spaces.Box(0, 255, (84, 84, 3))
 
 
 @pytest.fixture
 def registered():
-    names = {"Unseeded-v0": Unseeded, "Picture-v0": Picture}
+    names = {"Unseeded-v0": Unseeded, "Picture-v0": Picture, "Breaking-v0": Breaking}
     for name, cls in names.items():
         gymnasium.register(name, entry_point=cls, disable_env_checker=True)
     yield
@@ -181,6 +196,7 @@ def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
         ({"id": "FrozenLake-v9", "params": {}}, r"task.id: gymnasium cannot make 'FrozenLake-v9'"),
         ({"params": {"slippery": False}}, r"task.id: gymnasium cannot make 'FrozenLake-v1' with .*slippery"),
         ({"id": "Unseeded-v0", "params": {}}, r"task.id: two episodes of Unseeded-v0 from one seed.* differ"),
+        ({"id": "Breaking-v0", "params": {}}, r"task.id: Breaking-v0 fails in its first steps: KeyError\('lost'\)"),
         ({"id": "Picture-v0", "params": {}}, r"task.id: Picture-v0 observes Box.*a Box of shape \(84, 84, 3\) has no"),
         (
             {"id": "Blackjack-v1", "params": {}, "observation": "ansi"},
@@ -197,6 +213,17 @@ def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
         environment(returns=(1, 0))
     with pytest.raises(ValueError, match=r"task.actions: .* are not different names"):
         environment(actions=["a", "A", "b", "c"])
+
+
+def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
+    monkeypatch.setattr("onepolicy.envs.adapters.gymnasium.TRIED_STEPS", 2)
+    env = environment(id="Breaking-v0", params={})
+    with pytest.raises(EpisodeError, match=r"Breaking-v0 failed: KeyError\('lost'\)"):
+        play(env, act(0, 0, 1))
+    with pytest.raises(EpisodeError, match="its reward is nan"):
+        play(env, act(0, 0, 0, 0))
+    with pytest.raises(EpisodeError, match="not one turn was sampled after its prompt"):
+        play(environment(max_len=30), [])
 
 
 def test_worked_walks_are_what_the_environment_plays():

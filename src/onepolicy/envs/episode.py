@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -75,7 +76,10 @@ class InTurns:
                 raise
             reward, played.finish = 0.0, "time"
         if not played.began:
-            raise EpisodeError(f"not one turn was sampled in {self.limits.seconds:g} s")
+            why = "after its prompt" if played.finish == "length" else f"in {self.limits.seconds:g} s"
+            raise EpisodeError(f"not one turn was sampled {why}")
+        if not math.isfinite(reward):
+            raise EpisodeError(f"its reward is {reward}")
         return played.samples(reward, temperature)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+from onepolicy.envs.gym import LIBRARY_ERRORS
 from onepolicy.envs.keyed import digest
-from onepolicy.interfaces import Problem
+from onepolicy.interfaces import EpisodeError, Problem
 
 START_UP = 16
 
@@ -27,6 +29,15 @@ class Seeded:
 
     def start_up_problems(self) -> Iterable[Problem]:
         return [self.train_problem(index) for index in range(START_UP)]
+
+
+@contextmanager
+def failing(name: str) -> Iterator[None]:
+    """What an environment raises ends the episode, not the run."""
+    try:
+        yield
+    except LIBRARY_ERRORS as error:
+        raise EpisodeError(f"{name} failed: {error!r}") from error
 
 
 def scaled(value: float, returns: tuple[float, float]) -> float:

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import RowPolicy, TextArenaTask, UsageError
 from onepolicy.envs.adapters.global_random import GlobalRandom
-from onepolicy.envs.adapters.seeded import Seeded, scaled
+from onepolicy.envs.adapters.seeded import Seeded, failing, scaled
 from onepolicy.envs.episode import Episode, InTurns
 from onepolicy.envs.gym import LIBRARY_ERRORS
 from onepolicy.envs.talk import build_talk, said
-from onepolicy.interfaces import EpisodeError, Problem
+from onepolicy.interfaces import Problem
 
 TRIED = ("[1]", "[up]", "[A B]", "[1 2 3 4]", "hello")  # moves of the two games a run compares before it starts
 
@@ -76,14 +76,13 @@ class TextArena(InTurns):
         assert problem.entry is not None
         match = self._idle.pop() if self._idle else Match(self.config)
         try:
-            match.reset(problem.entry["seed"])
+            with failing(self.config.game):
+                match.reset(problem.entry["seed"])
             while (text := await episode.turn()) is not None:
                 episode.events.append("move")
-                try:
+                with failing(self.config.game):
                     seen, over = match.step(said(text))
                     result = match.result if over else 0.0
-                except LIBRARY_ERRORS as error:
-                    raise EpisodeError(f"{self.config.game} failed in a move: {error!r}") from error
                 if over:
                     return scaled(result, self.config.returns)
                 episode.reply([seen])

@@ -89,6 +89,7 @@ class Tasks:
         self._seed, self._ends = seed, bool(taskset.bounded)
         self._sides: dict[Split, list[Any]] = {"train": [], "held_out": []}
         self._rest: Iterator[Any] = iter(taskset)
+        self._order: tuple[int, list[int]] = (-1, [])  # of the last epoch asked for
         if self._ends:
             while self._draw():
                 pass
@@ -99,7 +100,9 @@ class Tasks:
         place, side = index, self._sides["train"]
         if self._ends:
             epoch, place = divmod(index, len(side))
-            place = int(rng_of("verifiers epoch", self._seed, epoch).permutation(len(side))[place])
+            if self._order[0] != epoch:
+                self._order = epoch, rng_of("verifiers epoch", self._seed, epoch).permutation(len(side)).tolist()
+            place = self._order[1][place]
         elif not self._have("train", index + 1):
             raise UsageError(f"task.env: the taskset ended after {len(side)} tasks though it says it has no end")
         return _problem(index, side[place])
@@ -113,7 +116,8 @@ class Tasks:
         return [_problem(-1 - i, task) for i, task in enumerate(self._sides["held_out"][:count])]
 
     def start_up_problems(self) -> Iterable[Problem]:
-        return [self.train_problem(index) for index in range(len(self._sides["train"]) if self._ends else START_UP)]
+        """All of those to train on where the taskset ends."""
+        return map(self.train_problem, range(len(self._sides["train"]) if self._ends else START_UP))
 
     def _have(self, side: Split, count: int) -> bool:
         """Draw until that many are on the side."""

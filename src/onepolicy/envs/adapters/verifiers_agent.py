@@ -11,6 +11,8 @@ from onepolicy.envs.chat import THOUGHT_END
 from onepolicy.envs.episode import Episode
 from onepolicy.envs.talk import said
 
+ROLES = ("system", "user", "assistant")
+
 
 def opening_of(task: Any) -> list[tuple[str, str]]:
     """(role, text) of a task's system prompt and prompt. UsageError if they are no text."""
@@ -23,8 +25,8 @@ def opening_of(task: Any) -> list[tuple[str, str]]:
     if isinstance(data.prompt, str):
         return [*opening, ("user", data.prompt)]
     for message in data.prompt:
-        if not isinstance(message.content, str) or getattr(message, "tool_calls", None):
-            raise UsageError(f"task.env: the prompt of task {data.idx} has more than text (pictures or tool calls)")
+        if message.role not in ROLES or not isinstance(message.content, str) or getattr(message, "tool_calls", None):
+            raise UsageError(f"task.env: the prompt of task {data.idx} has more than text (pictures or tools)")
         opening.append((message.role, message.content))
     return opening
 
