@@ -222,7 +222,7 @@ class RunConfig(Frozen):
             raise ValueError(f"objective.kl.importance: with {name} there is no old policy; use rollout")
 
     def _check_ranks(self) -> None:
-        """What cannot be on a learner of several processes, and what only can be there (train.compute)."""
+        """What cannot be on a learner of several processes."""
         if not self.train.ranks:
             return
         if self.rollout.engine.kind == "vllm":
@@ -238,9 +238,4 @@ class RunConfig(Frozen):
             raise ValueError(
                 "model.dtype: the shards of train.ranks are float32; set train.compute = bfloat16 instead, which "
                 "gathers them rounded"
-            )
-        if self.train.compute == "bfloat16" and self.model.lm_head == "float32":
-            raise ValueError(
-                "model.lm_head: float32 would compute from weights that train.compute = bfloat16 has rounded; leave "
-                "one out (train.autocast keeps them unrounded)"
             )

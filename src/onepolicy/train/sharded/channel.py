@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from enum import IntEnum
 
 from onepolicy.config import TrainingError
 from onepolicy.train.sharded.wire import Message
@@ -18,8 +19,20 @@ KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """Seconds, seconds, probes: a machine that is gone ends a wait without a limit after a minute."""
 
 
+class Cause(IntEnum):
+    """How sure it is that this rank is the one that failed first."""
+
+    SILENT = 0  # for too long
+    TOLD = 1  # its own error, which may be that another rank is gone
+    GONE = 2  # ended without a word
+
+
 class RankLost(TrainingError):
-    """A rank has ended, is silent for too long, or its connection has."""
+    """A rank has ended or is silent for too long."""
+
+    def __init__(self, text: str, cause: Cause = Cause.GONE) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 class Channel:
@@ -41,7 +54,7 @@ class Channel:
             self.connection.sendall(len(data).to_bytes(8, "little"))
             self.connection.sendall(data)
         except TimeoutError:
-            raise RankLost(f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)") from None
+            raise RankLost(f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
 
@@ -60,7 +73,7 @@ class Channel:
                     raise RankLost(f"{self.peer} has ended")
                 filled += got
         except TimeoutError:
-            raise RankLost(f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)") from None
+            raise RankLost(f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
         return bytes(data)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
-from onepolicy.train.sharded.channel import Channel, RankLost
+from onepolicy.train.sharded.channel import Cause, Channel, RankLost
 from onepolicy.train.sharded.wire import Message
 
 ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)}
@@ -51,20 +51,28 @@ class Team:
         self.tell([message] * len(self.channels))
 
     def hear(self) -> list[Message]:
-        """One answer of each rank, in their order. A rank's own error if it reports one."""
-        return [self._checked(channel, channel.receive(self.limit)) for channel in self.channels.values()]
+        """One answer of each rank, in their order; the error of the rank that failed first, if one has."""
+        answers, failed = self._listen(self.limit)
+        if failed is not None:
+            raise failed
+        return answers
 
     def blame(self) -> None:
-        """After a collective failed here: raise the error of the rank that failed first, if one has said so or gone."""
-        lost: RankLost | None = None
+        """After a collective failed here: raise the error of the rank that caused it, if it is known."""
+        _, failed = self._listen(LAST_WORDS)
+        if failed is not None and failed.cause != Cause.SILENT:
+            raise failed
+
+    def _listen(self, limit: float) -> tuple[list[Message], RankLost | None]:
+        """Answers, and the failure that is likeliest the first: when one rank goes, the others' collectives fail."""
+        answers: list[Message] = []
+        failed: list[RankLost] = []
         for channel in self.channels.values():
             try:
-                self._checked(channel, channel.receive(LAST_WORDS))
+                answers.append(self._checked(channel, channel.receive(LAST_WORDS if failed else limit)))
             except RankLost as error:
-                lost = lost or (error if "ended" in str(error) else None)
-            # an answer: this rank is fine
-        if lost is not None:
-            raise lost
+                failed.append(error)
+        return answers, max(failed, key=lambda error: error.cause, default=None)
 
     def close(self) -> None:
         self._closed.set()
@@ -75,7 +83,7 @@ class Team:
         if (text := answer.header.get("error")) is None:
             return answer
         if (kind := ERRORS.get(answer.header["kind"])) is None:
-            raise RankLost(f"{channel.peer} has ended: {answer.header['kind']}: {text}")
+            raise RankLost(f"{channel.peer} has ended: {answer.header['kind']}: {text}", Cause.TOLD)
         raise kind(f"{channel.peer}: {text}")
 
     def _watch(self) -> None:

@@ -1,0 +1,221 @@
+"""Parts of a sharded learner that need no second process: who computes what, messages, channels, settings."""
+
+import dataclasses
+import socket
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.train.sharded.channel import (
+    TOKEN_BYTES,
+    Cause,
+    Channel,
+    Listener,
+    RankLost,
+    advertised,
+    connect,
+    read_advertised,
+)
+from onepolicy.train.sharded.divide import deal, divide
+from onepolicy.train.sharded.team import Team, error_message
+from onepolicy.train.sharded.wire import Message, batch_message, batch_of
+from onepolicy.types import RoutingTrace, TokenBatch
+
+
+def batch_with(lengths):
+    slots, samples = sum(lengths), len(lengths)
+    generator = torch.Generator().manual_seed(slots)
+    ids = torch.rand(slots, 2, 300, generator=generator).topk(2).indices.to(torch.uint16)
+    return TokenBatch(
+        input_ids=torch.arange(slots),
+        target_ids=torch.arange(slots) + 1,
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        segment=torch.arange(samples).repeat_interleave(torch.tensor(lengths)),
+        trainable=torch.ones(slots, dtype=torch.bool),
+        version=torch.zeros(slots, dtype=torch.int32),
+        turn=torch.zeros(slots, dtype=torch.int32),
+        logp_rollout=torch.randn(slots, generator=generator),
+        temperature=torch.ones(samples),
+        outcome=torch.randn(samples, generator=generator),
+        group=torch.arange(samples),
+        routing=RoutingTrace(ids, torch.ones(slots, dtype=torch.bool), (1, 3), 300),
+        keep=torch.ones(slots, dtype=torch.bool),
+        share=torch.rand(slots, generator=generator),
+    )
+
+
+def test_dealt_by_hand():
+    """85 slots in micro-batches of at most 30: three would do, so two rounds of two ranks, about 21 each."""
+    lengths = [8, 13, 5, 22, 10, 7, 16, 4]
+    dealt = deal(batch_with(lengths), 30, 2)
+    slots = [[sum(lengths[s] for s in chosen) for chosen in rank] for rank in dealt]
+    assert slots == [[22, 20], [22, 21]]
+    assert deal(batch_with([5]), 30, 3) == [[[0]], [[]], [[]]]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
+def test_every_sample_once_within_the_budget_and_as_many_rounds_on_every_rank(lengths, budget, ranks):
+    dealt = deal(batch_with(lengths), budget, ranks)
+    assert len(dealt) == ranks
+    assert len({len(rounds) for rounds in dealt}) == 1
+    chosen = [part for rounds in dealt for part in rounds]
+    assert sorted(s for part in chosen for s in part) == list(range(len(lengths)))
+    assert all(len(part) < 2 or sum(lengths[s] for s in part) <= budget for part in chosen)
+
+
+def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
+    batch = batch_with([5, 3])
+    first, second, third = divide(batch, 100, 3)
+    assert (first.samples, second.samples, third.samples) == ([0], [1], [])
+    assert third.rounds == [[0]]
+    idle = third.batch
+    assert idle.num_slots == 3
+    for mine in (idle.trainable, idle.keep, idle.share, idle.routing.valid, idle.routing.ids):
+        assert not mine.any()
+    assert torch.equal(second.batch.routing.ids, batch.routing.ids[5:])
+
+
+def test_a_batch_travels_unchanged():
+    batch = batch_with([5, 3, 9])
+    message = Message.decode(batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode())
+    assert message.header["rounds"] == [[0], [1, 2]]
+    found = batch_of(message)
+    for field in dataclasses.fields(batch):
+        expected, value = getattr(batch, field.name), getattr(found, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(expected, value), field.name
+            assert expected.dtype == value.dtype
+    assert torch.equal(found.routing.ids, batch.routing.ids)
+    assert (found.routing.layers, found.routing.num_experts) == ((1, 3), 300)
+
+
+def test_views_of_one_storage_travel():
+    whole = torch.arange(6.0)
+    found = Message.decode(Message({}, {"a": whole[:3], "b": whole[1:]}).encode())
+    assert torch.equal(found.tensors["b"], whole[1:])
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\xff" * 64, Message({}).encode()[:-1]])
+def test_bytes_that_are_no_message_are_refused(data):
+    with pytest.raises(TrainingError, match="no message"):
+        Message.decode(data)
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), None
+    theirs = socket.create_connection(ours.getsockname())
+    channels = Channel(ours.accept()[0], "rank 1"), Channel(theirs, "the driver")
+    yield channels
+    for each in (*channels, ours):
+        each.close()
+
+
+def test_silence_and_death_are_told_apart_and_named(pair):
+    driver, rank = pair
+    with pytest.raises(RankLost, match=r"rank 1 has sent nothing for 0.1 s") as silent:
+        driver.receive(0.1)
+    assert silent.value.cause == Cause.SILENT
+    rank.connection.sendall((100).to_bytes(8, "little") + b"half")
+    with pytest.raises(RankLost, match="sent nothing"):
+        driver.receive(0.1)
+    rank.close()
+    with pytest.raises(RankLost, match="rank 1 has ended") as gone:
+        driver.receive(1.0)
+    assert gone.value.cause == Cause.GONE
+
+
+def test_a_peer_that_takes_nothing_is_named(pair):
+    with pytest.raises(RankLost, match=r"rank 1 took nothing for 0.2 s"):
+        pair[0].send(Message({}, {"x": torch.zeros(2**24)}), 0.2)
+
+
+def test_the_rank_that_went_first_is_blamed():
+    """Rank 1 tells that a collective failed; rank 2 is gone without a word, and is the reason."""
+    server = socket.create_server(("127.0.0.1", 0))
+    ends = [socket.create_connection(server.getsockname()) for _ in range(2)]
+    team = Team({r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=5.0)
+    first, second = (Channel(end, "driver") for end in ends)
+    first.send(error_message(RuntimeError("connection closed by peer")), 1.0)
+    second.close()
+    try:
+        with pytest.raises(RankLost, match=r"rank 2 has ended$") as lost:
+            team.hear()
+        assert lost.value.cause == Cause.GONE
+    finally:
+        team.close()
+        first.close()
+        server.close()
+
+
+def test_a_rank_reports_its_own_kind_of_error(pair):
+    team = Team({1: pair[0]}, limit=5.0)
+    try:
+        pair[1].send(error_message(UsageError("model.path: gone")), 1.0)
+        with pytest.raises(UsageError, match=r"rank 1: model.path: gone"):
+            team.hear()
+    finally:
+        team.close()
+
+
+def test_who_does_not_know_the_token_is_hung_up_on():
+    listener = Listener("127.0.0.1")
+    address, token = read_advertised(advertised(listener.address, listener.token))
+    found = {}
+    waiting = threading.Thread(target=lambda: found.update(listener.accept(2, 20.0, lambda: None)))
+    waiting.start()
+    stranger = socket.create_connection(address)
+    stranger.sendall(b"0" * TOKEN_BYTES)
+    assert stranger.recv(1) == b""
+    ours = connect(address, token, 1, 5.0)
+    waiting.join()
+    assert list(found) == [1]
+    assert "rank 1 (process" in found[1].peer
+    for each in (stranger, ours, found[1], listener):
+        each.close()
+
+
+def test_a_rank_that_does_not_come_is_named():
+    listener = Listener("127.0.0.1")
+    with pytest.raises(RankLost, match=r"rank 1 did not come within 0.1 s"):
+        listener.accept(2, 0.1, lambda: None)
+    listener.close()
+
+
+BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["train.compute=bfloat16"], "train.compute: bfloat16 has no effect without train.ranks"),
+        (["train.rank_timeout=5"], "train.rank_timeout: 5.0 has no effect without train.ranks"),
+        (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
+        (["train.ranks=2", "model.dtype=bfloat16"], "set train.compute = bfloat16"),
+        (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
+        (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
+        (["train.ranks=2", "train.compute=bfloat16", "train.autocast=bfloat16"], "train.autocast: has no effect"),
+    ],
+)
+def test_settings_that_cannot_take_effect(settings, words):
+    with pytest.raises(UsageError, match=words):
+        resolve(BASE, settings)
+
+
+def test_torchrun_says_how_many_ranks(monkeypatch):
+    from onepolicy.loop.ranks import effective
+
+    plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
+    assert effective(plain).train.ranks == 0
+    assert effective(set_to_three, 1, resuming=True).train.ranks == 1
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert effective(plain).train.ranks == 2
+    assert effective(set_to_three, resuming=True).train.ranks == 2
+    with pytest.raises(UsageError, match="torchrun started 2 processes"):
+        effective(set_to_three)
