@@ -5,16 +5,17 @@ import json
 
 import pytest
 import torch
-from models import make
+from models import CONFIGS, make
 from safetensors.torch import load_file
 from test_learner import BASE, batch_of
 from transformers import AutoModelForCausalLM
 
-from onepolicy.config import resolve
+from onepolicy.config import UsageError, resolve
 from onepolicy.config.model import ModelConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.loop import ranks, setup
 from onepolicy.objective.advantages import credit
+from onepolicy.rollout.names import CheckpointNames
 from onepolicy.train import checkpoint
 from onepolicy.train.policy import make_tokenizer
 from onepolicy.train.sharded.rank import RankLearner
@@ -254,3 +255,14 @@ def test_bfloat16_forward_with_float32_masters(setting, two, folders):
         n: after[n] - t for n, t in AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"]).state_dict().items()
     }
     assert any(bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved.values())  # less than bfloat16 could hold
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
+    model = make(family)
+    names = CheckpointNames(model.config, trust_remote_code=False)
+    whole, streamed = names.of(model.state_dict().items()), dict(names.stream(model.state_dict().items()))
+    assert whole.keys() == streamed.keys()
+    assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+    with pytest.raises(UsageError, match=r"1 tensors are missing, first 'lm_head.weight'"):
+        list(names.stream((name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,12 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype if kept.isdisjoint(name.split(".")) else torch.float32)
     return model
+
+
+def layer_of(name: str) -> str:
+    """`model.layers.3.` of a tensor of that layer; the name of one that is in none."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group() if found else name
 
 
 def empty_model(model: ModelConfig) -> PreTrainedModel:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -9,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Weights
+from onepolicy.models.load import layer_of
 
 
 class CheckpointNames:
@@ -26,15 +30,24 @@ class CheckpointNames:
 
     def of(self, weights: Weights) -> dict[str, Tensor]:
         """UsageError for a tensor the model has not, one of another shape, or one that is missing."""
-        given = {name: tensor.detach() for name, tensor in weights}
-        for name, tensor in given.items():
+        given = dict(self._checked(weights))
+        return revert_weight_conversion(self._model, given)
+
+    def stream(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """The same one layer after the other, so that no more than a layer is held; errors come where they are met."""
+        for _, layer in itertools.groupby(self._checked(weights), key=lambda item: layer_of(item[0])):
+            yield from revert_weight_conversion(self._model, dict(layer)).items()
+
+    def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        missing = set(self._needed)
+        for name, tensor in weights:
             if name not in self._shapes:
                 raise UsageError(f"load_weights: {name!r} is not a tensor of {type(self._model).__name__}")
             if tuple(tensor.shape) != self._shapes[name]:
                 raise UsageError(
                     f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the engine's is {self._shapes[name]}"
                 )
-        missing = sorted(self._needed - given.keys())
+            missing.discard(name)
+            yield name, tensor.detach()
         if missing:
-            raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}")
-        return revert_weight_conversion(self._model, given)
+            raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {min(missing)!r}")

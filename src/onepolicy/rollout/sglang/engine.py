@@ -93,13 +93,17 @@ class SGLangEngine:
 
         rollout.engine.pause says what becomes of requests that are running. After a failure the server stays paused.
         """
-        tensors = self._names.of(weights)
+        folder = tensors = None
+        if self._files is not None:
+            folder = await asyncio.to_thread(self._files.write, self._names.stream(weights), version)
+        else:
+            tensors = self._names.of(weights)
         async with self._update(version) as (name, flush):
-            if self._files is not None:
-                folder = await asyncio.to_thread(self._files.write, tensors.items(), version)
+            if folder is not None:
                 await sync.from_folder(self.client, str(folder), name, flush=flush)
             else:
                 assert self.served is not None
+                assert tensors is not None
                 await sync.broadcast(
                     self._once,
                     tensors,

@@ -128,8 +128,7 @@ class VLLMServer:
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Hand these tensors over as files. All of the model's must be there, in its shapes."""
-        tensors = self._names.of(weights)
-        folder = await asyncio.to_thread(self._files.write, tensors.items(), version)
+        folder = await asyncio.to_thread(self._files.write, self._names.stream(weights), version)
         async with self._between_requests():
             await self.confirm_weights()
             await self.load_folder(str(folder), version)

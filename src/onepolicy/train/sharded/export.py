@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from onepolicy.models.load import layer_of
 from onepolicy.train.sharded.shards import FOLDER, MODEL, WEIGHTS, read, sizes_in
 
 FILE_BYTES = 2**30
@@ -46,8 +46,7 @@ def groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
     """Names for files of about FILE_BYTES; a layer's tensors stay together, because some are saved as parts of one."""
     layers: dict[str, list[str]] = {}
     for name in weights:
-        layer = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(layer.group() if layer else name, []).append(name)
+        layers.setdefault(layer_of(name), []).append(name)
     group: list[str] = []
     size = 0
     for names in layers.values():
