@@ -45,6 +45,7 @@ def children_of(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("whom", ["rank", "driver"])
 def test_killed_in_the_middle_resumes_to_the_same_run(whom, recipe, tmp_path):
     settings = ["steps=6", "checkpoint.every=1", "train.ranks=2", "eval.every=0", "train.device=cpu"]
@@ -70,6 +71,7 @@ def test_killed_in_the_middle_resumes_to_the_same_run(whom, recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_resumed_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
     """2 -> 3 -> 0 ranks: the weights of an uninterrupted run, but for rounding that sampling did not see."""
     settings = ["checkpoint.every=1", "eval.every=0", "train.device=cpu", "optim.lr=1e-5"]
