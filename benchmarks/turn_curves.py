@@ -89,8 +89,7 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
             loop.start(load(RECIPE, settings), loop.Progress())
     path = run / "eval.json"
     if not path.exists():
-        tree = read_config(run).model_dump() | {"eval": JUDGED}
-        config = RunConfig.model_validate(tree | {"rollout": tree["rollout"] | {"quant": None}})  # what was learned
+        config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})
         path.write_text(json.dumps(evaluate_model(config, run, None)))
         print(f"{run.name}: {path.read_text()}", flush=True)
 
