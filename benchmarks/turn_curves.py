@@ -5,12 +5,14 @@ one run, and an evaluation of its last weights under the same limit. Finished ru
 resumed, so the script can be stopped and started again. Seeds come one after the other, so what is complete is paired.
 
     python benchmarks/turn_curves.py                                        # everything: 45 runs, then the tables
+    python benchmarks/turn_curves.py --bits 4 --turns 16 8 2                # rollouts with weights rounded to 4 bits
     python benchmarks/turn_curves.py --show --figures docs/figures --png    # tables and figures of the runs there are
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import shutil
@@ -44,9 +46,8 @@ def main() -> None:
     jobs = [(arm, turns, seed) for seed in options.seeds for turns in options.turns for arm in ARMS]
     if options.control:
         jobs += [(CONTROL[0], max(options.turns), seed) for seed in options.seeds]
-    found = []
+    found, rounded = [], f"-{options.bits}bit" if options.bits else ""
     for arm, turns, seed in jobs:
-        rounded = f"-{options.bits}bit" if options.bits else ""
         run = options.out / f"{re.sub('[^a-z0-9]+', '-', arm)}{rounded}-turns{turns}-seed{seed}"
         if not options.show:
             play(options.out, run, arm, turns, seed, options.bits)
@@ -56,7 +57,8 @@ def main() -> None:
     paired = [each for each in found if there[each.turns, each.seed] == len(ARMS)]
     print(tables(paired))
     if options.figures:
-        for path in write_figures(options.figures, figures(paired), png=options.png):
+        drawn = [dataclasses.replace(each, name=each.name + rounded.replace("-", "_")) for each in figures(paired)]
+        for path in write_figures(options.figures, drawn, png=options.png):
             print(path)
 
 
