@@ -172,8 +172,8 @@ class RolloutConfig(Frozen):
             return self
         if not isinstance(engine, HFEngineConfig):
             raise ValueError(
-                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = {engine.kind}; use hf, or "
-                "leave it out"
+                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = {engine.kind}, whose own "
+                "quantisation is not re-made at a sync (docs/quantised.md); use hf, or leave it out"
             )
         if "lm_head" in quant.also and engine.lm_head == "float32":
             raise ValueError("rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out")

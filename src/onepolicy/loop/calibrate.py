@@ -35,6 +35,17 @@ async def calibrate(
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
         return
+    await play_episodes(config, engine, environment, stop)
+    quantised.calibrate()
+    await engine.reset_cache()
+    if path is not None:
+        replace_text(path, json.dumps(quantised.scales(), indent=1))
+
+
+async def play_episodes(
+    config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
+) -> None:
+    """The first EPISODES training problems, for what the engine notes meanwhile."""
     sampling = Sampling(config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop)
 
     async def episode(index: int) -> None:
@@ -42,7 +53,3 @@ async def calibrate(
         await play(engine, environment, problem, sampling, functools.partial(seed_of, config.seed, problem.id, -2, 0))
 
     await asyncio.gather(*map(episode, range(EPISODES)))
-    quantised.calibrate()
-    await engine.reset_cache()
-    if path is not None:
-        replace_text(path, json.dumps(quantised.scales(), indent=1))
