@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -57,4 +57,3 @@ def _named(value: Any) -> Any:
 
 QuantFormat = Annotated[Int8 | Fp8 | Fp8Weight | Simulated, Field(discriminator="format")]
 QuantConfig = Annotated[QuantFormat | None, BeforeValidator(_named)]
-FORMATS = tuple(config.model_fields["format"].default for config in get_args(get_args(QuantFormat)[0]))
