@@ -2,6 +2,7 @@
 engine's slots, refills and prefix hits."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from onepolicy.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
+AGENT = Path(__file__).parents[2] / "recipes" / "agent_sums.toml"
 STEPS = 4
 RECIPE = """
 out = "set by the test"
@@ -24,19 +26,6 @@ train = {{ threads = 1 }}
 eval = {{ every = 0 }}
 log = {{ counterfactual_every = 2, tensorboard = false, report = false }}
 """
-REACT = (
-    "task.kind=react",
-    "task.max_turns=4",
-    'task.instructions=""',
-    'task.tools=[{kind="calculator",operations=1}]',
-    "task.problems.kind=gym",
-    "task.problems.name=chain_sum",
-    "task.problems.params.min_terms=2",
-    "task.problems.params.max_terms=4",
-    "task.problems.params.min_digits=1",
-    "task.problems.params.max_digits=1",
-)
-POLICY = ("layers=3", "hidden_size=64", "experts=16", "max_len=320", "steps=300", "lr=4e-3", "mistakes=0")
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +86,13 @@ def test_with_other_settings(train, settings):
         assert found[0]["train/kl"] == 0.0  # the reference is the policy, and computes as it does
 
 
-def test_episodes_with_tools_and_a_cache_that_is_hit(train, tmp_path_factory, capsys):
-    policy = tmp_path_factory.mktemp("react") / "policy"
-    assert main(["make-policy", "--out", str(policy), *POLICY, *REACT]) == 0
-    settings = (f"model.path={policy}", *REACT, "rollout.engine.max_len=320", "rollout.sampling.max_tokens=24")
-    for dtype in ("float32", "bfloat16"):
-        found = exact(train(f"react-{dtype}", *settings, f"model.dtype={dtype}"))
-        assert max(row["train/turns"] for row in found) > 1.5  # every turn after the first finds its history cached
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_episodes_with_tools_and_a_cache_that_is_hit(sums_policy, tmp_path, dtype):
+    run, settings = tmp_path / "run", ("numerics=on-policy", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}")
+    size = (f"steps={STEPS}", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.every=0", "log.report=false")
+    size += ("log.tensorboard=false", "log.counterfactual_every=2")
+    assert main(["train", str(AGENT), f"model.path={sums_policy}", f"out={run}", *settings, *size]) == 0
+    assert max(row["train/turns"] for row in exact(run)) > 1.5  # every turn after the first finds its history cached
 
 
 def test_the_engine_does_not_move_the_weights(train):
