@@ -18,7 +18,7 @@ def test_it_learns_and_every_part_acts(correction, sums_policy, tmp_path):
     first, last = (row["eval/avg@2"] for row in rows if "eval/avg@2" in row)
     steps = [row for row in rows if "train/reward" in row]
     assert last > first + 0.1
-    assert any(row["train/clip_high"] > 0 for row in steps)
+    assert any(row["train/clip_low"] > 0 for row in steps)  # later updates of a batch do reach the clip range
     assert any(row["rollout/refills"] > 0 for row in steps)
     assert all(row["train/groups_without_signal"] == 0 for row in steps)
     for row in steps:
