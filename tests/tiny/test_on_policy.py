@@ -93,13 +93,17 @@ def test_rollout_and_training_on_other_numbers_of_threads():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_dense"])
-def test_256_sequences_of_256_tokens(name, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [("qwen3_moe", 256), ("deepseek_v3", 48), ("gpt_oss", 48), ("mixtral", 48), ("qwen3_dense", 48)],
+)
+def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
     monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)
-    found, slots = through_everything(name, dtype, sequences=256, tokens=256, slots=48)
+    found, slots = through_everything(name, dtype, sequences=sequences, tokens=256, slots=48)
     assert found == (0, 0)
-    assert slots > 256 * 256
+    assert slots > 256 * sequences
 
 
 def test_fast_numerics_differ():

@@ -177,6 +177,22 @@ def test_attention_is_attention(window):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_of_attention_are_torchs(sinks):
+    inputs = [normal(2, 33, 4, 16), normal(2, 2, 48, 16, seed=1), normal(2, 2, 48, 16, seed=2), normal(4, seed=3)]
+    hidden = torch.arange(48) > torch.arange(33)[:, None] + 10
+    ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    attend(*ours[:3], bias=bias, scale=0.3, sinks=ours[3] if sinks else None).square().sum().backward()
+    q, key, value, sink = theirs
+    scores = torch.einsum("bqgrd,bgkd->bgrqk", q.unflatten(2, (2, 2)), key) * 0.3 + bias
+    extra = sink.view(2, 2, 1, 1).expand(2, 2, 2, 33, 1)
+    weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1] if sinks else scores.softmax(-1)
+    torch.einsum("bgrqk,bgkd->bqgrd", weights, value).square().sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_this_build_passes():
     probe.check_build.__wrapped__(CPU, 1)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from onepolicy.invariant.ops import TERMS, TILE, batched
@@ -76,21 +77,62 @@ def attend(q: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, scale:
     (rows, queries, heads, _), (groups, keys) = q.shape, key.shape[1:3]
     shape = (rows, groups, heads // groups, queries, keys)
     q = (q.float() * scale).unflatten(2, shape[1:3]).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, q.shape[-1])
-    scores = batched(q, key.float().transpose(2, 3).flatten(0, 1)).view(shape)
-    if bias is not None:
-        scores = scores.add_(bias)
-    out = batched(softmax(scores, sinks).flatten(2, 3).flatten(0, 1), value.float().flatten(0, 1))
+    sinks = None if sinks is None else sinks.float()
+    out = _Attend.apply(q, key.float().flatten(0, 1), value.float().flatten(0, 1), bias, sinks, shape)
     return out.view(*shape[:4], -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
 
 
+class _Attend(torch.autograd.Function):
+    """q [B, R * Q, D], key [B, S, D], value [B, S, Dv] -> [B, R * Q, Dv]; B = V * G, `shape` is [V, G, R, Q, S].
+
+    A function of its own because autograd would copy the scores for every change made to them in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, shape: tuple
+    ) -> Tensor:
+        scores = batched(q, key.transpose(1, 2)).view(shape)
+        if bias is not None:
+            scores.add_(bias)
+        weights = softmax(scores, sinks)
+        ctx.save_for_backward(q, key, value, weights)
+        ctx.heads = None if sinks is None else shape[1:3]
+        return batched(weights[..., -shape[4] :].flatten(0, 1).flatten(1, 2), value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, key, value, weights = ctx.saved_tensors
+        weights = weights.flatten(0, 1).flatten(1, 2)  # [B, R * Q, S], with a sink TILE + S
+        front = weights.shape[2] - key.shape[1]
+        grad_weights = F.pad(torch.bmm(grad, value.transpose(1, 2)), (front, 0))
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
+        grad_sinks = None
+        if ctx.heads is not None:
+            queries = grad.shape[1] // ctx.heads[1]
+            grad_sinks = grad_scores[..., 0].reshape(-1, *ctx.heads, queries).sum((0, 3)).flatten()
+        seen, grad_scores = weights[..., front:], grad_scores[..., front:]
+        return (
+            torch.bmm(grad_scores, key),
+            torch.bmm(grad_scores.transpose(1, 2), q),
+            torch.bmm(seen.transpose(1, 2), grad),
+            None,
+            grad_sinks,
+            None,
+        )
+
+
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """scores [V, G, R, Q, S] with S a multiple of TILE. A sink [G * R] adds exp(sink) to its head's denominator."""
+    """scores [V, G, R, Q, S] with S a multiple of TILE. A sink [G * R] adds exp(sink) to its head's denominator.
+
+    Of the same shape; with sinks S is TILE longer, in front.
+    """
     assert scores.shape[-1] % TILE == 0
     if sinks is None:
         return scores.softmax(-1)
     front = scores.new_full((*scores.shape[:-1], TILE), float("-inf"))
-    front[..., 0] = sinks.float().view(*scores.shape[1:3], 1)
-    return torch.cat([front, scores], -1).softmax(-1)[..., TILE:]
+    front[..., 0] = sinks.view(*scores.shape[1:3], 1)
+    return torch.cat([front, scores], -1).softmax(-1)
 
 
 def _attend_in_table(
@@ -98,7 +140,8 @@ def _attend_in_table(
 ) -> Tensor:
     """`attend` of one token per row, read where it lies: q [T, heads, D] -> [T, heads, Dv]."""
     scores = scores_in_table(q, key, step, bias=step.bias(window, None), scale=scale)
-    return values_in_table(softmax(scores, sinks), value, step, key, terms=TERMS).view(*q.shape[:2], -1)
+    weights = softmax(scores, None if sinks is None else sinks.float())[..., -scores.shape[-1] :]
+    return values_in_table(weights, value, step, key, terms=TERMS).view(*q.shape[:2], -1)
 
 
 AttentionInterface.register(NAME, invariant_attention)

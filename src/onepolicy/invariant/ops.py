@@ -36,6 +36,8 @@ def up_to(size: int, multiple: int) -> int:
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [M, O] = x [M, I] @ weight [I, O], float32, without a graph."""
     rows, columns = out.shape
+    if x.device.type == "cpu" and not rows % TILE and not columns % TILE:
+        return _chains(x, weight, out)
     if columns % TILE:
         wide = out.new_empty(rows, up_to(columns, TILE))
         multiply(x, F.pad(weight, (0, -columns % TILE)), wide)
@@ -109,8 +111,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _Elementwise(torch.autograd.Function):
-    """value(x), computed in float32; its gradient is torch's own."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable) -> Tensor:
         out = value(x.float()).to(x.dtype)
@@ -123,24 +123,31 @@ class _Elementwise(torch.autograd.Function):
         return ctx.gradient(grad, *ctx.saved_tensors), None, None
 
 
+def _elementwise(x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable) -> Tensor:
+    """value(x), computed in float32; `gradient` (torch's own) takes the output's, x and the output."""
+    if torch.is_grad_enabled():
+        return _Elementwise.apply(x, value, gradient)
+    return value(x.float()).to(x.dtype)
+
+
 aten = torch.ops.aten
 
 
 @invariant_operator
 def sigmoid(x: Tensor) -> Tensor:
-    return _Elementwise.apply(
+    return _elementwise(
         x, lambda x: x.neg().exp_().add_(1).reciprocal_(), lambda grad, x, out: aten.sigmoid_backward(grad, out)
     )
 
 
 @invariant_operator
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
-    return _Elementwise.apply(x, lambda x: x / x.neg().exp_().add_(1), lambda grad, x, out: aten.silu_backward(grad, x))
+    return _elementwise(x, lambda x: x / x.neg().exp_().add_(1), lambda grad, x, out: aten.silu_backward(grad, x))
 
 
 @invariant_operator
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    return _Elementwise.apply(
+    return _elementwise(
         x,
         lambda x: torch.where(x * beta > threshold, x, (x * beta).exp_().log1p_() / beta),
         lambda grad, x, out: aten.softplus_backward(grad, x, beta, threshold),
@@ -154,7 +161,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
             return x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
-    return _Elementwise.apply(x, value, lambda grad, x, out: aten.gelu_backward(grad, x, approximate=approximate))
+    return _elementwise(x, value, lambda grad, x, out: aten.gelu_backward(grad, x, approximate=approximate))
 
 
 FUNCTIONS: dict[Callable, Callable] = {
