@@ -1,11 +1,10 @@
-"""Rollout tokens per second, weight sizes and the share of a step, per format of the engine's weights.
+"""Rollout tokens per second and weight sizes, per format of the engine's weights.
 
     python benchmarks/quant.py                                     # tiny and 196M parameters, three response lengths
     python benchmarks/quant.py --models tiny --lengths 16 64 --rounds 5 --formats int8 fp8
 
 Formats are interleaved: every round samples the same prompts with each; the median of the ratios to bfloat16 of the
-same round counts. One thread is timed in CPU seconds, so that waiting for a core does not count. `step` is what a
-training step of the tiny policy takes besides sampling, from a short run, and with it what a format saves of a step.
+same round counts. One thread is timed in CPU seconds, so that waiting for a core does not count.
 """
 
 from __future__ import annotations
