@@ -25,13 +25,13 @@ args = parser.parse_args()
 os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive")
 
 import torch  # noqa: E402
-from peak import Peak  # noqa: E402
 
 from onepolicy.config.correction import presets  # noqa: E402
 from onepolicy.correct.live import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
 from onepolicy.correct.receipt import report  # noqa: E402
 from onepolicy.correct.weights import reweight  # noqa: E402
+from onepolicy.plan.peak import Peak  # noqa: E402
 
 SEQUENCES, VOCABULARY, CHUNK = 512, 1000, 8192
 T, DEVICE = args.slots, torch.device(args.device)

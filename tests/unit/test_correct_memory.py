@@ -1,20 +1,15 @@
 """A correction holds little beside its inputs and outputs, whatever the batch."""
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from peak import Peak
-
 import onepolicy.correct.slots as slots_module
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
+from onepolicy.plan.peak import Peak
 
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])

@@ -14,6 +14,7 @@ RANK = {
     "cli": 8,
     "loop": 7,
     "audit": 7,
+    "plan": 7,
     "report": 6,
     "rollout": 6,
     "train": 6,

@@ -1,4 +1,4 @@
-"""The command line: measure, audit, train, eval, make-policy, engine, config. Bad input: one message and exit 2."""
+"""The command line: measure, audit, train, eval, make-policy, engine, plan, config. Bad input: a message, exit 2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from onepolicy.cli import engine, measure
+from onepolicy.cli import engine, measure, plan
 from onepolicy.cli.common import EPILOG, command, prepare_process
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     audit.add_argument("--png", action="store_true", help="and figures/*.png (with kaleido, in the system's Chromium)")
 
     engine.add(commands)
+    plan.add(commands)
 
     config = command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
     config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")

@@ -36,6 +36,7 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Packing:
     buckets: tuple[Bucket, ...]
+    order: Tensor | None  # [T] int64, where the buckets' slots hold each slot; None: they hold them in order
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
@@ -47,7 +48,9 @@ class Packing:
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
                 buckets.append(_bucket(spans[first:i], multiple, device))
                 first = i
-        return cls(tuple(buckets))
+        slots = torch.cat([bucket.slots for bucket in buckets])
+        in_order = bool((slots[1:] > slots[:-1]).all())
+        return cls(tuple(buckets), None if in_order else torch.argsort(slots))
 
 
 def _bucket(spans: list[tuple[int, int]], multiple: int, device: torch.device) -> Bucket:
@@ -115,13 +118,8 @@ def attend_packed(
         parts = [_Pad.apply(x, bucket).unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
         attended = attend(*parts)  # [S, heads, W, D]
         pieces.append(attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    order = torch.cat([bucket.slots for bucket in packing.buckets])
-    out = torch.cat(pieces)[torch.argsort(order)] if len(pieces) > 1 or not _sorted(order) else pieces[0]
-    return out[None]
-
-
-def _sorted(order: Tensor) -> bool:
-    return bool((order[1:] > order[:-1]).all())
+    out = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return (out if packing.order is None else out[packing.order])[None]
 
 
 def _causal(

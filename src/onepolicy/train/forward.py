@@ -24,9 +24,18 @@ class Scored(NamedTuple):
     own: tuple[Tensor, Tensor] | None = None  # [T, k] int32, float32: the model's likeliest tokens, if asked for
 
 
+class Places(NamedTuple):
+    """What a forward takes from the values of a batch, not only from its shapes."""
+
+    slots: Tensor  # [n] int64, trainable slots
+    packing: Packing
+
+
 def forward(
     model: PreTrainedModel,
     batch: TokenBatch,
+    places: Places | None = None,
+    /,
     *,
     autocast: torch.dtype | None = None,
     entropy_graph: bool = False,
@@ -37,8 +46,8 @@ def forward(
     Log-probabilities are fp32 `log_softmax(logits / temperature)` then gather: the same as the rollout engine's.
     """
     device = batch.input_ids.device
-    slots = batch.trainable.nonzero()[:, 0]
-    logps = torch.log_softmax(tempered_logits(model, batch, slots, autocast=autocast), -1)
+    slots, packing = places or (batch.trainable.nonzero()[:, 0], None)
+    logps = torch.log_softmax(tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1)
     picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = -(logps.exp() * logps).sum(-1)
@@ -58,6 +67,7 @@ def tempered_logits(
     batch: TokenBatch,
     slots: Tensor,  # [n] int64
     *,
+    packing: Packing | None = None,
     autocast: torch.dtype | None = None,
 ) -> Tensor:
     """[n, vocabulary] float32: the logits of these slots of a packed batch, divided by their sample's temperature."""
@@ -69,6 +79,6 @@ def tempered_logits(
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=slots,
-            packing=Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
+            packing=packing or Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
         ).logits[0]
     return logits.float() / batch.temperature[batch.segment[slots], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +19,7 @@ class Peak(TorchDispatchMode):
         self.alive: dict[int, int] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func, types, arguments=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, arguments: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*arguments, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):

@@ -1,0 +1,99 @@
+"""`onepolicy plan`: what a recipe needs on a cluster, before anything is paid for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from onepolicy.cli.common import command, prepare_process
+from onepolicy.config import RunConfig, UsageError, load
+from onepolicy.plan.hardware import Cluster, parse_cluster
+
+TEXT = """\
+Prints what a recipe needs on a cluster before anything is paid for: memory per learner rank and engine device, bytes
+per step, where a step's time goes, the best split of devices between sampling and learning, and what to change if it
+does not fit. No weights are read: parameters are counted and activations found by running the model on tensors without
+memory. What every number comes from: docs/plan.md.
+
+  onepolicy plan recipes/cluster/qwen3_30b_a3b_8gpu.toml --cluster 8xH200
+  onepolicy plan RECIPE --cluster 64xH100 model.path=DeepSeek-V3 --response-tokens 4096
+  onepolicy plan RECIPE --cluster 8xH100 --constant network=25e9 --json plan.json
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    plan = command(commands, "plan", "memory, bytes and seconds per step on a cluster, before you pay", run_plan)
+    plan.description = TEXT
+    plan.add_argument("recipe", help="TOML recipe; model.path may be Qwen3-30B-A3B, Qwen3-235B-A22B or DeepSeek-V3 too")
+    plan.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
+    plan.add_argument("--cluster", required=True, metavar="COUNTxDEVICE", help="8xH100, 512xH200, 2xcpu (cores)")
+    plan.add_argument("--prompt-tokens", type=_count, metavar="N", help="of a prompt (default: 512, or what fits)")
+    plan.add_argument(
+        "--response-tokens",
+        type=_count,
+        metavar="N",
+        help="mean of a response (default: rollout.sampling.max_tokens, the worst case)",
+    )
+    plan.add_argument("--learners", type=_count, metavar="N", help="learner ranks (default: train.ranks, or the best)")
+    plan.add_argument("--tensor-parallel", type=_count, metavar="N", help="devices of one engine (default: the best)")
+    plan.add_argument(
+        "--sync", choices=("files", "gloo", "nccl"), help="how weights reach a server (default: as its kind does)"
+    )
+    plan.add_argument(
+        "--constant", action="append", default=[], metavar="NAME=VALUE", help="of the devices, printed with the plan"
+    )
+    plan.add_argument("--json", type=Path, metavar="FILE", help="everything, with every split, as JSON")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """The exit status: 0 if a split fits, else 1."""
+    cluster = parse_cluster(arguments.cluster, arguments.constant)
+    config = load(arguments.recipe, arguments.overrides)
+    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
+        raise UsageError(f"--json: no folder {arguments.json.parent}; make it first")
+    prepare_process(1)
+    from rich.console import Console
+
+    return _plan(arguments, config, cluster, Console())
+
+
+def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, console: object) -> int:
+    from rich.console import Console
+
+    from onepolicy.loop.setup import resolve_model
+    from onepolicy.plan.mends import mends
+    from onepolicy.plan.planner import Planner, best
+    from onepolicy.plan.table import render, tree
+    from onepolicy.plan.traffic import traffic_of
+    from onepolicy.plan.work import in_process
+
+    assert isinstance(console, Console)
+    if arguments.sync and in_process(config):
+        raise UsageError("--sync: the engine is in the learner's process, so weights are copied; leave it out")
+    with console.status("running the model without memory"):
+        planner = Planner(
+            config,
+            resolve_model(config.model),
+            cluster,
+            prompt=arguments.prompt_tokens,
+            response=arguments.response_tokens,
+            way=arguments.sync,
+        )
+        options = [planner.option(split) for split in planner.splits(arguments.learners, arguments.tensor_parallel)]
+        chosen = best(options)
+        lines = mends(planner, chosen)
+    traffic = traffic_of(planner.dims, config, planner.work, chosen.split.learners)
+    for part in render(planner, chosen, options, lines, traffic):
+        console.print(part, highlight=False)
+    if arguments.json is not None:
+        found = tree(planner, chosen, options, lines, traffic)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)
+    return int(not chosen.fits)

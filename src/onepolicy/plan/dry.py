@@ -1,0 +1,277 @@
+"""How much a micro-batch holds, found by running the trainer's own forward and backward on tensors without memory.
+
+The model has its real widths, experts and number of tokens, but its tensors are fake: they have shapes, and storages
+whose bytes can be counted, and nothing is computed. So what autograd saves, what the vocabulary projection makes and
+what activation checkpointing drops are those of the code that trains, for any model of transformers. Kernels' own
+scratch memory is not seen, and on a GPU attention is taken to be a flash kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from onepolicy.models import experts, fp32_head, linear, packed_attention
+from onepolicy.models.packed_attention import Packing
+from onepolicy.plan.dims import decoder_layers
+from onepolicy.plan.peak import Peak
+from onepolicy.replay.checks import is_moe
+from onepolicy.train.forward import Places, forward
+from onepolicy.types import TokenBatch
+
+LAYOUT = experts.layout
+ALL_LAYERS = 16  # a deeper model is run with its first layers only
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """A micro-batch: slots and trainable slots of each sample (the last ones of it)."""
+
+    slots: tuple[int, ...]
+    trainable: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of tensors beside parameters and the gradients there were before."""
+
+    saved: float  # after the forward: the graph
+    peak: float  # the most at once, forward or backward
+    logits: float  # of the peak: what would not be there if only one slot per sample were projected
+
+    def at(self, samples: float, other: Held) -> Held:
+        """Of another number of samples of the same length: self has one, `other` has two."""
+        return Held(*(a + (samples - 1) * (b - a) for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+class DryModel:
+    """cpu: run our CPU functions, else what a GPU runs. dtype: what layers compute in."""
+
+    def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, cpu: bool, fp32_lm_head: bool = False) -> None:
+        self.cpu = cpu
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.fake:
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            if fp32_lm_head:
+                fp32_head.Fp32Head(self.model, field="model.lm_head")
+            self.model.set_attn_implementation(packed_attention.NAME)
+            if is_moe(config):
+                self.model.set_experts_implementation(experts.NAME if cpu else "grouped_mm")
+            if cpu:
+                linear.prepare(self.model, torch.device("cpu"))
+        self._list = decoder_layers(self.model)
+        self._layers = list(self._list)
+        self._kinds = _kinds(self.model, self._layers)
+        self._run = cache(self._run_anew)
+
+    def held(self, micro: Micro, *, checkpointing: bool, entropy_graph: bool = False, first: bool = False) -> Held:
+        """first: the first micro-batch of an optimiser step, whose backward makes the gradients, so they count."""
+        how = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
+        short, growth = len(self._layers), dict[Any, float]()
+        if short > ALL_LAYERS:
+            short, growth = self._growth(micro, how)
+        run = self._run(micro, short, **how, first=first)
+        bare = self._run(replace(micro, trainable=(1,) * len(micro.slots)), 1, **how, first=False).early
+        logits = max(0.0, self._run(micro, 1, **how, first=False).early - bare)
+        rest = sum(growth[kind] for kind in self._kinds[short:])
+        late = run.late
+        if first:  # at the end of the backward nearly all gradients are there
+            late += sum(_bytes(layer) for layer in self._layers[short:])
+        return Held(run.saved + rest, max(run.early + rest, late), logits)
+
+    def _growth(self, micro: Micro, how: dict[str, bool]) -> tuple[int, dict[Any, float]]:
+        """Layers to run so that every kind is met, twice if it can be; bytes a layer of each kind adds to the graph."""
+        grown: dict[Any, float] = {}
+        found: Counter[Any] = Counter()
+        for depth, kind in enumerate(self._kinds, 1):
+            found[kind] += 1
+            if found[kind] == 2:
+                grown[kind] = self._saved(micro, depth, how) - self._saved(micro, depth - 1, how)
+            if all(found[kind] >= min(2, self._kinds.count(kind)) for kind in set(self._kinds)):
+                return depth, grown
+        raise AssertionError("every kind is met by the last layer")
+
+    def _saved(self, micro: Micro, depth: int, how: dict[str, bool]) -> float:
+        return self._run(micro, depth, **how, first=False).saved
+
+    def _run_anew(self, micro: Micro, depth: int, *, checkpointing: bool, entropy_graph: bool, first: bool) -> _Run:
+        places = _places(micro)
+        parameters = list(self.model.parameters())
+        with self.fake, self._first_layers(depth), self._stand_ins():
+            batch = _batch(micro)
+            for parameter in parameters:
+                parameter.grad = None if first else torch.empty_like(parameter)
+            given = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+            if checkpointing:
+                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            try:
+                with Peak(given) as peak, _marking(self._layers[depth - 1], peak) as marks:
+                    scored = forward(self.model, batch, places, entropy_graph=entropy_graph)
+                    saved = peak.now
+                    loss = scored.logp.sum() + (scored.entropy.sum() if entropy_graph else 0)
+                    loss.backward()
+                return _Run(saved, marks[0], peak.peak)
+            finally:
+                if checkpointing:
+                    self.model.gradient_checkpointing_disable()
+                for parameter in parameters:
+                    parameter.grad = None
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.cpu:
+                stack.enter_context(_replaced(experts, "layout", _even_layout))
+            else:
+                stack.enter_context(_replaced(packed_attention, "scaled_dot_product_attention", _flash))
+                stack.enter_context(_replaced(torch.nn.functional, "grouped_mm", _grouped_mm))
+            yield
+
+    @contextmanager
+    def _first_layers(self, depth: int) -> Iterator[None]:
+        """The model with its first `depth` decoder layers only."""
+        named = {str(i): layer for i, layer in enumerate(self._layers)}
+        for name in list(named)[depth:]:
+            del self._list._modules[name]
+        try:
+            yield
+        finally:
+            self._list._modules.clear()
+            self._list._modules.update(named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    saved: float
+    early: float  # most until the backward of the last layer was done: all layers' activations are there
+    late: float  # most after that
+
+
+def _places(micro: Micro) -> Places:
+    """What a forward reads of a batch's values: real, where the batch is fake."""
+    bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
+    own = [torch.arange(n) >= n - new for n, new in zip(micro.slots, micro.trainable, strict=True)]
+    return Places(torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu")))
+
+
+def _batch(micro: Micro) -> TokenBatch:
+    ids, floats = torch.zeros(sum(micro.slots), dtype=torch.int64), torch.zeros(len(micro.slots))
+    return TokenBatch(
+        input_ids=ids,
+        target_ids=ids,
+        positions=ids,
+        cu_seqlens=ids[: len(micro.slots) + 1],
+        segment=ids,
+        trainable=ids.bool(),
+        version=ids,
+        turn=ids,
+        logp_rollout=ids.float(),
+        temperature=floats,
+        outcome=floats,
+        group=floats.long(),
+    )
+
+
+@contextmanager
+def _marking(last: nn.Module, peak: Peak) -> Iterator[list[float]]:
+    """[most bytes until the backward of the last layer was done]; from there the peak counts anew."""
+    marks: list[float] = []
+    watched: list[Any] = []
+
+    def mark(_: Tensor) -> None:
+        marks.append(peak.peak)
+        peak.peak = peak.now
+
+    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not watched:  # a recompute calls the layer again
+            watched.append(arguments[0].register_hook(mark))
+
+    handle = last.register_forward_pre_hook(watch)
+    try:
+        yield marks
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _replaced(module: Any, name: str, stand_in: Any) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def _even_layout(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Our CPU experts lay out rows by the values of routes, which fake tensors lack: every expert gets equally many.
+
+    Only the first computes, which holds as much as each of the others would after it.
+    """
+    with unset_fake_temporarily():
+        chosen = torch.arange(top_k_index.numel()).remainder(num_experts).view(top_k_index.shape)
+        token, place, ends = LAYOUT(chosen, num_experts)
+    return torch.empty_like(token), torch.empty_like(place), ends[:1] * num_experts
+
+
+class _Flash(torch.autograd.Function):
+    """What flash attention holds on a GPU, whatever kernel torch would choose for tensors of the CPU.
+
+    Its backward sums queries' gradients in float32, and makes those of keys and values for every query head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        total = torch.empty_like(query, dtype=torch.float32)
+        whole = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del total, whole
+        return grads
+
+
+class _Grouped(torch.autograd.Function):
+    """What a grouped matmul holds, in any dtype: the one for fake tensors knows bfloat16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    return _Grouped.apply(rows, weight)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return _Flash.apply(query, key, value)
+
+
+def _kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
+    """Layers of the same kind hold as much as each other."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    shapes = [tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers]
+    return list(zip(types, shapes, strict=False))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

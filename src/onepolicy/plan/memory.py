@@ -1,0 +1,125 @@
+"""Bytes on a learner's rank and on an engine's device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onepolicy.config import RunConfig, VLLMEngineConfig
+from onepolicy.models.decode_attention import BLOCK
+from onepolicy.plan.dims import Dims, route_bytes
+from onepolicy.plan.dry import Held
+from onepolicy.plan.hardware import Cluster
+from onepolicy.plan.work import Work, in_process, keeps_whole_keys
+
+FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def gather_dtype(config: RunConfig) -> str:
+    """Of the parameters that ranks gather to compute a layer."""
+    low = "bfloat16" in (config.model.dtype, getattr(config.train, "compute", "same"))
+    return "bfloat16" if low else "float32"
+
+
+def compute_dtype(config: RunConfig) -> str:
+    """Of the layers in forward and backward."""
+    return "bfloat16" if config.train.autocast == "bfloat16" else gather_dtype(config)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemory:
+    """Of one rank, in bytes."""
+
+    parameters: float  # its shard, in model.dtype
+    masters: float  # float32 weights behind parameters in less
+    gradients: float
+    optimiser: float  # AdamW's two moments, float32
+    gathered: float  # of layers, while they compute: parameters in the compute dtype, gradients before they are summed
+    activations: float
+    logits: float
+    routes: float
+    others: float  # reference and critic
+
+    @property
+    def total(self) -> float:
+        return math.fsum(getattr(self, name) for name in self.__dataclass_fields__)
+
+
+def learner_memory(dims: Dims, config: RunConfig, ranks: int, held: Held, *, slots: int, graphs: int) -> LearnerMemory:
+    """ranks: over which FSDP2 shards everything that has a parameter's shape. slots: of a micro-batch.
+
+    held: of a micro-batch whose backward meets gradients already there. graphs: micro-batches whose graph is kept at
+    once (train.reuse_scoring_forward keeps all of a step's).
+    """
+    own, size = dims.total / ranks, BYTES[config.model.dtype]
+    masters = 0.0 if size == FLOAT32 else own * FLOAT32
+    critic = own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
+    reference = own * size if config.objective.kl.coef else 0.0
+    layers = gathered(dims, config, ranks)
+    activations = held.peak - held.logits + (graphs - 1) * held.saved
+    if masters:  # AdamW makes all gradients float32 at once, when there are no activations
+        activations = max(activations, own * (FLOAT32 - size) - layers - held.logits)
+    return LearnerMemory(
+        parameters=own * size,
+        masters=masters,
+        gradients=own * size,
+        optimiser=own * 2 * FLOAT32,
+        gathered=layers,
+        activations=activations,
+        logits=held.logits,
+        routes=slots * route_bytes(dims) * graphs if config.replay.mode != "off" else 0.0,
+        others=critic + reference,
+    )
+
+
+def gathered(dims: Dims, config: RunConfig, ranks: int) -> float:
+    """What exists of layers beside their shards.
+
+    Autocast keeps a bfloat16 copy of every matrix until the backward is over. FSDP2: what is outside the layers stays
+    gathered from forward to backward; of the layers there are the one that computes, the next one and the buffer it
+    arrives in; in the backward a layer's gradients and their float32 copies on the way to the other ranks (those of two
+    layers, as one is sent while the next is made).
+    """
+    copies = dims.total * BYTES["bfloat16"] if config.train.autocast == "bfloat16" else 0.0
+    if ranks == 1:
+        return copies
+    size, layer = BYTES[gather_dtype(config)], dims.largest_layer
+    return copies + size * (dims.outside + 3 * layer) + (size + 2 * FLOAT32) * layer
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of one device of an engine, in bytes; what the cache holds, in tokens and sequences of an engine."""
+
+    weights: float
+    cache: float
+    tokens: float  # of all sequences together
+    sequences: int  # of the planned length
+
+
+def engine_memory(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, tensor_parallel: int) -> EngineMemory:
+    """A cache: of a server what the weights leave, an engine in the learner's process what the recipe says."""
+    engine = config.rollout.engine
+    size = BYTES[engine.dtype]
+    weights = dims.total * size / tensor_parallel
+    per_sequence = cache_bytes(dims, config, work.length, tensor_parallel)
+    if isinstance(engine, VLLMEngineConfig):
+        cache = engine.cache_gib * 2**30
+    elif in_process(config):
+        length = engine.max_len or dims.context
+        rows = -(-length // BLOCK) * BLOCK if cluster.is_cpu else length
+        routes = length * route_bytes(dims) if config.replay.mode != "off" else 0
+        cache = engine.slots * (dims.kv_elements(rows, expanded=True) * size + routes)
+        return EngineMemory(weights, cache, engine.slots * length, engine.slots)
+    else:
+        cache = cluster["memory"] * cluster["engine_share"] - weights - cluster["engine_reserve"]
+    sequences = max(0, math.floor(cache / per_sequence))
+    return EngineMemory(weights, cache, max(0.0, cache / per_sequence * work.length), sequences)
+
+
+def cache_bytes(dims: Dims, config: RunConfig, length: float, tensor_parallel: int) -> float:
+    """Keys and values of one sequence on one device. MLA's latent is on all of them."""
+    size, whole = BYTES[config.rollout.engine.dtype], keeps_whole_keys(config)
+    heads = 1 if whole else min(tensor_parallel, max(a.heads for a in dims.attention))
+    return dims.kv_elements(length, expanded=whole) * size / heads

@@ -1,0 +1,105 @@
+"""What to change where a recipe does not fit, each tried out before it is said."""
+
+from __future__ import annotations
+
+from onepolicy.config import RunConfig
+from onepolicy.plan.memory import engine_memory
+from onepolicy.plan.planner import PARALLEL, Option, Planner, Split
+
+MOST = 2**14  # devices looked for
+
+
+def mends(planner: Planner, chosen: Option) -> list[str]:
+    """One line each; none if the option fits."""
+    found = []
+    if not chosen.learner_fits:
+        found += _of_learner(planner, chosen)
+    if not chosen.engine_fits:
+        found += _of_engine(planner, chosen)
+    return found
+
+
+def _of_learner(planner: Planner, chosen: Option) -> list[str]:
+    split, lines, tried = chosen.split, [], planner.config
+    for name, value in (("activation_checkpointing", True), ("compute", "bfloat16")):
+        changed = _with(tried, name, value, ranks=split.learners)
+        if changed is None:
+            continue
+        option = planner.option(split, changed)
+        if option.learner_used < 0.98 * planner.option(split, tried).learner_used:
+            lines.append(f"{_setting(name, value, split, tried)}: {_verdict(option)}")
+            tried = changed
+            if option.learner_fits:
+                return lines
+    smaller = _smaller(planner, split, tried)
+    if smaller is not None:
+        budget, option = smaller
+        also = " as well" if lines else ""
+        lines.append(f"train.tokens_per_micro_batch={budget}{also}: {_verdict(option)}")
+        if option.learner_fits:
+            return lines
+        tried = _with(tried, "tokens_per_micro_batch", budget) or tried
+    ranks = _more(planner, split, tried)
+    with_these = " with these" if lines else ""
+    if ranks is None:
+        lines.append(f"no number of learner devices is enough{with_these}: one sequence and one layer are too large")
+    else:
+        lines.append(f"at least {ranks} devices that learn{with_these}")
+    return lines
+
+
+def _with(config: RunConfig, name: str, value: object, *, ranks: int = 1) -> RunConfig | None:
+    """The recipe with another setting of train; None if it has it, or cannot."""
+    if not hasattr(config.train, name) or getattr(config.train, name) == value:
+        return None
+    if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
+        return None  # the two exclude each other
+    if name == "compute" and (config.model.dtype == "bfloat16" or ranks == 1):
+        return None
+    changes = {name: value} | ({"autocast": "off"} if name == "compute" else {})
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+
+
+def _setting(name: str, value: object, split: Split, config: RunConfig) -> str:
+    also = ""
+    if name == "compute":
+        also = f" with train.ranks={split.learners}" + " instead of train.autocast" * (config.train.autocast != "off")
+    return f"train.{name}={str(value).lower()}{also}"
+
+
+def _smaller(planner: Planner, split: Split, config: RunConfig) -> tuple[int, Option] | None:
+    """The largest micro-batch of whole sequences that fits, else the smallest there is; None if it is that already."""
+    slots = planner.work.slots
+    most = len(planner.work.micro(config.train.tokens_per_micro_batch, split.learners).slots)
+    found = None
+    for samples in range(most - 1, 0, -1):
+        changed = _with(config, "tokens_per_micro_batch", samples * slots)
+        assert changed is not None
+        found = samples * slots, planner.option(split, changed)
+        if found[1].learner_fits:
+            break
+    return found
+
+
+def _more(planner: Planner, split: Split, config: RunConfig) -> int | None:
+    ranks = split.learners
+    while ranks <= MOST:
+        ranks += max(1, ranks // 8)
+        if planner.learner(ranks, config).total <= planner.room:
+            return ranks
+    return None
+
+
+def _of_engine(planner: Planner, chosen: Option) -> list[str]:
+    for parallel in PARALLEL:
+        if parallel <= chosen.split.tensor_parallel:
+            continue
+        memory = engine_memory(planner.dims, planner.config, planner.cluster, planner.work, parallel)
+        if memory.sequences >= 1:
+            return [f"engines of {parallel} devices (tensor parallel): {memory.sequences} sequences fit in the cache"]
+    return [f"no engine of up to {PARALLEL[-1]} devices holds the weights and one sequence: quantise, or other devices"]
+
+
+def _verdict(option: Option) -> str:
+    verdict = "fits" if option.learner_fits else "not enough yet"
+    return f"{option.learner_used / 1e9:.1f} of {option.learner_room / 1e9:.1f} GB per rank, {verdict}"

@@ -1,0 +1,224 @@
+"""A recipe and a cluster -> what every device holds, where a step's seconds go, which split of devices is best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.plan.dims import Dims, config_of, read_dims
+from onepolicy.plan.dry import DryModel, Held, Micro
+from onepolicy.plan.hardware import Cluster
+from onepolicy.plan.memory import (
+    BYTES,
+    EngineMemory,
+    LearnerMemory,
+    compute_dtype,
+    engine_memory,
+    learner_memory,
+)
+from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
+from onepolicy.plan.work import Work, in_process, work_of
+
+PARALLEL = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Devices that learn, and engines of `tensor_parallel` devices that sample. In one process they share a device."""
+
+    learners: int
+    engines: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A split, what it holds and how long it takes."""
+
+    split: Split
+    learner: LearnerMemory
+    engine: EngineMemory
+    rollout: Rollout
+    learning: Learning
+    sync: float
+    learner_room: float  # bytes a rank may use
+    engine_on_learner: bool
+
+    @property
+    def learner_used(self) -> float:
+        engine = self.engine.weights + self.engine.cache if self.engine_on_learner else 0.0
+        return self.learner.total + engine
+
+    @property
+    def learner_fits(self) -> bool:
+        return self.learner_used <= self.learner_room
+
+    @property
+    def engine_fits(self) -> bool:
+        return self.engine.sequences >= 1
+
+    @property
+    def fits(self) -> bool:
+        return self.learner_fits and self.engine_fits
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step, in their order."""
+        return {
+            "rollout: prefill": self.rollout.prefill,
+            "rollout: decode": self.rollout.decode,
+            "score": self.learning.score,
+            "update": self.learning.update,
+            "sync": self.sync,
+        }
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def overlapped(self) -> float:
+        """If sampling and learning ran at the same time, one step apart."""
+        return max(self.rollout.seconds, self.learning.score + self.learning.update) + self.sync
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that takes most, and what in it."""
+        name = max(self.parts, key=lambda part: self.parts[part])
+        if name == "rollout: decode":
+            return f"{name}: {self.rollout.step.bound}"
+        return f"{name}: {self.learning.bound}" if name in ("score", "update") else name
+
+
+class Planner:
+    """One recipe on one cluster. Dry runs are made when they are needed and kept."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: ModelConfig,
+        cluster: Cluster,
+        *,
+        prompt: int | None = None,
+        response: int | None = None,
+        way: str | None = None,
+    ) -> None:
+        """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
+        self.config, self.cluster = config, cluster
+        hf_config = config_of(model)
+        self.dry = DryModel(
+            hf_config,
+            dtype=getattr(torch, compute_dtype(config)),
+            cpu=cluster.is_cpu,
+            fp32_lm_head=config.model.lm_head == "float32",
+        )
+        self.dims: Dims = read_dims(self.dry.model, config.model.path)
+        self.work: Work = work_of(config, self.dims.context, prompt=prompt, response=response)
+        self.way = way or sync_way(config)
+        self._held: dict[tuple[int, bool, bool], Held] = {}
+
+    def option(self, split: Split, config: RunConfig | None = None) -> Option:
+        """This split, with these settings of train instead of the recipe's."""
+        config = config or self.config
+        room = self.cluster["memory"] * (1 - self.cluster["learner_reserve"])
+        engine = engine_memory(self.dims, config, self.cluster, self.work, split.tensor_parallel)
+        return Option(
+            split,
+            self.learner(split.learners, config),
+            engine,
+            rollout(
+                self.dims,
+                config,
+                self.cluster,
+                self.work,
+                engines=split.engines,
+                tensor_parallel=split.tensor_parallel,
+                capacity=max(1, engine.sequences),
+            ),
+            learning(self.dims, config, self.cluster, self.work, split.learners),
+            sync(self.dims, config, self.cluster, split.learners, self.way),
+            room,
+            in_process(config),
+        )
+
+    def micro_slots(self, ranks: int) -> int:
+        """Slots of the fullest micro-batch."""
+        return sum(self.work.micro(self.config.train.tokens_per_micro_batch, ranks).slots)
+
+    def learner(self, ranks: int, config: RunConfig) -> LearnerMemory:
+        micro = self.work.micro(config.train.tokens_per_micro_batch, ranks)
+        rounds = self.work.micro_batches(config.train.tokens_per_micro_batch, ranks)
+        per_update = max(1, rounds // config.objective.mini_steps)
+        held = self._held_by(len(micro.slots), config, first=ranks == per_update == 1)
+        graphs = rounds if config.train.reuse_scoring_forward else 1
+        return learner_memory(self.dims, config, ranks, held, slots=sum(micro.slots), graphs=graphs)
+
+    def _held_by(self, samples: int, config: RunConfig, *, first: bool) -> Held:
+        """A micro-batch of so many samples. Exact for a single one that makes the gradients, else from one and two."""
+        checkpointing = config.train.activation_checkpointing
+        if not first:
+            return self._dry(1, checkpointing, False).at(samples, self._dry(2, checkpointing, False))
+        held = self._dry(samples, checkpointing, True)
+        gradients = self.dims.total * BYTES[config.model.dtype]  # part of this peak, and a row of their own
+        return replace(held, peak=max(held.peak - gradients, held.logits))
+
+    def _dry(self, samples: int, checkpointing: bool, first: bool) -> Held:
+        key = (samples, checkpointing, first)
+        if key not in self._held:
+            micro = Micro((self.work.slots,) * samples, (self.work.response,) * samples)
+            entropy = self.config.objective.entropy_coef > 0
+            self._held[key] = self.dry.held(micro, checkpointing=checkpointing, entropy_graph=entropy, first=first)
+        return self._held[key]
+
+    def splits(self, learners: int | None = None, tensor_parallel: int | None = None) -> list[Split]:
+        """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
+        count = self.cluster.count
+        ranks = learners or self.config.train.ranks
+        if in_process(self.config):
+            if tensor_parallel not in (None, 1):
+                raise UsageError("--tensor-parallel: the engine in the learner's process has one device; leave it out")
+            most = 1 if self.config.rollout.engine.kind == "vllm" else count
+            if ranks > most:
+                raise UsageError(f"--learners: {ranks} of {most} devices this engine's process can have; lower it")
+            return [Split(n, 1, 1) for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))]
+        if count < 2:
+            raise UsageError(
+                f"--cluster: {self.cluster} has no second device for the server of rollout.engine.kind = "
+                f"{self.config.rollout.engine.kind}; give more, or use hf or vllm, which live in the learner's process"
+            )
+        if ranks >= count:
+            name = "--learners" if learners else "train.ranks"
+            raise UsageError(f"{name}: {ranks} of {count} devices leave none for an engine; lower it")
+        tried = [ranks] if ranks else _counts(count - 1, self.cluster.per_node)
+        found = list(self._divide(count, tried, tensor_parallel))
+        if not found:
+            raise UsageError(f"--tensor-parallel: no split of {count} devices leaves a multiple of {tensor_parallel}")
+        return found
+
+    def _divide(self, count: int, learners: list[int], tensor_parallel: int | None) -> Iterator[Split]:
+        for ranks in learners:
+            rest = count - ranks
+            for parallel in (tensor_parallel,) if tensor_parallel else PARALLEL:
+                if rest % parallel == 0:
+                    yield Split(ranks, rest // parallel, parallel)
+
+    @cached_property
+    def room(self) -> float:
+        return self.cluster["memory"] * (1 - self.cluster["learner_reserve"])
+
+
+def _counts(most: int, per_node: int) -> list[int]:
+    """Numbers of learners to try: any within a node, else whole nodes."""
+    return list(range(1, most + 1)) if most <= per_node else list(range(per_node, most + 1, per_node))
+
+
+def best(options: list[Option]) -> Option:
+    """The fastest of those that fit; if none does, the one that lacks least."""
+    fitting = [option for option in options if option.fits]
+    if fitting:
+        return min(fitting, key=lambda option: option.seconds)
+    return min(options, key=lambda o: (not o.engine_fits, o.learner_used / o.learner_room))

@@ -1,0 +1,182 @@
+"""The plan in the terminal, and as a tree for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from onepolicy.plan.dims import billions
+from onepolicy.plan.planner import Option, Planner, Split
+from onepolicy.plan.traffic import Traffic
+from onepolicy.plan.work import in_process
+
+Tree = dict[str, Any]
+LEARNER = {
+    "parameters": "parameters",
+    "masters": "float32 masters",
+    "gradients": "gradients",
+    "optimiser": "AdamW moments",
+    "gathered": "gathered layers",
+    "activations": "activations",
+    "logits": "logits",
+    "routes": "routes",
+    "others": "critic, reference",
+}
+SPLITS = 5
+
+
+def render(
+    planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic
+) -> Iterator[RenderableType]:
+    yield _head(planner, chosen)
+    yield _memory(chosen)
+    yield _time(chosen)
+    if len(options) > 1:
+        yield _splits(options, chosen)
+    yield _traffic(traffic, planner.way)
+    if lines:
+        yield Text("\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)]), style="bold red")
+    yield _constants(planner)
+
+
+def tree(planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic) -> Tree:
+    dims = asdict(planner.dims)
+    attention = dims.pop("attention")
+    return {
+        "cluster": str(planner.cluster),
+        "model": dims | {"active": planner.dims.active, "layers": len(attention), "attention": attention[-1]},
+        "work": asdict(planner.work),
+        "chosen": _option_tree(chosen),
+        "options": [_option_tree(option) for option in sorted(options, key=_order)],
+        "mends": lines,
+        "traffic": asdict(traffic),
+        "sync": planner.way,
+        "constants": {name: asdict(value) for name, value in sorted(planner.cluster.constants.items())},
+    }
+
+
+def _option_tree(option: Option) -> Tree:
+    learner = asdict(option.learner) | {"total": option.learner_used, "room": option.learner_room}
+    return {
+        "split": asdict(option.split),
+        "fits": option.fits,
+        "learner_bytes": learner,
+        "engine": asdict(option.engine),
+        "seconds": option.parts | {"step": option.seconds, "overlapped": option.overlapped},
+        "decode_step": asdict(option.rollout.step),
+        "learning": asdict(option.learning),
+        "bottleneck": option.bottleneck,
+    }
+
+
+def _order(option: Option) -> tuple[bool, float]:
+    return not option.fits, option.seconds
+
+
+def _head(planner: Planner, chosen: Option) -> Text:
+    dims, work, split = planner.dims, planner.work, chosen.split
+    experts = f", {dims.experts} experts, {dims.top_k} active" if dims.experts else ", dense"
+    return Text.assemble(
+        (f"{dims.name}", "bold"),
+        f": {billions(dims.total)} parameters, {billions(dims.active)} active, {dims.layers} layers{experts}\n",
+        f"one step: {work.prompts} prompts x {work.group} completions of {work.prompt} + {work.response} tokens, ",
+        f"{work.all_slots / 1e6:.2f}M slots, micro-batches of {planner.micro_slots(split.learners):,} slots\n",
+        (f"{planner.cluster}", "bold"),
+        ": ",
+        _split_text(split, in_process(planner.config)),
+    )
+
+
+def _split_text(split: Split, shared: bool) -> str:
+    learners = f"{split.learners} learner rank{'s' * (split.learners > 1)}"
+    if shared:
+        return f"{learners}, the engine on the first one's device"
+    each = f" of {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
+    return f"{learners} + {split.engines} engine{'s' * (split.engines > 1)}{each}"
+
+
+def size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def _memory(option: Option) -> Table:
+    table = _table("memory", "learner rank", "bytes", "engine device", "bytes ")
+    left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
+    engine = option.engine
+    right = [("weights", size(engine.weights)), ("keys and values", size(max(0.0, engine.cache)))]
+    right += [("  tokens in it", f"{engine.tokens:,.0f}"), ("  sequences in it", f"{engine.sequences:,}")]
+    for i in range(max(len(left), len(right))):
+        name, value = left[i] if i < len(left) else ("", None)
+        table.add_row(name, "" if value is None else size(value), *(right[i] if i < len(right) else ("", "")))
+    table.add_section()
+    used = option.learner_used
+    both = " with the engine" if option.engine_on_learner else ""
+    style = "green" if option.learner_fits else "bold red"
+    fits = Text("fits", "green") if option.engine_fits else Text("does not fit", "bold red")
+    table.add_row(f"total{both}", Text(f"{size(used)} of {size(option.learner_room)}", style), "", fits)
+    return table
+
+
+def _time(option: Option) -> Table:
+    table = _table("time of a step", "part", "seconds", "share")
+    for name, seconds in option.parts.items():
+        table.add_row(name, _seconds(seconds), f"{seconds / option.seconds:.0%}")
+    table.add_section()
+    table.add_row("step", _seconds(option.seconds), "")
+    if not option.engine_on_learner:
+        table.add_row("  if sampling and learning overlapped", _seconds(option.overlapped), "")
+    table.add_row("bottleneck", "", option.bottleneck)
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _splits(options: list[Option], chosen: Option) -> Table:
+    table = _table("splits", "learner ranks", "engines", "devices each", "step, s", "learner rank", "fits")
+    for option in sorted(options, key=_order)[:SPLITS]:
+        split = option.split
+        table.add_row(
+            str(split.learners),
+            str(split.engines),
+            str(split.tensor_parallel),
+            _seconds(option.seconds),
+            size(option.learner_used),
+            Text("yes", "green") if option.fits else Text("no", "red"),
+            style="bold" if option is chosen else "",
+        )
+    return table
+
+
+def _traffic(traffic: Traffic, way: str) -> Table:
+    table = _table("sent per step", "what", "bytes")
+    if traffic.route_bytes_per_token:
+        table.add_row(f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes))
+        table.add_row("  as the engine sends them", size(traffic.routes_sent))
+    table.add_row(f"weights to each engine ({way})", size(traffic.weights))
+    if traffic.gathered:
+        table.add_row("layers and gradients, to and from each rank", size(traffic.gathered))
+    return table
+
+
+def _constants(planner: Planner) -> Table:
+    table = _table("constants (replace with --constant NAME=VALUE)", "name", "value", "unit", "origin", "source")
+    styles = {"measured": "green", "cited": "green", "assumed": "yellow", "given": "bold"}
+    for name, constant in sorted(planner.cluster.constants.items()):
+        origin = Text(constant.origin, styles[constant.origin])
+        table.add_row(name, f"{constant.value:.4g}", constant.unit, origin, constant.source)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    for i, column in enumerate(columns):
+        right = column.strip() in ("bytes", "seconds", "value", "step, s")
+        table.add_column(column, justify="right" if right else "left", no_wrap=not i)
+    return table

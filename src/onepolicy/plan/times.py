@@ -1,0 +1,167 @@
+"""Seconds of a step. Decoding is bound by what it reads, everything else by what it multiplies or sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onepolicy.config import RunConfig, SGLangConfig
+from onepolicy.plan.dims import Dims
+from onepolicy.plan.hardware import Cluster
+from onepolicy.plan.memory import BYTES, FLOAT32, cache_bytes, gather_dtype
+from onepolicy.plan.work import Work, in_process, slots_of
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Seconds of one decode step of one engine, by what takes them."""
+
+    weights: float  # read
+    cache: float  # read
+    flops: float
+    tensor_parallel: float  # all-reduces
+    overhead: float
+
+    @property
+    def seconds(self) -> float:
+        """Reading and multiplying overlap."""
+        return max(self.weights + self.cache, self.flops) + self.tensor_parallel + self.overhead
+
+    @property
+    def bound(self) -> str:
+        names = {"weights": "reading weights", "cache": "reading keys and values", "flops": "arithmetic"}
+        names |= {"tensor_parallel": "all-reduces of tensor parallelism", "overhead": "the engine's own overhead"}
+        return names[max(names, key=lambda name: getattr(self, name))]
+
+
+def decode(
+    dims: Dims, config: RunConfig, cluster: Cluster, *, batch: float, context: float, tensor_parallel: int
+) -> Decode:
+    """One token each for `batch` sequences with `context` tokens behind them.
+
+    Weights: all that every token meets, and of the routed experts those that a batch is expected to touch.
+    """
+    size = BYTES[config.rollout.engine.dtype]
+    read = dims.total - dims.routed - dims.embedding + dims.routed * dims.touched(batch)
+    speed = cluster["bandwidth"] * cluster["decode_efficiency"]
+    flops = batch * (2 * dims.multiplied + dims.decode_flops(context)) / tensor_parallel
+    sent = 0.0
+    if tensor_parallel > 1:
+        one = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * size
+        sent = 2 * dims.layers * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
+    return Decode(
+        weights=read * size / tensor_parallel / speed,
+        cache=batch * cache_bytes(dims, config, context, tensor_parallel) / speed,
+        flops=flops / (cluster["flops"] * cluster["prefill_efficiency"]),
+        tensor_parallel=sent,
+        overhead=dims.layers * cluster["decode_overhead"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    prefill: float
+    decode: float
+    batch: float  # sequences an engine decodes at once
+    step: Decode  # of one token, at half of the response
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.decode
+
+
+def rollout(
+    dims: Dims, config: RunConfig, cluster: Cluster, work: Work, *, engines: int, tensor_parallel: int, capacity: int
+) -> Rollout:
+    """capacity: sequences one engine's cache holds. A finished sequence makes room for the next."""
+    batch = max(1, min(slots_of(config, work, engines), capacity))
+    step = decode(
+        dims,
+        config,
+        cluster,
+        batch=batch,
+        context=work.prompt + work.response / 2,
+        tensor_parallel=tensor_parallel,
+    )
+    turns = max(1.0, work.sequences / (engines * batch))
+    devices = engines * tensor_parallel
+    flops = work.prefilled * (2 * dims.multiplied + dims.attention_flops(work.prompt) / work.prompt)
+    prefill = flops / (devices * cluster["flops"] * cluster["prefill_efficiency"])
+    return Rollout(prefill, turns * work.response * step.seconds, batch, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """score and update are seconds; the rest says what takes them, over both."""
+
+    score: float
+    update: float
+    compute: float
+    gather: float  # layers gathered and gradients summed, all of it; hidden behind the computing as far as it goes
+    overhead: float
+
+    @property
+    def bound(self) -> str:
+        names = {"compute": "arithmetic", "gather": "gathering layers between ranks", "overhead": "launching kernels"}
+        return names[max(names, key=lambda name: getattr(self, name))]
+
+
+def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks: int) -> Learning:
+    """A forward is 2 FLOPs per parameter a token is multiplied with, and its attention; a backward twice that."""
+    head = 2 * dims.head * work.sequences * (work.slots - work.response)  # only trainable slots are projected
+    flops = 2 * dims.multiplied * work.all_slots - head + work.sequences * dims.attention_flops(work.slots)
+    forward = flops / (ranks * cluster["flops"] * cluster["train_efficiency"])
+    rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
+    speed, low = cluster.collective(ranks) if ranks > 1 else 1.0, BYTES[gather_dtype(config)]
+    moved = dims.total * (ranks - 1) / ranks * rounds / speed  # seconds per byte of a parameter
+    launch = rounds * dims.layers * cluster["train_overhead"]
+
+    scored = config.scores_old
+    passes = 3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
+    score = Pass(forward, moved * low, launch).times(float(scored))
+    if config.objective.kl.coef:
+        score = score.plus(Pass(forward, moved * low, launch))
+    gathers = 1 + (not config.train.reuse_scoring_forward)
+    update = Pass(passes * forward, moved * (gathers * low + FLOAT32), passes * launch)
+    if config.objective.critic is not None:
+        score, update = score.plus(Pass(forward, moved * low, launch)), update.times(2)
+    both = score.plus(update)
+    return Learning(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    compute: float
+    gather: float
+    overhead: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute + self.overhead, self.gather)
+
+    def times(self, factor: float) -> Pass:
+        return Pass(self.compute * factor, self.gather * factor, self.overhead * factor)
+
+    def plus(self, other: Pass) -> Pass:
+        return Pass(self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead)
+
+
+def sync(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int, way: str) -> float:
+    """Seconds until the engines have the new weights, sent in the engine's dtype.
+
+    memory: into an engine in the same process; files: written and read again; gloo: through the host; nccl: broadcast
+    from rank 0. Sharded learners gather every tensor first.
+    """
+    sent = dims.total * BYTES[config.rollout.engine.dtype]
+    gather = 0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
+    if way == "memory":
+        return gather + (dims.total * BYTES[config.model.dtype] + sent) / cluster["bandwidth"]
+    speeds = {"files": cluster["disk"] / 2, "gloo": cluster["host"], "nccl": cluster.point_to_point()}
+    return gather + sent / speeds[way]
+
+
+def sync_way(config: RunConfig) -> str:
+    """How this engine gets its weights."""
+    engine = config.rollout.engine
+    if isinstance(engine, SGLangConfig):
+        return "files" if engine.sync == "disk" else engine.sync
+    return "memory" if in_process(config) else "files"

@@ -1,0 +1,90 @@
+"""What one step asks for: sequences, tokens, micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onepolicy.config import HFEngineConfig, RunConfig, UsageError
+from onepolicy.plan.dry import Micro
+
+PROMPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One RL step, all sequences alike."""
+
+    prompts: int
+    group: int  # completions of each
+    prompt: int  # tokens
+    response: int  # tokens
+    shared: bool  # whether a group's prompt is prefilled once
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.response
+
+    @property
+    def slots(self) -> int:
+        """Of one sequence: its last token is never fed."""
+        return self.length - 1
+
+    @property
+    def all_slots(self) -> int:
+        return self.sequences * self.slots
+
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens the engines compute."""
+        return self.prompt * (self.prompts if self.shared else self.sequences)
+
+    def micro_batches(self, budget: int, ranks: int) -> int:
+        """Of each rank: as few rounds as the budget allows, every rank takes part in all of them."""
+        packed = max(1, budget // self.slots)
+        return math.ceil(math.ceil(self.sequences / packed) / ranks)
+
+    def micro(self, budget: int, ranks: int) -> Micro:
+        """The fullest micro-batch: samples are spread evenly over the rounds there must be."""
+        rounds = self.micro_batches(budget, ranks) * ranks
+        samples = min(max(1, budget // self.slots), math.ceil(self.sequences / rounds))
+        return Micro((self.slots,) * samples, (self.response,) * samples)
+
+
+def work_of(config: RunConfig, context: int, *, prompt: int | None, response: int | None) -> Work:
+    """prompt, response: tokens; unset: 512, or what the context leaves, and rollout.sampling.max_tokens."""
+    rollout = config.rollout
+    most = rollout.engine.max_len or context
+    given = response is not None
+    response = rollout.sampling.max_tokens if response is None else response
+    if response >= most:
+        name = "--response-tokens" if given else "rollout.sampling.max_tokens"
+        raise UsageError(f"{name}: {response} leaves no room for a prompt in sequences of at most {most} tokens")
+    if prompt is None:
+        prompt = min(PROMPT, most - response)
+    if prompt + response > most:
+        raise UsageError(
+            f"--prompt-tokens: {prompt} and {response} of the response are more than the {most} tokens a sequence may "
+            "have; give fewer, or raise rollout.engine.max_len"
+        )
+    shared = getattr(rollout.engine, "prefix_reuse", True)
+    return Work(rollout.prompts_per_step, rollout.group_size, prompt, response, shared)
+
+
+def slots_of(config: RunConfig, work: Work, engines: int) -> int:
+    """Sequences one engine decodes at once, as the recipe has it: rollout.engine.slots are those of all engines."""
+    return max(1, min(config.rollout.engine.slots, work.sequences) // engines)
+
+
+def in_process(config: RunConfig) -> bool:
+    """Whether the engine lives on the learner's device."""
+    return config.rollout.engine.kind in ("hf", "vllm")
+
+
+def keeps_whole_keys(config: RunConfig) -> bool:
+    """The embedded engine expands MLA's latents."""
+    return isinstance(config.rollout.engine, HFEngineConfig)

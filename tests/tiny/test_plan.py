@@ -1,0 +1,164 @@
+"""Planned models are the real ones, and what is predicted of a step's memory is what a step holds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, load
+from onepolicy.plan import dry
+from onepolicy.plan.dims import config_of, read_dims, route_bytes
+from onepolicy.plan.dry import DryModel, Micro
+from onepolicy.plan.hardware import parse_cluster
+from onepolicy.plan.mends import mends
+from onepolicy.plan.planner import Planner, best
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import plan as benchmark  # noqa: E402
+
+# parameters as their makers count them; DeepSeek's card counts 58 * 256 selection biases too, which are buffers here
+FACTS = {
+    "Qwen3-30B-A3B": {"total": 30_532_122_624, "active": 3.3, "cached": 98_304, "routes": 384},
+    "Qwen3-235B-A22B": {"total": 235_093_634_560, "active": 22, "cached": 192_512, "routes": 752},
+    "DeepSeek-V3": {"total": 671_026_419_200 - 58 * 256, "active": 37, "cached": 70_272, "routes": 464},
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_known_models_are_counted_exactly(name):
+    facts, model = FACTS[name], DryModel(config_of(ModelConfig(path=name)), dtype=torch.bfloat16, cpu=False).model
+    dims = read_dims(model, name)
+    assert dims.total == facts["total"]
+    assert dims.active / 1e9 == pytest.approx(facts["active"], rel=0.02)
+    assert 2 * dims.kv_elements(1) == facts["cached"]
+    assert route_bytes(dims) == facts["routes"]
+
+
+def test_latent_attention_is_kept_whole_by_the_embedded_engine():
+    model = DryModel(config_of(ModelConfig(path="DeepSeek-V3")), dtype=torch.bfloat16, cpu=False).model
+    assert read_dims(model, "x").kv_elements(1, expanded=True) == 61 * 128 * (128 + 64 + 128)
+
+
+def test_hub_ids_of_shipped_models_need_no_download():
+    assert config_of(ModelConfig(path="deepseek-ai/DeepSeek-V3")).num_hidden_layers == 61
+
+
+def test_windows_of_a_family_that_alternates():
+    dims = read_dims(DryModel(CONFIGS["gpt_oss"], dtype=torch.float32, cpu=True).model, "gpt_oss")
+    assert [a.window for a in dims.attention] == [8, None, 8]
+    assert dims.kv_elements(100) == 2 * 2 * 16 * (8 + 100 + 8)
+
+
+def test_a_dense_model_has_no_experts():
+    dims = read_dims(DryModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=True).model, "dense")
+    assert (dims.experts, dims.routed, dims.active) == (0, 0, dims.total)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "checkpointing"), [("qwen3_moe", 4, False), ("deepseek_v3", 4, True), ("gpt_oss", 5, False)]
+)
+def test_first_layers_tell_what_all_of_them_hold(name, layers, checkpointing, monkeypatch):
+    changes = {"num_hidden_layers": layers, "layer_types": None}
+    config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | changes)
+    micro = Micro((30, 30), (20, 20))
+    whole = DryModel(config, dtype=torch.bfloat16, cpu=False).held(micro, checkpointing=checkpointing)
+    monkeypatch.setattr(dry, "ALL_LAYERS", 2)
+    part = DryModel(config, dtype=torch.bfloat16, cpu=False).held(micro, checkpointing=checkpointing)
+    assert part.saved == whole.saved
+    assert part.peak == pytest.approx(whole.peak, rel=0.02)
+
+
+def test_a_dry_run_leaves_the_model_as_it_was():
+    model = DryModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
+    how = {"checkpointing": True, "entropy_graph": False, "first": False}
+    first = model._run_anew(Micro((10,), (5,)), 1, **how)
+    assert len(model._list) == 3
+    assert dry.experts.layout is dry.LAYOUT
+    assert not model.model.is_gradient_checkpointing
+    assert model._run_anew(Micro((10,), (5,)), 1, **how) == first
+
+
+def test_samples_add_up_and_only_projected_slots_make_logits():
+    model = DryModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
+    one, two, three = (model.held(Micro((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3))
+    assert one.at(3, two).saved == pytest.approx(three.saved)
+    assert one.at(3, two).peak == pytest.approx(three.peak, rel=0.02)
+    assert model.held(Micro((40,), (1,)), checkpointing=False).logits == 0
+
+
+@pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, False), (2, False), (2, True)])
+def test_predicted_memory_is_that_of_a_step(micro_batches, checkpointing):
+    within_tenth(benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing), "tiny")
+
+
+def test_predicted_memory_in_bfloat16():
+    within_tenth(benchmark.Case(dtype="bfloat16"), "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_predicted_memory_of_200_million_parameters(checkpointing):
+    within_tenth(benchmark.Case(checkpointing=checkpointing), "big")
+
+
+def within_tenth(case, name):
+    make = benchmark.MODELS[name]
+    assert benchmark.predicted(make(), case) == pytest.approx(benchmark.measured(make(), case), rel=0.1)
+
+
+SERVER = ["rollout.engine.kind=vllm-server", "model.path=Qwen3-30B-A3B", "rollout.sampling.max_tokens=2048"]
+SERVER += ["rollout.engine.max_len=4096", "train.reuse_scoring_forward=false"]
+
+
+def planner(cluster, *overrides):
+    config = load(ROOT / "recipes" / "quickstart.toml", [*SERVER, *overrides])
+    return Planner(config, config.model, parse_cluster(cluster))
+
+
+def test_a_recipe_that_does_not_fit_is_told_what_would():
+    made = planner("64xH100", "train.tokens_per_micro_batch=65536")
+    options = [made.option(split) for split in made.splits(learners=32)]
+    chosen = best(options)
+    assert not chosen.learner_fits
+    lines = mends(made, chosen)
+    assert lines[0].startswith("train.activation_checkpointing=true: ")
+    changed = planner("64xH100", "train.tokens_per_micro_batch=65536", "train.activation_checkpointing=true")
+    option = changed.option(chosen.split)
+    assert f"{option.learner_used / 1e9:.1f} of" in lines[0]
+    assert option.learner_fits == lines[0].endswith(", fits")
+
+
+def test_the_best_split_is_the_fastest_that_fits():
+    made = planner("8xH200", "train.activation_checkpointing=true")
+    options = [made.option(split) for split in made.splits()]
+    chosen = best(options)
+    assert chosen.fits
+    assert chosen.seconds == min(option.seconds for option in options if option.fits)
+    assert sum(o.split.learners + o.split.engines * o.split.tensor_parallel == 8 for o in options) == len(options)
+
+
+def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
+    arguments = [str(ROOT / "recipes" / "quickstart.toml"), "--cluster", "1xcpu", f"model.path={tmp_path}"]
+    assert main(["plan", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "1 learner rank",
+        "activations",
+        "rollout: decode",
+        "bottleneck",
+        "6 bytes a token",
+        "assumed",
+    ):
+        assert words in text
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["chosen"]["fits"] is True
+    assert found["work"]["response"] == 80
+    assert found["constants"]["flops"]["origin"] == "measured"
