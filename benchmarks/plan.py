@@ -2,33 +2,44 @@
 
     python benchmarks/plan.py                            # the tiny policy's shape and 196M parameters, one process
     python benchmarks/plan.py --models tiny --dtype bfloat16
+    python benchmarks/plan.py --ranks 2                  # of the first of two ranks (FSDP2 over gloo)
+    python benchmarks/plan.py --ranks 2 --compute bfloat16
 
 The measured step is the second one of a real LocalLearner on the CPU, with routes replayed: parameters, AdamW's state
-and the most of everything else that is alive at once.
+and the most of everything else that is alive at once. A rank has as many samples as the one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+import torch.distributed as dist
 from engine import build_model
 from sync import big_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, resolve
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dims import read_dims
-from onepolicy.plan.dry import DryModel, Held, Micro
+from onepolicy.plan.dry import DryModel, Micro
 from onepolicy.plan.memory import compute_dtype, learner_memory
 from onepolicy.plan.peak import Peak
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
+from onepolicy.train.sharded.fsdp import Spread
 from onepolicy.types import Group, RoutingTrace, Sample, id_dtype
 
 CPU = torch.device("cpu")
@@ -43,6 +54,8 @@ class Case:
     micro_batches: int = 2
     dtype: str = "float32"
     checkpointing: bool = False
+    ranks: int = 0
+    compute: str = "same"
 
     @property
     def slots(self) -> int:
@@ -58,22 +71,63 @@ class Case:
             "tokens_per_micro_batch": self.slots * self.samples // self.micro_batches,
             "activation_checkpointing": self.checkpointing,
             "device": "cpu",
+            "ranks": self.ranks,
+            "compute": self.compute,
         }
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
         return resolve(tree | {"model": {"path": "unused", "dtype": self.dtype}, "replay": {"min_agreement": 0}})
 
 
-def measured(model: PreTrainedModel, case: Case) -> float:
-    """Bytes of the second step."""
+def measured(name: str, case: Case) -> float:
+    """Bytes of the second step, of the first rank."""
+    if not case.ranks:
+        return _measured(MODELS[name](), case, None)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, args=(name, case, folder), nprocs=case.ranks)
+        return json.loads((Path(folder) / "bytes").read_text())
+
+
+def _rank(rank: int, name: str, case: Case, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks)
+    mesh = init_device_mesh("cpu", (case.ranks,))
+    compute = None if case.compute == "same" else getattr(torch, case.compute)
+    found = _measured(MODELS[name](), case, Spread(mesh, compute))
+    if rank == 0:
+        (Path(folder) / "bytes").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> float:
     model.to(getattr(torch, case.dtype))
-    prepare_for_training(model, CPU)
+    if spread is not None:
+        spread.shard(model)
+    prepare_for_training(model, CPU, compute=None if spread is None else spread.compute)
     learner = LocalLearner(model, case.config(), routers=bind_routers(model))
     step(learner, case)
     state = [t for own in learner.optimizer.state.values() for t in own.values() if isinstance(t, torch.Tensor)]
-    standing = [*model.parameters(), *state]
-    with Peak(standing) as peak:
+    standing = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)]
+    with Peak(standing) as peak, resizes(peak):
         step(learner, case)
     return peak.peak + sum(tensor.nbytes for tensor in standing)
+
+
+@contextmanager
+def resizes(peak: Peak) -> Iterator[None]:
+    """FSDP2 frees what it gathered by resizing its storage to nothing, and fills it again later."""
+    own = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> object:
+        found = own(storage, size)
+        peak.resized(storage)
+        return found
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = own
 
 
 def step(learner: LocalLearner, case: Case) -> None:
@@ -107,28 +161,35 @@ def sample(learner: LocalLearner, case: Case, seed: int) -> Sample:
     )
 
 
-def predicted(model: PreTrainedModel, case: Case) -> float:
+def predicted(name: str, case: Case) -> float:
     config = case.config()
-    dry = DryModel(model.config, dtype=getattr(torch, compute_dtype(config)), cpu=True)
+    dry = DryModel(MODELS[name]().config, dtype=getattr(torch, compute_dtype(config)), cpu=True)
     first = case.micro_batches == 1
-    held = dry.held(case.micro, checkpointing=case.checkpointing, first=first)
+    held = dry.held(case.micro, checkpointing=case.checkpointing, first=first and not case.ranks)
     dims = read_dims(dry.model, "unused")
-    if first:
-        held = Held(held.saved, held.peak - sum(p.nbytes for p in dry.model.parameters()), held.logits)
-    return learner_memory(dims, config, 1, held, slots=sum(case.micro.slots), graphs=1).total
+    memory = learner_memory(
+        dims, config, max(1, case.ranks), held, slots=sum(case.micro.slots), graphs=1, first=first, cpu=True
+    )
+    return memory.total
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--ranks", type=int, default=0, help="processes that share the learner; 0: one, unsharded")
+    parser.add_argument("--compute", choices=("same", "bfloat16"), default="same", help="train.compute of ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.models:
         for micro_batches in (1, 2):
             for checkpointing in (False, True):
-                case = Case(micro_batches=micro_batches, dtype=args.dtype, checkpointing=checkpointing)
-                guess, found = predicted(MODELS[name](), case), measured(MODELS[name](), case)
+                case = replace(
+                    Case(dtype=args.dtype, ranks=args.ranks, compute=args.compute),
+                    micro_batches=micro_batches,
+                    checkpointing=checkpointing,
+                )
+                guess, found = predicted(name, case), measured(name, case)
                 print(
                     f"{name}: {micro_batches} micro-batches, checkpointing {'on ' if checkpointing else 'off'}: "
                     f"predicted {guess / 1e6:7.1f} MB, measured {found / 1e6:7.1f} MB, off by {guess / found - 1:+.1%}",

@@ -108,8 +108,7 @@ def test_predicted_memory_of_200_million_parameters(checkpointing):
 
 
 def within_tenth(case, name):
-    make = benchmark.MODELS[name]
-    assert benchmark.predicted(make(), case) == pytest.approx(benchmark.measured(make(), case), rel=0.1)
+    assert benchmark.predicted(name, case) == pytest.approx(benchmark.measured(name, case), rel=0.1)
 
 
 SERVER = ["rollout.engine.kind=vllm-server", "model.path=Qwen3-30B-A3B", "rollout.sampling.max_tokens=2048"]
@@ -141,6 +140,15 @@ def test_the_best_split_is_the_fastest_that_fits():
     assert chosen.fits
     assert chosen.seconds == min(option.seconds for option in options if option.fits)
     assert sum(o.split.learners + o.split.engines * o.split.tensor_parallel == 8 for o in options) == len(options)
+
+
+def test_the_cluster_recipe_fits_where_it_says():
+    config = load(ROOT / "recipes" / "cluster" / "qwen3_30b_a3b_8gpu.toml")
+    made = Planner(config, config.model, parse_cluster("8xH200"))
+    chosen = best([made.option(split) for split in made.splits()])
+    assert chosen.fits
+    assert chosen.learner_used < 0.9 * chosen.learner_room
+    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == (6, 1, 2)
 
 
 def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):

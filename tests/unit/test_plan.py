@@ -40,7 +40,8 @@ DIMS = Dims(
     attention=(FULL, NEAR),
 )
 WORK = Work(prompts=2, group=4, prompt=6, response=10, shared=True)
-HELD = Held(saved=70.0, peak=100.0, logits=30.0)
+HELD = Held(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
+HOW = {"slots": 30, "graphs": 1, "first": False, "cpu": True}
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,7 +108,7 @@ def test_a_group_prefills_its_prompt_once_if_prefixes_are_reused():
 
 
 def test_float32_learner_holds_16_bytes_per_parameter():
-    memory = learner_memory(DIMS, config(), 1, HELD, slots=30, graphs=1)
+    memory = learner_memory(DIMS, config(), 1, HELD, **HOW)
     assert memory.parameters + memory.gradients + memory.optimiser == 2000 * 16
     assert (memory.masters, memory.gathered, memory.others) == (0, 0, 0)
     assert (memory.activations, memory.logits, memory.routes) == (70, 30, 60)
@@ -115,30 +116,54 @@ def test_float32_learner_holds_16_bytes_per_parameter():
 
 
 def test_bfloat16_learner_has_masters_behind_its_parameters():
-    memory = learner_memory(DIMS, config(model={"path": "x", "dtype": "bfloat16"}), 1, HELD, slots=30, graphs=1)
+    memory = learner_memory(DIMS, config(model={"path": "x", "dtype": "bfloat16"}), 1, HELD, **HOW)
     assert (memory.parameters, memory.masters, memory.gradients, memory.optimiser) == (4000, 8000, 4000, 16000)
-    assert memory.activations == 2000 * 2 - 30  # AdamW's float32 gradients are more than a micro-batch's activations
+    assert (
+        memory.activations + memory.logits == 2000 * 2
+    )  # AdamW's float32 gradients are more than a micro-batch's activations
 
 
 def test_ranks_share_what_has_a_parameters_shape():
-    memory = learner_memory(DIMS, config(), 4, HELD, slots=30, graphs=1)
+    memory = learner_memory(DIMS, config(), 4, HELD, **HOW)
     assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
-    assert memory.gathered == 4 * (1000 + 3 * 500) + (4 + 8) * 500
+    assert memory.gathered == 4 * (1000 + 2 * 500) + 4 * 500 - 6  # the layer sends its gradients without activations
+    gpu = learner_memory(DIMS, config(), 4, HELD, **HOW | {"cpu": False})
+    assert gpu.gathered == 4 * (1000 + 3 * 500) + 2 * 4 * 500 - 6
+
+
+def test_ranks_gather_in_the_dtype_they_compute_in():
+    low = config(train={"ranks": 4, "compute": "bfloat16"})
+    memory = learner_memory(DIMS, low, 4, HELD, **HOW)
+    assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
+    assert memory.gathered == 2 * (1000 + 2 * 500) + 4 * 500 - 6
+
+
+def test_one_micro_batch_makes_the_gradients_while_its_activations_go():
+    few = dataclasses.replace(HELD, peak=3000.0)
+    held = learner_memory(DIMS, config(), 4, few, **HOW | {"first": True})
+    assert held.activations + held.logits == 3000 - 500 * 4
+    none_left = learner_memory(DIMS, config(), 4, HELD, **HOW | {"first": True})
+    assert none_left.activations + none_left.logits == 5
 
 
 def test_autocast_keeps_a_copy_of_every_matrix():
-    assert gathered(DIMS, config(train={"autocast": "bfloat16"}), 1) == 4000
+    assert gathered(DIMS, config(train={"autocast": "bfloat16"}), 1, 0.0, cpu=True) == 4000
 
 
 def test_graphs_kept_for_the_update_add_up():
-    one, three = (learner_memory(DIMS, config(), 1, HELD, slots=30, graphs=n) for n in (1, 3))
+    one, three = (learner_memory(DIMS, config(), 1, HELD, **HOW | {"graphs": n}) for n in (1, 3))
     assert three.activations == one.activations + 2 * 70
     assert three.routes == 3 * one.routes
 
 
 def test_critic_and_reference_take_their_own():
     both = config(objective={"preset": "ppo", "kl": {"coef": 0.1}})
-    assert learner_memory(DIMS, both, 1, HELD, slots=30, graphs=1).others == 2000 * 16 + 2000 * 4
+    assert learner_memory(DIMS, both, 1, HELD, **HOW).others == 2000 * 16 + 2000 * 4
+
+
+def test_a_second_model_that_records_routes_is_whole():
+    own = config(replay={"source": "reprefill"})
+    assert learner_memory(DIMS, own, 4, HELD, **HOW).others == 2000 * 2
 
 
 SERVER = {"engine": {"kind": "vllm-server"}}
@@ -334,6 +359,7 @@ def test_a_bad_cluster_is_refused_before_torch_is_loaded():
     [
         (["model.path=./nowhere"], "no folder ./nowhere.*known without a download: DeepSeek-V3"),
         (["--json", "nowhere/plan.json"], "--json: no folder nowhere"),
+        (["rollout.quant.format=int8", "model.path=Qwen3-30B-A3B"], "rollout.quant: a plan counts"),
         (["--sync", "nccl", "model.path=Qwen3-30B-A3B"], "--sync: the engine is in the learner's process"),
     ],
 )

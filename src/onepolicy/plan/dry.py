@@ -47,6 +47,8 @@ class Held:
     saved: float  # after the forward: the graph
     peak: float  # the most at once, forward or backward
     logits: float  # of the peak: what would not be there if only one slot per sample were projected
+    layer: float  # of saved: what one more layer adds
+    tail: float  # the most once the backward has left the layers
 
     def at(self, samples: float, other: Held) -> Held:
         """Of another number of samples of the same length: self has one, `other` has two."""
@@ -80,13 +82,17 @@ class DryModel:
         if short > ALL_LAYERS:
             short, growth = self._growth(micro, how)
         run = self._run(micro, short, **how, first=first)
-        bare = self._run(replace(micro, trainable=(1,) * len(micro.slots)), 1, **how, first=False).early
-        logits = max(0.0, self._run(micro, 1, **how, first=False).early - bare)
+        one = self._run(micro, 1, **how, first=False)
+        bare = self._run(replace(micro, trainable=(1,) * len(micro.slots)), 1, **how, first=False)
+        logits = max(0.0, one.early - bare.early)
         rest = sum(growth[kind] for kind in self._kinds[short:])
         late = run.late
         if first:  # at the end of the backward nearly all gradients are there
             late += sum(_bytes(layer) for layer in self._layers[short:])
-        return Held(run.saved + rest, max(run.early + rest, late), logits)
+        layer = growth.get(self._kinds[-1], 0.0)
+        if not growth and short > 1:
+            layer = self._saved(micro, 2, how) - one.saved
+        return Held(run.saved + rest, max(run.early + rest, late), logits, layer, one.late)
 
     def _growth(self, micro: Micro, how: dict[str, bool]) -> tuple[int, dict[Any, float]]:
         """Layers to run so that every kind is met, twice if it can be; bytes a layer of each kind adds to the graph."""

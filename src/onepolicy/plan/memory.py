@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import RunConfig, VLLMEngineConfig
+from onepolicy.config import FromRollout, RunConfig, VLLMEngineConfig
 from onepolicy.models.decode_attention import BLOCK
 from onepolicy.plan.dims import Dims, route_bytes
 from onepolicy.plan.dry import Held
@@ -18,7 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 def gather_dtype(config: RunConfig) -> str:
     """Of the parameters that ranks gather to compute a layer."""
-    low = "bfloat16" in (config.model.dtype, getattr(config.train, "compute", "same"))
+    low = "bfloat16" in (config.model.dtype, config.train.compute)
     return "bfloat16" if low else "float32"
 
 
@@ -46,46 +46,58 @@ class LearnerMemory:
         return math.fsum(getattr(self, name) for name in self.__dataclass_fields__)
 
 
-def learner_memory(dims: Dims, config: RunConfig, ranks: int, held: Held, *, slots: int, graphs: int) -> LearnerMemory:
+def learner_memory(
+    dims: Dims, config: RunConfig, ranks: int, held: Held, *, slots: int, graphs: int, first: bool, cpu: bool
+) -> LearnerMemory:
     """ranks: over which FSDP2 shards everything that has a parameter's shape. slots: of a micro-batch.
 
-    held: of a micro-batch whose backward meets gradients already there. graphs: micro-batches whose graph is kept at
-    once (train.reuse_scoring_forward keeps all of a step's).
+    graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward keeps all of a step's). first: an
+    optimiser step has one micro-batch, whose activations are gone by the time all gradients are there.
     """
     own, size = dims.total / ranks, BYTES[config.model.dtype]
     masters = 0.0 if size == FLOAT32 else own * FLOAT32
     critic = own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
     reference = own * size if config.objective.kl.coef else 0.0
-    layers = gathered(dims, config, ranks)
-    activations = held.peak - held.logits + (graphs - 1) * held.saved
+    again = dims.total * BYTES[config.rollout.engine.dtype] if from_reprefill(config) else 0.0
+    layers = gathered(dims, config, ranks, held.layer, cpu=cpu)
+    working = held.peak + (graphs - 1) * held.saved
+    if first:
+        working = max(working - own * size, held.tail)
     if masters:  # AdamW makes all gradients float32 at once, when there are no activations
-        activations = max(activations, own * (FLOAT32 - size) - layers - held.logits)
+        working = max(working, own * (FLOAT32 - size) - layers)
+    logits = min(held.logits, working)
     return LearnerMemory(
         parameters=own * size,
         masters=masters,
         gradients=own * size,
         optimiser=own * 2 * FLOAT32,
         gathered=layers,
-        activations=activations,
-        logits=held.logits,
+        activations=working - logits,
+        logits=logits,
         routes=slots * route_bytes(dims) * graphs if config.replay.mode != "off" else 0.0,
-        others=critic + reference,
+        others=critic + reference + again,
     )
 
 
-def gathered(dims: Dims, config: RunConfig, ranks: int) -> float:
+def gathered(dims: Dims, config: RunConfig, ranks: int, activations: float, *, cpu: bool) -> float:
     """What exists of layers beside their shards.
 
     Autocast keeps a bfloat16 copy of every matrix until the backward is over. FSDP2: what is outside the layers stays
-    gathered from forward to backward; of the layers there are the one that computes, the next one and the buffer it
-    arrives in; in the backward a layer's gradients and their float32 copies on the way to the other ranks (those of two
-    layers, as one is sent while the next is made).
+    gathered; of the layers there are the one that computes and the next one, on a GPU also the buffer it arrives in. A
+    layer's gradients in float32, on their way to the other ranks, come when its `activations` have gone: those of one
+    layer, on a GPU of two, because one is sent while the next is made.
     """
     copies = dims.total * BYTES["bfloat16"] if config.train.autocast == "bfloat16" else 0.0
     if ranks == 1:
         return copies
     size, layer = BYTES[gather_dtype(config)], dims.largest_layer
-    return copies + size * (dims.outside + 3 * layer) + (size + 2 * FLOAT32) * layer
+    sent = FLOAT32 * layer * (1 if cpu else 2)
+    return copies + size * (dims.outside + layer * (2 if cpu else 3)) + max(0.0, sent - activations)
+
+
+def from_reprefill(config: RunConfig) -> bool:
+    """Whether the first rank has a second copy of the model, unsharded, that records routes."""
+    return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 
 @dataclass(frozen=True, slots=True)

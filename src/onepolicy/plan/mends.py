@@ -50,7 +50,7 @@ def _of_learner(planner: Planner, chosen: Option) -> list[str]:
 
 def _with(config: RunConfig, name: str, value: object, *, ranks: int = 1) -> RunConfig | None:
     """The recipe with another setting of train; None if it has it, or cannot."""
-    if not hasattr(config.train, name) or getattr(config.train, name) == value:
+    if getattr(config.train, name) == value:
         return None
     if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
         return None  # the two exclude each other

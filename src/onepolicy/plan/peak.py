@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -22,6 +23,8 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, arguments: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*arguments, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, DTensor):
+                tensor = tensor._local_tensor
             if isinstance(tensor, torch.Tensor):
                 self._hold(tensor.untyped_storage())
         return result
@@ -33,6 +36,16 @@ class Peak(TorchDispatchMode):
             self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """It has another size than when it was seen last, if it was seen."""
+        key = storage._cdata
+        if key in self.alive:
+            self.now += storage.nbytes() - self.alive[key]
+            self.alive[key] = storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        else:
+            self._hold(storage)
 
     def _drop(self, key: int) -> None:
         self.now -= self.alive.pop(key, 0)

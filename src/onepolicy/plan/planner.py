@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,7 +13,6 @@ from onepolicy.plan.dims import Dims, config_of, read_dims
 from onepolicy.plan.dry import DryModel, Held, Micro
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import (
-    BYTES,
     EngineMemory,
     LearnerMemory,
     compute_dtype,
@@ -108,6 +107,7 @@ class Planner:
         way: str | None = None,
     ) -> None:
         """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
+        _refuse_unplanned(config)
         self.config, self.cluster = config, cluster
         hf_config = config_of(model)
         self.dry = DryModel(
@@ -153,18 +153,23 @@ class Planner:
         micro = self.work.micro(config.train.tokens_per_micro_batch, ranks)
         rounds = self.work.micro_batches(config.train.tokens_per_micro_batch, ranks)
         per_update = max(1, rounds // config.objective.mini_steps)
-        held = self._held_by(len(micro.slots), config, first=ranks == per_update == 1)
-        graphs = rounds if config.train.reuse_scoring_forward else 1
-        return learner_memory(self.dims, config, ranks, held, slots=sum(micro.slots), graphs=graphs)
+        return learner_memory(
+            self.dims,
+            config,
+            ranks,
+            self._held_by(len(micro.slots), config, exact=ranks == per_update == 1),
+            slots=sum(micro.slots),
+            graphs=rounds if config.train.reuse_scoring_forward else 1,
+            first=per_update == 1,
+            cpu=self.cluster.is_cpu,
+        )
 
-    def _held_by(self, samples: int, config: RunConfig, *, first: bool) -> Held:
-        """A micro-batch of so many samples. Exact for a single one that makes the gradients, else from one and two."""
+    def _held_by(self, samples: int, config: RunConfig, *, exact: bool) -> Held:
+        """A micro-batch of so many samples. exact: run with its own number, and with the gradients it makes."""
         checkpointing = config.train.activation_checkpointing
-        if not first:
-            return self._dry(1, checkpointing, False).at(samples, self._dry(2, checkpointing, False))
-        held = self._dry(samples, checkpointing, True)
-        gradients = self.dims.total * BYTES[config.model.dtype]  # part of this peak, and a row of their own
-        return replace(held, peak=max(held.peak - gradients, held.logits))
+        if exact:
+            return self._dry(samples, checkpointing, True)
+        return self._dry(1, checkpointing, False).at(samples, self._dry(2, checkpointing, False))
 
     def _dry(self, samples: int, checkpointing: bool, first: bool) -> Held:
         key = (samples, checkpointing, first)
@@ -209,6 +214,19 @@ class Planner:
     @cached_property
     def room(self) -> float:
         return self.cluster["memory"] * (1 - self.cluster["learner_reserve"])
+
+
+def _refuse_unplanned(config: RunConfig) -> None:
+    if config.rollout.quant is not None:
+        raise UsageError(
+            "rollout.quant: a plan counts the engine's weights in rollout.engine.dtype, so it would be wrong about "
+            "quantised ones; leave it out here"
+        )
+    if config.numerics != "fast":
+        raise UsageError(
+            f"numerics: {config.numerics} has kernels of its own, whose memory and time a plan does not know; leave it "
+            "out here"
+        )
 
 
 def _counts(most: int, per_node: int) -> list[int]:

@@ -25,7 +25,7 @@ LEARNER = {
     "activations": "activations",
     "logits": "logits",
     "routes": "routes",
-    "others": "critic, reference",
+    "others": "critic, reference, re-prefill",
 }
 SPLITS = 5
 
