@@ -83,7 +83,7 @@ def alphabet(config: TaskConfig) -> str:
             given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
             return "".join(sorted(set(alphabet(config.problems)).union(*given)))
         case GymnasiumTask():
-            return ASCII
+            return "".join(sorted(set(ASCII).union(config.instructions or "", *(config.actions or ()))))
         case TextArenaTask() | VerifiersTask():
             raise _nothing_to_learn_from(config.kind)
 
