@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def trainer_of(model: PreTrainedModel, *, fast: bool = False) -> PreTrainedModel:
     trained = copy.deepcopy(model)
-    prepare_for_training(trained, CPU)
+    prepare_for_training(trained, model.device)
     if not fast:
         install(trained)
     return trained
@@ -36,8 +36,10 @@ def engine_of(model: PreTrainedModel, *, slots: int = 5, max_len: int = 256, **s
     return HFEngine(copy.deepcopy(model), config, record=is_moe(model.config), max_len=max_len, numerics="on-policy")
 
 
-def pair(name: str, dtype: str, **settings: object) -> tuple[HFEngine, PreTrainedModel, Routers | None]:
-    model = make(name, dtype=getattr(torch, dtype))
+def pair(
+    name: str, dtype: str, device: torch.device = CPU, **settings: object
+) -> tuple[HFEngine, PreTrainedModel, Routers | None]:
+    model = make(name, dtype=getattr(torch, dtype)).to(device)
     trained = trainer_of(model)
     routers = bind_routers(trained) if is_moe(model.config) else None
     return engine_of(model, **settings), trained, routers

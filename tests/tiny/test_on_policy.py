@@ -10,6 +10,7 @@ from invariant_support import batch_of, differing, engine_of, pair, trainer_of
 from models import CONFIGS, make
 from transformers import AutoModelForCausalLM
 
+from onepolicy.invariant import attention, experts, ops
 from onepolicy.models.load import cast
 from onepolicy.types import Sampling
 
@@ -79,6 +80,31 @@ def test_through_refills_prefixes_aborts_and_resumption(dtype):
     found, slots = through_everything("qwen3_moe", dtype, sequences=24, tokens=30, slots=5)
     assert found == (0, 0)
     assert slots > 600
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_as_other_devices_compute_it(name, monkeypatch):
+    """One shape for every call, no tables: what a GPU would run, on the CPU."""
+    for module in (ops, attention):
+        monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(attention, "in_table", lambda *_: False)
+    monkeypatch.setattr(experts, "_few", lambda *_: False)
+    engine, trained, routers = pair(name, "float32", slots=3)
+    requests = requests_of(4, high=90, new=6)
+    batch = batch_of(requests, run(engine, requests))
+    assert differing(trained, routers, batch, [range(4), [2], [3, 0]]) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_dense"])
+def test_rollout_is_training_on_cuda(name, dtype):
+    """The start-up probe of this device and build passes, and nothing differs."""
+    engine, trained, routers = pair(name, dtype, device=torch.device("cuda"))
+    requests = requests_of(9)
+    batch = batch_of(requests, run(engine, requests)).to(torch.device("cuda"))
+    assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
 
 
 def test_rollout_and_training_on_other_numbers_of_threads():

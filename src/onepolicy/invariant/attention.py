@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.invariant.ops import TERMS, TILE, batched
+from onepolicy.invariant.ops import TERMS, TILE, batched, fixed_shapes
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.models import decode_attention, packed_attention
 from onepolicy.models.decode_attention import SlabStep, in_table, no_mask, scores_in_table, values_in_table
@@ -128,11 +128,15 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     Of the same shape; with sinks S is TILE longer, in front.
     """
     assert scores.shape[-1] % TILE == 0
-    if sinks is None:
+    if sinks is not None:
+        front = scores.new_full((*scores.shape[:-1], TILE), float("-inf"))
+        front[..., 0] = sinks.view(*scores.shape[1:3], 1)
+        scores = torch.cat([front, scores], -1)
+    if not fixed_shapes(scores.device):
         return scores.softmax(-1)
-    front = scores.new_full((*scores.shape[:-1], TILE), float("-inf"))
-    front[..., 0] = sinks.view(*scores.shape[1:3], 1)
-    return torch.cat([front, scores], -1).softmax(-1)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp_()  # torch's kernel follows from the number of keys
+    ones = scores.new_ones(1, scores.shape[-1], 1)
+    return weights / batched(weights.view(1, -1, scores.shape[-1]), ones).view(*scores.shape[:-1], 1)
 
 
 def _attend_in_table(

@@ -160,7 +160,7 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in ops.FUNCTIONS and inside:
+            if inside and ops.replaced(func, args):
                 found.add(inside[-1])
             return func(*args, **(kwargs or {}))
 

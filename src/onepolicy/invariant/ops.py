@@ -26,7 +26,13 @@ from onepolicy.models.linear import products
 
 TERMS = 128  # of one chain: MKL begins a second one after 192
 TILE = 16  # rows and columns: fewer, or a remainder of one to three in a thread's share, go to a matrix-vector kernel
-CUDA_ROWS = 64  # on other devices every call has the same shape, because a kernel is chosen by shape
+BLOCK = 64  # rows and columns of a call on other devices
+PAIRS = 256  # blocks multiplied in one call there
+
+
+def fixed_shapes(device: torch.device) -> bool:
+    """Whether every call must have the same shape: elsewhere than on a CPU the kernel follows from the shape."""
+    return device.type != "cpu"
 
 
 def up_to(size: int, multiple: int) -> int:
@@ -36,18 +42,18 @@ def up_to(size: int, multiple: int) -> int:
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [M, O] = x [M, I] @ weight [I, O], float32, without a graph."""
     rows, columns = out.shape
-    if x.device.type == "cpu" and not rows % TILE and not columns % TILE:
-        return _chains(x, weight, out)
     if columns % TILE:
         wide = out.new_empty(rows, up_to(columns, TILE))
         multiply(x, F.pad(weight, (0, -columns % TILE)), wide)
         out.copy_(wide[:, :columns])
         return
-    whole, step = (rows - rows % TILE, rows or 1) if x.device.type == "cpu" else (rows - rows % CUDA_ROWS, CUDA_ROWS)
+    fixed = fixed_shapes(x.device)
+    tile = BLOCK if fixed else TILE
+    whole = rows - rows % tile
+    step = BLOCK if fixed else whole or 1
     for start in range(0, whole, step):
-        _chains(x[start : min(start + step, whole)], weight, out[start : min(start + step, whole)])
+        _chains(x[start : start + step], weight, out[start : start + step])
     if whole < rows:
-        tile = TILE if x.device.type == "cpu" else CUDA_ROWS
         rest = out.new_empty(tile, columns)
         _chains(F.pad(x[whole:], (0, 0, 0, tile - rows + whole)), weight, rest)
         out[whole:] = rest[: rows - whole]
@@ -65,16 +71,31 @@ def _chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def batched(x: Tensor, y: Tensor) -> Tensor:
-    """[B, M, I] @ [B, I, N] float32, with a graph."""
-    rows, columns = x.shape[1], y.shape[2]
-    if rows % TILE:
-        x = F.pad(x, (0, 0, 0, -rows % TILE))
-    if columns % TILE:
-        y = F.pad(y, (0, -columns % TILE))
-    out = torch.bmm(x[..., :TERMS], y[:, :TERMS])
+    """[B, M, I] @ [B, I, N] float32, without a graph."""
+    fixed = fixed_shapes(x.device)
+    rows, columns, tile = x.shape[1], y.shape[2], BLOCK if fixed else TILE
+    if rows % tile:
+        x = F.pad(x, (0, 0, 0, -rows % tile))
+    if columns % tile:
+        y = F.pad(y, (0, -columns % tile))
+    product = _in_blocks if fixed else torch.bmm
+    out = product(x[..., :TERMS], y[:, :TERMS])
     for start in range(TERMS, x.shape[2], TERMS):
-        out = torch.baddbmm(out, x[..., start : start + TERMS], y[:, start : start + TERMS])
-    return out[:, :rows, :columns] if rows % TILE or columns % TILE else out
+        out += product(x[..., start : start + TERMS], y[:, start : start + TERMS])
+    return out[:, :rows, :columns] if rows % tile or columns % tile else out
+
+
+def _in_blocks(x: Tensor, y: Tensor) -> Tensor:
+    """[B, M, I] @ [B, I, N] with I <= TERMS, M and N multiples of BLOCK: PAIRS products of one shape in every call."""
+    (batch, rows, terms), columns = x.shape, y.shape[2]
+    m, n = rows // BLOCK, columns // BLOCK
+    x, y = F.pad(x, (0, TERMS - terms)), F.pad(y, (0, 0, 0, TERMS - terms))
+    left = x.view(batch, m, 1, BLOCK, TERMS).expand(-1, -1, n, -1, -1).flatten(0, 2)
+    right = y.view(batch, TERMS, n, BLOCK).permute(0, 2, 1, 3)[:, None].expand(-1, m, -1, -1, -1).flatten(0, 2)
+    missing = -len(left) % PAIRS
+    left, right = (F.pad(blocks, (0, 0, 0, 0, 0, missing)) for blocks in (left, right))
+    parts = torch.cat([torch.bmm(a, b) for a, b in zip(left.split(PAIRS), right.split(PAIRS), strict=True)])
+    return parts[: batch * m * n].view(batch, m, n, BLOCK, BLOCK).transpose(2, 3).reshape(batch, rows, columns)
 
 
 @invariant_operator
@@ -174,8 +195,29 @@ FUNCTIONS: dict[Callable, Callable] = {
 }
 
 
+SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
+
+
+def replaced(func: Any, args: Any) -> bool:
+    """Whether this call of a function of torch is made another way by `Functional`."""
+    return func in FUNCTIONS or (func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point())
+
+
+def sum_in_blocks(func: Callable, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    """A mean or sum over the last dimension, BLOCK rows in every call; over others, as it is."""
+    if dim not in (-1, x.dim() - 1, [-1], (-1,)):
+        return func(x, dim, *args, **kwargs)
+    rows = x.reshape(-1, x.shape[-1])
+    blocks = F.pad(rows, (0, 0, 0, -len(rows) % BLOCK)).split(BLOCK)
+    out = torch.cat([func(block, -1, *args, **kwargs) for block in blocks])[: len(rows)]
+    return out.view(*x.shape[:-1], *out.shape[1:])
+
+
 class Functional(TorchFunctionMode):
     """Inside, these functions of torch are the ones above. Held by one module's forward: a call costs about 1 us."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in SUMS and replaced(func, args):
+            return sum_in_blocks(func, *args, **kwargs)
+        return FUNCTIONS.get(func, func)(*args, **kwargs)

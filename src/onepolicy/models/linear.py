@@ -64,7 +64,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _worth_it(x: Tensor, width: int) -> bool:
-    return x.dtype == torch.float32 and x.numel() * width >= ENOUGH and available()
+    return (x.dtype, x.device.type) == (torch.float32, "cpu") and x.numel() * width >= ENOUGH and available()
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
