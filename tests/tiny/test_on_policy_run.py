@@ -157,6 +157,14 @@ def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
     assert len(summary(tree)) == 2
 
 
+@pytest.mark.parametrize("option", [("--top", "5"), ("--dense", "x"), ("--engine-model", "x"), ("--png", "--out", "y")])
+def test_options_that_bits_have_no_use_for(recipe, option, capsys):
+    assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), *option]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"onepolicy: {option[0]}: ")
+    assert "numerics = on-policy compares bits" in message or "has no effect with numerics = on-policy" in message
+
+
 def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
     parts = parts_of(recipe)
     engine, learner = parts.engine.contract, parts.learner.contract

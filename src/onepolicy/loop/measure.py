@@ -61,12 +61,13 @@ def measure_model(
     """
     with tiny_policy() if tiny else _nothing() as path, random_dense() if dense == "tiny" else _nothing() as made:
         config = measure_config(tree, overrides, path)
+        if config.numerics == ON_POLICY:
+            _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
         beside = None if dense is None else _dense_config(tree, overrides, made or dense)
         parts, tokenizer = build_parts(config)
         cached = path is not None and cached_path(PolicyConfig()) == Path(path)
         name = config.model.path if path is None else "the tiny policy" if cached else "a random tiny policy"
         if config.numerics == ON_POLICY:
-            _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
             say("sampling, scoring, and both again in other batches")
             return asyncio.run(measure_bitwise(parts, name))
         if top is not None:
