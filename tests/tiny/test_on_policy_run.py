@@ -146,6 +146,16 @@ def test_a_fault_of_attention_is_located(recipe):
     assert found.first.operator == "rotary embedding or attention function of model.layers.2.self_attn"
 
 
+def test_a_fault_of_a_router_is_located(recipe):
+    """Its logits are right, the weights made of them are not."""
+    parts = parts_of(recipe)
+    router = parts.engine.model.model.layers[1].mlp.gate
+    forward = router.forward
+    router.forward = lambda hidden: (lambda logits, scores, ids: (logits, scores * (1 + 2**-20), ids))(*forward(hidden))
+    found = asyncio.run(measure_bitwise(parts, "small"))
+    assert (found.first.layer, found.first.operator) == (1, "model.layers.1.mlp.gate (Qwen3MoeTopKRouter)")
+
+
 def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
     out = tmp_path / "measured"
     assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), "--out", str(out)]) == 0

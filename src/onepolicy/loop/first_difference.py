@@ -25,7 +25,7 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches
 from onepolicy.types import TokenBatch
 
-Event = tuple[str, str]  # module name; "input" or "output"
+Event = tuple[str, str, int]  # module name; "input" or "output"; which of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,15 @@ async def first_difference(parts: Parts, learner: LocalLearner, batch: TokenBatc
     return found.first(dict(learner.model.named_modules()))
 
 
-def _of_trainer(learner: LocalLearner, batch: TokenBatch, number: int) -> dict[Event, dict[int, list[Tensor]]]:
-    """What every module with parameters got and gave at the sample's slots, in the order of the forward."""
+def _of_trainer(learner: LocalLearner, batch: TokenBatch, number: int) -> dict[Event, dict[int, Tensor]]:
+    """What every module with parameters got and gave at each of the sample's slots, in the order of the forward."""
     chosen = next(c for c in micro_batches(batch, learner.config.train.tokens_per_micro_batch) if number in c)
     micro = batch.select(chosen)
     start, stop = micro.cu_seqlens.tolist()[chosen.index(number) :][:2]
-    found: dict[Event, dict[int, list[Tensor]]] = {}
+    found: dict[Event, dict[int, Tensor]] = {}
 
-    def keep(event: Event, tensors: list[Tensor], rows: dict[int, int]) -> None:
-        slots = found.setdefault(event, {})
-        for row, slot in rows.items():
-            slots.setdefault(slot, []).extend(each[row].detach().cpu().clone() for each in tensors)
+    def keep(event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
+        found.setdefault(event, {}).update({slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()})
 
     places = Places(total=micro.num_slots, slots={row: row - start for row in range(start, stop)})
     places.kept = micro.trainable.nonzero()[:, 0].tolist()
@@ -90,7 +88,7 @@ class Places:
 class Compared:
     """The engine's numbers against the trainer's, while it plays."""
 
-    def __init__(self, expected: dict[Event, dict[int, list[Tensor]]], path: Tensor) -> None:
+    def __init__(self, expected: dict[Event, dict[int, Tensor]], path: Tensor) -> None:
         self.expected, self.path = expected, path
         self.order = {event: i for i, event in enumerate(expected)}
         self.found: dict[tuple[int, int], float] = {}  # (slot, place in the order) -> largest difference
@@ -113,23 +111,22 @@ class Compared:
         with first, _hooks(engine.model, lambda: self._places, self._compare):
             yield
 
-    def _compare(self, event: Event, tensors: list[Tensor], rows: dict[int, int]) -> None:
+    def _compare(self, event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
         for row, slot in rows.items():
-            theirs = self.expected.get(event, {}).get(slot, [])
-            for ours, other in zip(theirs, [each[row].detach().cpu() for each in tensors], strict=False):
-                if ours.shape == other.shape and not torch.equal(ours, other):
-                    key = slot, self.order[event]
-                    self.found[key] = max(self.found.get(key, 0.0), float((ours.double() - other.double()).abs().max()))
+            ours, other = self.expected.get(event, {}).get(slot), tensor[row].detach().cpu()
+            if ours is not None and ours.shape == other.shape and not torch.equal(ours, other):
+                key = slot, self.order[event]
+                self.found[key] = max(self.found.get(key, 0.0), float((ours.double() - other.double()).abs().max()))
 
     def first(self, modules: dict[str, nn.Module]) -> Difference | None:
         if not self.found:
             return None
         slot, place = min(self.found)
-        name, side = event = list(self.order)[place]
+        name, side, _ = list(self.order)[place]
         kind = type(modules[name]).__name__
         before = "the embedding" if not place else list(self.order)[place - 1][0]
         operator = f"{name} ({kind})" if side == "output" else f"what is computed between {before} and {name}"
-        if side == "input" and (attention := re.match(r"(.*self_attn)\.", event[0])):
+        if side == "input" and (attention := re.match(r"(.*self_attn)\.", name)):
             operator = f"rotary embedding or attention function of {attention[1]}"
         layer = re.search(r"layers\.(\d+)\.", name)
         return Difference(slot, int(layer[1]) if layer else None, operator, self.found[slot, place])
@@ -137,22 +134,22 @@ class Compared:
 
 @contextmanager
 def _hooks(
-    model: nn.Module, places: Callable[[], Places], see: Callable[[Event, list[Tensor], dict[int, int]], None]
+    model: nn.Module, places: Callable[[], Places], see: Callable[[Event, Tensor, dict[int, int]], None]
 ) -> Iterator[None]:
     """While held, `see` gets what every module with parameters takes and gives, with the rows that are the sample's."""
 
-    def tell(event: Event, values: Any) -> None:
-        for tensor in _tensors(values):
+    def tell(name: str, side: str, values: Any) -> None:
+        for i, tensor in enumerate(_tensors(values)):
             if tensor.dim() > 1 and tensor.shape[0] == 1:
                 tensor = tensor[0]
             if tensor.dim() and (rows := places().of(len(tensor))):
-                see(event, [tensor], rows)
+                see((name, side, i), tensor, rows)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
-                before = lambda m, args, kwargs, n=name: tell((n, "input"), (*args, *kwargs.values()))  # noqa: E731
-                after = lambda m, args, output, n=name: tell((n, "output"), output)  # noqa: E731
+                before = lambda m, args, kwargs, n=name: tell(n, "input", (*args, *kwargs.values()))  # noqa: E731
+                after = lambda m, args, output, n=name: tell(n, "output", output)  # noqa: E731
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after).remove)
         yield
