@@ -1,6 +1,5 @@
 """The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
 
-import dataclasses
 import json
 
 import pytest
@@ -20,6 +19,7 @@ from onepolicy.train import checkpoint
 from onepolicy.train.policy import make_tokenizer
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_of as batch_in
+from onepolicy.types import RoutingTrace
 
 STEPS = 3
 QWEN = ["replay.min_agreement=0"]
@@ -65,7 +65,7 @@ def config_of(folder, overrides, count):
 
 
 def learner_on(others, folder, overrides):
-    config = config_of(folder, overrides, 0 if others is None else 2)
+    config = config_of(folder, overrides, 0 if others is None else others.team.ranks)
     return setup.build_learner(config, config.model, others)
 
 
@@ -75,13 +75,13 @@ def batch_for(learner):
     if config.train.tokens_per_micro_batch == 15:
         batch = batch.select([1, 3, 5])  # four micro-batches of two ranks, three samples
     generator = torch.Generator().manual_seed(0)
-    trace, routers = batch.routing, learner.routers
-    weights = torch.rand(len(trace), len(routers.layers), routers.top_k, generator=generator) + 0.1
-    trace = dataclasses.replace(
-        trace.at(slice(None)),
-        ids=trace.ids[:, : len(routers.layers)],
-        layers=routers.layers,
-        valid=torch.arange(batch.num_slots) % 7 != 3,
+    routers, shape = learner.routers, (batch.num_slots, len(learner.routers.layers))
+    weights = torch.rand(*shape, routers.top_k, generator=generator) + 0.1
+    trace = RoutingTrace(
+        torch.rand(*shape, routers.num_experts, generator=generator).topk(routers.top_k).indices.to(torch.uint8),
+        torch.arange(batch.num_slots) % 7 != 3,
+        routers.layers,
+        routers.num_experts,
         weights=weights if config.replay.mode == "weights" else None,
     )
     batch = batch.replace(routing=trace if config.replay.mode in ("r3", "soft", "weights") else None)
@@ -113,8 +113,12 @@ def weights_of(learner):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case, two, folders):
-    folder = folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
-    one, ranked = (learner_on(others, folder, CASES[case]) for others in (None, two))
+    assert_equal_steps(CASES[case], two, folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"])
+
+
+def assert_equal_steps(overrides, several, folder):
+    """STEPS steps on these ranks and in one process, on the same data."""
+    one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
     start = weights_of(one)
     for _ in range(STEPS):
         (expected, metrics), (found, ranked_metrics) = (one_step(each, batch_for(each)) for each in (one, ranked))

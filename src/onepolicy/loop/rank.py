@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
 
 def serve() -> int:
     """A rank that is not the driver: join, then do what it is told until the run ends. Returns an exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the driver decides
     place = Place.of_torchrun()
     assert place is not None
     assert place.rank > 0

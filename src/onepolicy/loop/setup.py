@@ -184,8 +184,10 @@ def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) ->
     critic = build_critic(model, config, device, spread)
     if ranks is None:
         return LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
+    like = empty_model(model)
+    like.generation_config = trained.generation_config
     kind = RankLearner if ranks.team is None else partial(RankedLearner, team=ranks.team)
-    learner = kind(trained, config, routers=routers, reference=reference, critic=critic, like=empty_model(model))
+    learner = kind(trained, config, routers=routers, reference=reference, critic=critic, like=like)
     if ranks.team is not None:
         ranks.team.hear()
     return learner
@@ -253,9 +255,11 @@ def build_reference(
 
 def load_trained(model: ModelConfig, device: torch.device, spread: Spread | None = None) -> PreTrainedModel:
     """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
-    loaded = load_model(model, DTYPES[model.dtype], device if spread is None else torch.device("cpu"))
-    if spread is not None:
-        spread.shard(loaded)
+    if spread is None:
+        loaded = load_model(model, DTYPES[model.dtype], device)
+    else:
+        host = torch.device("cpu")
+        loaded = spread.load(empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host))
     if model.lm_head == "float32":
         fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
     prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)

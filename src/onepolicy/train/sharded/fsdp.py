@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
@@ -33,6 +35,35 @@ class Spread:
             sharded = fully_shard(part, mesh=self.mesh, mp_policy=precision, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+
+    def load(self, empty: PreTrainedModel, read: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+        """The model that `read` returns, sharded. Only rank 0 calls it and holds it whole, in host memory.
+
+        empty: the same on the meta device. Tied parameters would come apart there, so then every rank reads them all.
+        """
+        if len(list(empty.parameters())) < len(list(empty.named_parameters(remove_duplicate=False))):
+            model = read()
+            self.shard(model)
+            return model
+        source = read() if self.mesh.get_local_rank() == 0 else None
+        self.shard(empty)
+        empty.to_empty(device=self.mesh.device_type)
+        tensors = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
+        with torch.no_grad():
+            for name, parameter in empty.named_parameters():
+                whole = (
+                    torch.empty(parameter.shape, dtype=parameter.dtype) if source is None else tensors[name].detach()
+                )
+                assert isinstance(parameter, DTensor)
+                part = distribute_tensor(whole.detach().to(parameter.device), self.mesh, parameter.placements)
+                parameter.to_local().copy_(part.to_local())
+            for name, buffer in empty.named_buffers():
+                if source is not None:
+                    buffer.copy_(tensors[name])
+                dist.broadcast(buffer, 0)
+        if source is not None:
+            empty.generation_config = source.generation_config
+        return empty.eval()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

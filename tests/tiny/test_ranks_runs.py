@@ -1,4 +1,4 @@
-"""A rank that fails or dies ends the run with an error that names it; what was saved is continued."""
+"""More ranks than two, whole runs, and what becomes of them when a rank or the driver is killed."""
 
 import asyncio
 import os
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import rows, timeless
+from models import MOE, make
 from test_learner import BASE
+from test_ranks import CASES, assert_equal_steps
 
 from onepolicy.cli import main
 from onepolicy.config import resolve
@@ -94,3 +96,17 @@ def test_resumed_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
             assert found[name] == expected[name]
         for name in ("train/loss", "train/grad_norm", "train/entropy"):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_ranks_equal_one(count, tmp_path):
+    settings = resolve(BASE, [f"train.ranks={count}", "train.threads=1", "train.device=cpu"])
+    for family in MOE:
+        make(family).save_pretrained(tmp_path / family)
+    with ranks.started(settings) as others:
+        for case in ("idle", "recompute", "critic_kl_entropy", "bypass"):
+            assert_equal_steps(CASES[case], others, tmp_path / "qwen3_moe")
+        for family in MOE:
+            assert_equal_steps(CASES["qwen3_moe"], others, tmp_path / family)
