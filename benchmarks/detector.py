@@ -44,8 +44,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from onepolicy import bind_routers  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
+from onepolicy.loop.learner import resolve_model  # noqa: E402
 from onepolicy.loop.probe import measure  # noqa: E402
-from onepolicy.loop.setup import build_parts, resolve_model  # noqa: E402
+from onepolicy.loop.setup import build_parts  # noqa: E402
 from onepolicy.measure.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402

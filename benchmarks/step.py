@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from onepolicy.config import resolve  # noqa: E402
-from onepolicy.loop.setup import build_parts, resolve_model  # noqa: E402
+from onepolicy.loop.learner import resolve_model  # noqa: E402
+from onepolicy.loop.setup import build_parts  # noqa: E402
 from onepolicy.loop.step import rl_step  # noqa: E402
 from onepolicy.sync.local import push_weights  # noqa: E402
 

@@ -10,9 +10,10 @@ from models import make
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.loop.learner import resolve_model
 from onepolicy.loop.measure import measure_config, measure_parts
 from onepolicy.loop.measured import to_tree
-from onepolicy.loop.setup import build_parts, resolve_model
+from onepolicy.loop.setup import build_parts
 from onepolicy.train.policy import make_dense, make_model
 
 SETTINGS = [

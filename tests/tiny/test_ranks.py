@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.model import ModelConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.loop import ranks, setup
+from onepolicy.loop import ranks
+from onepolicy.loop.learner import build_learner
 from onepolicy.objective.advantages import credit
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.train import checkpoint
@@ -66,7 +67,7 @@ def config_of(folder, overrides, count):
 
 def learner_on(others, folder, overrides):
     config = config_of(folder, overrides, 0 if others is None else others.team.ranks)
-    return setup.build_learner(config, config.model, others)
+    return build_learner(config, config.model, others)
 
 
 def batch_for(learner):
@@ -191,7 +192,7 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
     for others, same in ((two, True), (None, False)):
         again = learner_on(others, folders["qwen3_moe"], overrides)
         config = again.config
-        again = setup.build_learner(config, ModelConfig(path=str(path)), others)
+        again = build_learner(config, ModelConfig(path=str(path)), others)
         assert all(torch.equal(tensor, held[name]) for name, tensor in again.named_weights())
         again.restore(path)
         assert (again.version, again.updates) == (1, 1)
@@ -213,7 +214,7 @@ def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path
     one_step(one, batch_for(one))
     path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
     _, expected = one_step(one, batch_for(one))
-    ranked = setup.build_learner(config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two)
+    ranked = build_learner(config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two)
     ranked.restore(path)
     _, found = one_step(ranked, batch_for(ranked))
     assert_close(found, expected)

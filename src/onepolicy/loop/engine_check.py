@@ -24,8 +24,9 @@ from onepolicy.loop.engine_probe import (
     scored,
 )
 from onepolicy.loop.engine_sync import Copy, sync, vocabulary
+from onepolicy.loop.learner import resolve_model
 from onepolicy.loop.measure import measure_config
-from onepolicy.loop.setup import Pair, build_pair, from_reprefill, open_tokenizer, resolve_model
+from onepolicy.loop.setup import Pair, build_pair, from_reprefill, open_tokenizer
 from onepolicy.measure.routing import routing_disagreement
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import Misaligned, check_completion

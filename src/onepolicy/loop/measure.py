@@ -22,13 +22,14 @@ from onepolicy.envs.prompts import read_prompts
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.causes import Weights, attribute, explain, trainer_precision
 from onepolicy.loop.distribution import check_top, compare, without_top
+from onepolicy.loop.learner import resolve_model
 from onepolicy.loop.make_policy import random_dense, tiny_policy
 from onepolicy.loop.measure_bitwise import Bitwise, measure_bitwise
 from onepolicy.loop.measured import Look, Measurement
 from onepolicy.loop.probe import repeat, variation
 from onepolicy.loop.resample import Again, sample, sample_again
 from onepolicy.loop.scorer import Scorer, gap_of, k3_of, variant
-from onepolicy.loop.setup import build_parts, resolve_model
+from onepolicy.loop.setup import build_parts
 from onepolicy.loop.step import Parts
 from onepolicy.loop.where import where
 from onepolicy.models.load import load_model, read_config

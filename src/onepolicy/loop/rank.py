@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.loop import setup
-from onepolicy.loop.ranks import DRIVER, Place, Ranks
+from onepolicy.loop.learner import build_learner
+from onepolicy.loop.ranks import DRIVER, TORCHRUN, WHERE, Place, Ranks, rendezvous
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.team import error_message
@@ -24,12 +24,11 @@ FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
 def serve() -> int:
     """A rank that is not the driver: join, then do what it is told until the run ends. Returns an exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the driver decides
-    place = Place.of_torchrun()
+    place = Place.of_environment()
     assert place is not None
     assert place.rank > 0
-    limit = timedelta(seconds=JOIN_LIMIT)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)
         address, token = read_advertised(store.get(DRIVER).decode())
         channel = connect(address, token, place.rank, JOIN_LIMIT)
         _serve(place, store, channel)
@@ -65,6 +64,6 @@ def _serve(place: Place, store: dist.Store, channel: Channel) -> None:
 def _build(message: Message, ranks: Ranks) -> RankLearner:
     config = RunConfig.model_validate_json(message.header["config"])
     model = ModelConfig.model_validate_json(message.header["model"])
-    learner = setup.build_learner(config, model, ranks)
+    learner = build_learner(config, model, ranks)
     assert isinstance(learner, RankLearner)
     return learner

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from onepolicy.train.sharded.team import Team
 from onepolicy.train.sharded.wire import Message
 
 DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
-PATIENCE = 10.0
+WHERE = "ONEPOLICY_RENDEZVOUS"  # environment variable: where ranks that were started here meet
+TORCHRUN = "env://"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+PATIENCE = 5.0
 """Seconds a rank gets to end by itself."""
 
 
@@ -36,8 +40,8 @@ class Place:
     local: bool  # all ranks are on this machine
 
     @classmethod
-    def of_torchrun(cls) -> Place | None:
-        """As torchrun's environment says; None without it."""
+    def of_environment(cls) -> Place | None:
+        """As torchrun says, or who started this rank; None in a process that nobody started as a rank."""
         env = os.environ
         if not {"RANK", "WORLD_SIZE"} <= env.keys():
             return None
@@ -85,7 +89,7 @@ def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = F
 
     Resuming, torchrun may start another number than the run has had; else UsageError if both are set and differ.
     """
-    place = Place.of_torchrun()
+    place = Place.of_environment()
     stated = config.train.ranks if ranks is None else ranks
     if place is not None:
         if stated not in (0, place.ranks) and (ranks is not None or not resuming):
@@ -104,13 +108,10 @@ def started(config: RunConfig) -> Iterator[Ranks | None]:
     if not config.train.ranks:
         yield None
         return
-    place = Place.of_torchrun() or Place(0, config.train.ranks, 0, True)
-    limit = config.train.rank_timeout
-    children: list[subprocess.Popen] = []
-    device = place.device(config.train.device)
-    team, ended = None, False
-    try:
-        store, children = _rendezvous(place, config, limit)
+    place = Place.of_environment() or Place(0, config.train.ranks, 0, True)
+    limit, device = config.train.rank_timeout, place.device(config.train.device)
+    with _processes(place, config) as (where, children):
+        store = rendezvous(where, place, limit)
         listener = _listen(place)
         store.set(DRIVER, advertised(listener.address, listener.token))
         try:
@@ -118,39 +119,52 @@ def started(config: RunConfig) -> Iterator[Ranks | None]:
         finally:
             listener.close()
         team = Team(channels, limit=limit)
-        team.tell_all(Message({"limit": limit, "device": config.train.device}))
-        mesh = place.join(store, device, limit)
-        yield Ranks(device, mesh, team)
-        team.tell_all(Message({"do": "stop"}))
-        ended = True
-    except KeyboardInterrupt:
-        if team is not None and team.gone is not None:
-            raise team.gone from None
-        raise
-    finally:
-        if team is not None:
+        try:
+            team.tell_all(Message({"limit": limit, "device": config.train.device}))
+            yield Ranks(device, place.join(store, device, limit), team)
+            team.tell_all(Message({"do": "stop"}))
+        except KeyboardInterrupt:
+            if team.gone is not None:  # it is what interrupted us
+                raise team.gone from None
+            raise
+        finally:
             team.close()
-        _end(children, PATIENCE if ended else 1.0)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def _rendezvous(place: Place, config: RunConfig, limit: float) -> tuple[dist.Store, list[subprocess.Popen]]:
-    """The store all ranks know; the ranks that were started here, if torchrun has not."""
-    if Place.of_torchrun() is not None:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
-        return store, []
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+def rendezvous(where: str, place: Place, limit: float) -> dist.Store:
+    """The store that all ranks share until they know each other."""
+    url = f"{where}?rank={place.rank}&world_size={place.ranks}" if where.startswith("file") else where
+    store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=limit)))
+    return store
+
+
+@contextmanager
+def _processes(place: Place, config: RunConfig) -> Iterator[tuple[str, list[subprocess.Popen]]]:
+    """The other ranks' processes, and where they meet: started here, talking over the loopback and a private folder;
+    or by torchrun, which then also ends them."""
+    if Place.of_environment() is not None:
+        yield TORCHRUN, []
+        return
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // place.ranks)
-    common: dict[str, object] = {"WORLD_SIZE": place.ranks, "LOCAL_WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    children = []
-    for rank in range(1, place.ranks):
-        own = common | {"RANK": rank, "LOCAL_RANK": rank}
-        env = os.environ | {name: str(value) for name, value in own.items()}
-        children.append(subprocess.Popen([sys.executable, "-m", "onepolicy.cli", "train"], env=env))
-    return store, children
+    before = os.environ.get(INTERFACE)
+    os.environ.setdefault(INTERFACE, _loopback())
+    children: list[subprocess.Popen] = []
+    with tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
+        where = f"file://{folder}/store"
+        shared = {"WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads, WHERE: where}
+        try:
+            for rank in range(1, place.ranks):
+                own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                children.append(
+                    subprocess.Popen([sys.executable, "-m", "onepolicy.cli", "train"], env={**os.environ, **own})
+                )
+            yield where, children
+        finally:
+            if before is None:
+                del os.environ[INTERFACE]
+            _end(children)
 
 
 def _loopback() -> str:
@@ -169,10 +183,11 @@ def _alive(children: list[subprocess.Popen]) -> None:
             raise RankLost(f"rank {rank} ended with exit code {code} before it had joined; its error is above")
 
 
-def _end(children: list[subprocess.Popen], patience: float) -> None:
+def _end(children: list[subprocess.Popen]) -> None:
+    """Their connection is closed, so they are ending."""
     for child in children:
         try:
-            child.wait(patience)
+            child.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
-from onepolicy.loop.setup import resolve_model
+from onepolicy.loop.learner import resolve_model
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
 from onepolicy.rollout.vllm.serve import serve

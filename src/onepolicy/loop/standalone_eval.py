@@ -14,6 +14,7 @@ from onepolicy.config import RunConfig
 from onepolicy.loop import setup
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.evaluate import attempts, evaluate
+from onepolicy.loop.learner import resolve_model, use_threads
 from onepolicy.models.load import device_of
 from onepolicy.train import checkpoint
 
@@ -26,8 +27,8 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         folder = checkpoint.latest(run) if step is None else checkpoint.folder_of(run, step)
         checkpoint.verify(folder)
         model = model.model_copy(update={"path": str(folder)})
-    model = setup.resolve_model(model)
-    setup.use_threads(config)
+    model = resolve_model(model)
+    use_threads(config)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
     quant = config.rollout.quant if config.eval.quantised else None

@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, UsageError, WeightsReplay
-from onepolicy.config.objective import ReplayConfig
+from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, WeightsReplay
 from onepolicy.invariant.contract import Contract
 from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
 from onepolicy.objective.loss import policy_loss
 from onepolicy.objective.reduce import slot_shares
-from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint
+from onepolicy.train.checks import check_routes, check_source, refuse_randomness
 from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.live import LiveCorrection
@@ -273,44 +272,3 @@ class LocalLearner:
 
     def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self.config.train.tokens_per_micro_batch)
-
-
-def check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
-    if not isinstance(replay, FromRollout) or batch.routing is None:
-        return
-    if batch.routing.reprefilled != (replay.source == "reprefill"):
-        found = "a re-prefill" if batch.routing.reprefilled else "the engine"
-        raise UsageError(f"replay.source: {replay.source}, but the batch's routes were recorded by {found}")
-
-
-def check_routes(scored: TokenBatch, replay: ReplayConfig) -> TokenBatch:
-    """RoutingError if the routes replayed in this batch are not those of its tokens and weights."""
-    native = scored.routing_native
-    if isinstance(replay, FromRollout) and replay.min_agreement > 0 and native is not None:
-        assert scored.routing is not None
-        check_alignment(scored.routing, native, scored.cu_seqlens, least=replay.min_agreement)
-    return scored
-
-
-RANDOM = (
-    "attention_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "resid_dropout",
-    "resid_pdrop",
-    "attn_pdrop",
-    "embd_pdrop",
-    "router_jitter_noise",
-    "input_jitter_noise",
-    "moe_jitter_eps",
-)
-
-
-def refuse_randomness(model: PreTrainedModel) -> None:
-    """Train mode must compute what eval mode does, or the trainer would not be the policy that is measured."""
-    config = model.config.get_text_config()
-    for name in RANDOM:
-        if getattr(config, name, 0):
-            raise UsageError(
-                f"model.path: {name}={getattr(config, name)} in the config; checkpointing activations needs 0"
-            )

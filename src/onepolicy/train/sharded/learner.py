@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import R2, TrainingError
-from onepolicy.train.learner import LocalLearner, check_routes, check_source
+from onepolicy.config import R2
+from onepolicy.train.checks import check_routes, check_source
+from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.divide import Part, divide
 from onepolicy.train.sharded.export import export
 from onepolicy.train.sharded.rank import NATIVE, SCORED, RankLearner, live_of
@@ -68,7 +68,7 @@ class RankedLearner(RankLearner):
 
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
         self.team.tell_all(batch_message({"do": "logits"}, micro))
-        with self._blaming():
+        with self.team.blaming():
             found = LocalLearner.logits(self, micro, slots)
             self.team.hear()
         return found
@@ -81,7 +81,7 @@ class RankedLearner(RankLearner):
             for item in gathered:  # noqa: UP028 - `yield from` would close it for who stops early
                 yield item
         finally:
-            with self._blaming():
+            with self.team.blaming():
                 for _ in gathered:  # the other ranks gather them all
                     pass
                 self.team.hear()
@@ -115,26 +115,15 @@ class RankedLearner(RankLearner):
         """Every rank's answer, in the order of the ranks."""
         messages = [batch_message({"do": command, "rounds": part.rounds, **about}, part.batch) for part in parts]
         self.team.tell(messages[1:])
-        with self._blaming():
+        with self.team.blaming():
             return [self.handle(messages[0]), *self.team.hear()]
 
     def _on_all(self, command: str, folder: Path) -> None:
         message = Message({"do": command, "folder": str(folder)})
         self.team.tell_all(message)
-        with self._blaming():
+        with self.team.blaming():
             self.handle(message)
             self.team.hear()
-
-    @contextmanager
-    def _blaming(self) -> Iterator[None]:
-        """A collective that failed here did so because another rank failed first: raise that one's error."""
-        try:
-            yield
-        except TrainingError:
-            raise
-        except RuntimeError as error:  # the only kind torch's collectives raise
-            self.team.blame()
-            raise TrainingError(f"the ranks cannot go on together: {str(error).splitlines()[0]}") from error
 
     def _merged(self, batch: TokenBatch, parts: list[Part], answers: list[Message]) -> TokenBatch:
         """The batch with what the ranks found on its slots."""

@@ -7,7 +7,8 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
@@ -57,11 +58,18 @@ class Team:
             raise failed
         return answers
 
-    def blame(self) -> None:
-        """After a collective failed here: raise the error of the rank that caused it, if it is known."""
-        _, failed = self._listen(LAST_WORDS)
-        if failed is not None and failed.cause != Cause.SILENT:
-            raise failed
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Around collectives: one that fails here does so because another rank failed; raises that one's error."""
+        try:
+            yield
+        except TrainingError:
+            raise
+        except RuntimeError as error:  # the only kind torch's collectives raise
+            _, failed = self._listen(LAST_WORDS)
+            if failed is not None and failed.cause != Cause.SILENT:
+                raise failed from error
+            raise TrainingError(f"the ranks cannot go on together: {str(error).splitlines()[0]}") from error
 
     def _listen(self, limit: float) -> tuple[list[Message], RankLost | None]:
         """Answers, and the failure that is likeliest the first: when one rank goes, the others' collectives fail."""
