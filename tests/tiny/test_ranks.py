@@ -1,6 +1,7 @@
 """The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from onepolicy.objective.advantages import credit
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.train import checkpoint
 from onepolicy.train.policy import make_tokenizer
+from onepolicy.train.sharded import learner as sharded
+from onepolicy.train.sharded.export import export
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_of as batch_in
 from onepolicy.types import RoutingTrace
@@ -32,6 +35,7 @@ CASES = {
     "recompute": [*QWEN, "train.activation_checkpointing=true"],
     "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
     "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    "idle_soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN, "train.tokens_per_micro_batch=15"],
     "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
     "weights": ["replay.mode=weights", *QWEN],
     "off": ["replay.mode=off"],
@@ -177,7 +181,9 @@ def samples_of(batch):
     return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
 
 
-def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_path):
+def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_path, monkeypatch):
+    stepped = threading.Event()
+    monkeypatch.setattr(sharded, "export", lambda *given: stepped.wait(60) and export(*given))
     overrides = CASES["critic_kl_entropy"]
     ranked = learner_on(two, folders["qwen3_moe"], overrides)
     one_step(ranked, batch_for(ranked))
@@ -185,6 +191,8 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
     held = weights_of(ranked)
     _, expected = one_step(ranked, batch_for(ranked))  # while the files are being written
     after = weights_of(ranked)
+    assert not checkpoint.complete(tmp_path)
+    stepped.set()
     ranked.finish_saving()
     assert checkpoint.latest(tmp_path) == path
     assert json.loads((path / "state.json").read_text())["updates"] == 1

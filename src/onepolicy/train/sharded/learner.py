@@ -56,7 +56,7 @@ class RankedLearner(RankLearner):
             for answer in answers:
                 sums.update(answer.header["sums"])
                 if "replaced" in answer.tensors:  # NaN where a micro-batch had no routes
-                    self._replaced += [row[row.isfinite()] for row in answer.tensors["replaced"]]
+                    self._replaced += [row for row in answer.tensors["replaced"] if row.isfinite().all()]
             seconds += max(answer.header["seconds"] for answer in answers)
             if (live := live_of(answers)) is not None:
                 self._live.add(live)

@@ -33,7 +33,7 @@ NATIVE = "routing_native"
 
 
 class RankLearner(LocalLearner):
-    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.shard`)."""
+    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.Spread`)."""
 
     def __init__(self, model: PreTrainedModel, config: RunConfig, *, like: PreTrainedModel, **kwargs: Any) -> None:
         """like: the model on the meta device, for the names and the config that a checkpoint is written with."""

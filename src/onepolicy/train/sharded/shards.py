@@ -48,9 +48,9 @@ class Saving:
             written.result()
             work()
 
-        with ThreadPoolExecutor(1, "onepolicy-checkpoint") as pool:
-            self._done = pool.submit(finish)
-            pool.shutdown(wait=False)
+        pool = ThreadPoolExecutor(1, "onepolicy-checkpoint")
+        self._done = pool.submit(finish)
+        pool.shutdown(wait=False)
 
     def wait(self) -> None:
         try:
