@@ -197,11 +197,12 @@ def _marking(last: nn.Module, peak: Peak) -> Iterator[list[float]]:
         marks.append(peak.peak)
         peak.peak = peak.now
 
-    def watch(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def watch(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not watched:  # a recompute calls the layer again
-            watched.append(arguments[0].register_hook(mark))
+            tensors = (x for x in (*arguments, *named.values()) if isinstance(x, Tensor))
+            watched.append(next(x for x in tensors if x.requires_grad).register_hook(mark))
 
-    handle = last.register_forward_pre_hook(watch)
+    handle = last.register_forward_pre_hook(watch, with_kwargs=True)
     try:
         yield marks
     finally:

@@ -14,7 +14,7 @@ from typing import Literal
 from onepolicy.config import UsageError
 
 Origin = Literal["measured", "cited", "assumed", "given"]
-COMMON = {"gpu": "every GPU", "cpu": "a CPU core"}
+COMMON = ("gpu", "cpu")  # entries of the file: what all GPUs share, a core
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def _of_learner(planner: Planner, chosen: Option) -> list[str]:
     ranks = _more(planner, split, tried)
     with_these = " with these" if lines else ""
     if ranks is None:
-        lines.append(f"no number of learner devices is enough{with_these}: one sequence and one layer are too large")
+        lines.append(f"no number of learner devices is enough{with_these}: one layer is too large to gather")
     else:
         lines.append(f"at least {ranks} devices that learn{with_these}")
     return lines

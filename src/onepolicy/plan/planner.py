@@ -109,22 +109,16 @@ class Planner:
         """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
         _refuse_unplanned(config)
         self.config, self.cluster = config, cluster
-        hf_config = config_of(model)
-        self.dry = DryModel(
-            hf_config,
-            dtype=getattr(torch, compute_dtype(config)),
-            cpu=cluster.is_cpu,
-            fp32_lm_head=config.model.lm_head == "float32",
-        )
-        self.dims: Dims = read_dims(self.dry.model, config.model.path)
+        self._hf_config = config_of(model)
+        self._models: dict[str, DryModel] = {}  # by the dtype that layers compute in
+        self.dims: Dims = read_dims(self._model(compute_dtype(config)).model, config.model.path)
         self.work: Work = work_of(config, self.dims.context, prompt=prompt, response=response)
         self.way = way or sync_way(config)
-        self._held: dict[tuple[int, bool, bool], Held] = {}
+        self._held: dict[tuple[str, int, bool, bool], Held] = {}
 
     def option(self, split: Split, config: RunConfig | None = None) -> Option:
         """This split, with these settings of train instead of the recipe's."""
         config = config or self.config
-        room = self.cluster["memory"] * (1 - self.cluster["learner_reserve"])
         engine = engine_memory(self.dims, config, self.cluster, self.work, split.tensor_parallel)
         return Option(
             split,
@@ -141,7 +135,7 @@ class Planner:
             ),
             learning(self.dims, config, self.cluster, self.work, split.learners),
             sync(self.dims, config, self.cluster, split.learners, self.way),
-            room,
+            self.room,
             in_process(config),
         )
 
@@ -166,18 +160,28 @@ class Planner:
 
     def _held_by(self, samples: int, config: RunConfig, *, exact: bool) -> Held:
         """A micro-batch of so many samples. exact: run with its own number, and with the gradients it makes."""
-        checkpointing = config.train.activation_checkpointing
         if exact:
-            return self._dry(samples, checkpointing, True)
-        return self._dry(1, checkpointing, False).at(samples, self._dry(2, checkpointing, False))
+            return self._dry(samples, config, True)
+        return self._dry(1, config, False).at(samples, self._dry(2, config, False))
 
-    def _dry(self, samples: int, checkpointing: bool, first: bool) -> Held:
-        key = (samples, checkpointing, first)
+    def _dry(self, samples: int, config: RunConfig, first: bool) -> Held:
+        checkpointing = config.train.activation_checkpointing
+        key = (compute_dtype(config), samples, checkpointing, first)
         if key not in self._held:
             micro = Micro((self.work.slots,) * samples, (self.work.response,) * samples)
-            entropy = self.config.objective.entropy_coef > 0
-            self._held[key] = self.dry.held(micro, checkpointing=checkpointing, entropy_graph=entropy, first=first)
+            how = {"checkpointing": checkpointing, "entropy_graph": config.objective.entropy_coef > 0, "first": first}
+            self._held[key] = self._model(key[0]).held(micro, **how)
         return self._held[key]
+
+    def _model(self, dtype: str) -> DryModel:
+        if dtype not in self._models:
+            self._models[dtype] = DryModel(
+                self._hf_config,
+                dtype=getattr(torch, dtype),
+                cpu=self.cluster.is_cpu,
+                fp32_lm_head=self.config.model.lm_head == "float32",
+            )
+        return self._models[dtype]
 
     def splits(self, learners: int | None = None, tensor_parallel: int | None = None) -> list[Split]:
         """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
@@ -235,8 +239,10 @@ def _counts(most: int, per_node: int) -> list[int]:
 
 
 def best(options: list[Option]) -> Option:
-    """The fastest of those that fit; if none does, the one that lacks least."""
+    """The fastest of those that fit; if none does, of those whose learner lacks about the least."""
     fitting = [option for option in options if option.fits]
     if fitting:
         return min(fitting, key=lambda option: option.seconds)
-    return min(options, key=lambda o: (not o.engine_fits, o.learner_used / o.learner_room))
+    near = [option for option in options if option.engine_fits] or options
+    least = min(option.learner_used for option in near)
+    return min((option for option in near if option.learner_used <= 1.1 * least), key=lambda option: option.seconds)

@@ -101,7 +101,11 @@ def _split_text(split: Split, shared: bool) -> str:
 
 
 def size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+    """Bytes with a unit."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count / 1e6:.2f} MB"
 
 
 def _memory(option: Option) -> Table:

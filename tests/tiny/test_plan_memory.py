@@ -107,6 +107,13 @@ def test_predicted_memory_of_200_million_parameters(checkpointing):
     within_tenth(benchmark.Case(checkpointing=checkpointing), "big")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "big"])
+@pytest.mark.parametrize(("checkpointing", "compute"), [(False, "same"), (True, "bfloat16")])
+def test_predicted_memory_of_the_first_of_two_ranks(name, checkpointing, compute):
+    within_tenth(benchmark.Case(checkpointing=checkpointing, ranks=2, compute=compute), name)
+
+
 def within_tenth(case, name):
     assert benchmark.predicted(name, case) == pytest.approx(benchmark.measured(name, case), rel=0.1)
 
