@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 from onepolicy.config import UsageError
 from onepolicy.invariant import experts
 from onepolicy.invariant.mode import Invariant, InvariantLinear, active, install
+from onepolicy.invariant.ops import TILE
 from onepolicy.invariant.probe import check_model
 from onepolicy.invariant.strict import NotInvariant
 from onepolicy.models import decode_experts
+from onepolicy.models.packed_attention import Packing
 
 
 def state_of(model):
@@ -200,3 +202,18 @@ def test_gradients_of_the_experts_are_the_familys(name):
         found.append([hidden.grad, weights.grad, *(p.grad for p in module.parameters())])
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_from_run_to_run(dtype):
+    model = trainer_of(make("qwen3_moe", dtype=dtype))
+    found = []
+    for _ in range(2):
+        packing = Packing.of(torch.tensor([0, 40, 73], dtype=torch.int32), model.device, multiple=TILE)
+        ids, places = torch.arange(73)[None] % 60, torch.cat([torch.arange(40), torch.arange(33)])[None]
+        model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits.square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad(set_to_none=True)
+    first, second = found
+    assert first.keys() == second.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

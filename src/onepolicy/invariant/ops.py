@@ -3,7 +3,8 @@
 A product's element is defined, not merely reproduced: fused multiply-adds in the order of the terms, in float32, at
 most TERMS of them in one chain; the chains' results are added in order; one rounding to the dtype at the end. MKL,
 oneDNN and `embedding_bag` all compute such a chain exactly, as long as they get enough rows, enough columns and few
-enough terms (`probe` checks that of this build). So every shape may take the kernel that is fastest for it.
+enough terms (`probe` checks that of this build). So every shape may take the kernel that is fastest for it. On other
+devices the order is the kernel's own, and what makes it one order is that every call has the same shape.
 
 Elementwise kernels of torch differ in the last bit between their vector body and the rest of a thread's share. Those
 that do are written here in terms of those that do not (exp, tanh, erf, division).
