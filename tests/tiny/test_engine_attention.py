@@ -46,6 +46,18 @@ def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
         torch.testing.assert_close(out[0, i], expected, atol=1e-5, rtol=1e-4)
 
 
+def test_one_sequence_of_one_key_head():
+    """Several query heads share the only bag there is, and expanding it gives a view that no flat index is made of."""
+    torch.manual_seed(0)
+    keys, values, query = torch.randn(1, 1, WIDTH, 64), torch.randn(1, 1, 64, VALUE), torch.randn(1, SHARED, 1, WIDTH)
+    step = SlabStep(torch.tensor([0]), torch.tensor([6]), 7, slice(0, 1), None, even=True)
+    key, value = keys[:, :, :, :7].transpose(2, 3), values[:, :, :7]
+    assert decode_attention.in_table(query[0].transpose(0, 1), key, step)
+    out, _ = slab_attention(nn.Module(), query, key, value, None, slab_step=step, scaling=0.3)
+    expected = alone(query[0, :, 0], key[0].transpose(0, 1), value[0].transpose(0, 1), 0.3, 7, None)
+    torch.testing.assert_close(out[0, 0], expected, atol=1e-5, rtol=1e-4)
+
+
 def test_only_whole_blocks_of_the_slab_are_read_as_a_table():
     def taken(keys, **step):
         view = keys.transpose(2, 3)[:, :, :10]

@@ -92,9 +92,9 @@ class SlabStep:
             keys = (
                 first + count(blocks, 1, blocks, 1, 1) + count(width, length // BLOCK, width)
             )  # [T * G, blocks, 1, D]
-            keys = keys.expand(-1, -1, shared, -1).reshape(-1, width)
+            keys = keys.expand(-1, -1, shared, -1).reshape(-1, width).contiguous()  # one bag: reshape only views it
             first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1) * length
-            values = (first + count(self.keys, 1, self.keys)).expand(-1, shared, -1).reshape(-1, self.keys)
+            values = (first + count(self.keys, 1, self.keys)).expand(-1, shared, -1).reshape(-1, self.keys).contiguous()
             self._tables[groups, shared, width, length] = keys, values
         return self._tables[groups, shared, width, length]
 
