@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from onepolicy.invariant.ops import TERMS, TILE, batched, fixed_shapes
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.models import decode_attention, packed_attention
-from onepolicy.models.decode_attention import SlabStep, in_table, no_mask, scores_in_table, values_in_table
+from onepolicy.models.attention_arguments import no_mask, refuse_unknown
+from onepolicy.models.decode_attention import SlabStep, in_table, scores_in_table, values_in_table
 from onepolicy.models.packed_attention import Packing, attend_packed, band
 
 NAME = "onepolicy_invariant"
@@ -44,11 +45,7 @@ def invariant_attention(
     name = type(module).__name__
     if packing is None and slab_step is None:
         raise ValueError(f"{name} does not hand attention arguments on; invariant attention cannot work with it")
-    refused = [option for option in UNSUPPORTED if extra.get(option) is not None]
-    if refused or dropout or attention_mask is not None:
-        raise ValueError(
-            f"{name}: invariant attention does not know {refused or ('dropout' if dropout else 'attention_mask')}"
-        )
+    refuse_unknown(module, "invariant attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slab_step is None:
         assert packing is not None

@@ -25,7 +25,7 @@ from onepolicy.invariant.ops import TILE
 from onepolicy.invariant.strict import Strict, watched
 from onepolicy.models.linear import plain
 from onepolicy.models.packed_attention import Packing
-from onepolicy.models.prepare import ATTENTION_LAYERS
+from onepolicy.models.prepare import recurrent_layers
 
 _STATE = "_onepolicy_invariant"
 _LOCK = RLock()
@@ -78,12 +78,9 @@ def install(model: PreTrainedModel) -> None:
 
 
 def refuse_recurrent(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
-    other = sorted(kinds - ATTENTION_LAYERS)
-    if other or model._is_stateful:
+    if other := recurrent_layers(model):
         raise UsageError(
-            f"numerics: {type(model).__name__} has {', '.join(other) or 'recurrent'} layers, whose decoding and "
+            f"numerics: {type(model).__name__} has {other} layers, whose decoding and "
             "prefilling are different algorithms, so on-policy numerics cannot hold for it; use numerics = fast"
         )
 

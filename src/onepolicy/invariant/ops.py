@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.models import linear as kernels
-from onepolicy.models.linear import products
 
 TERMS = 128  # of one chain: MKL begins a second one after 192
 TILE = 16  # rows and columns: fewer, or a remainder of one to three in a thread's share, go to a matrix-vector kernel
@@ -115,21 +114,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.to(x.dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(kernels.LinearFunction):
+    """Its gradients may take any kernel."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = None
-        if wants_x:
-            kernels.multiply(grad, weight, grad_x := torch.empty_like(x))
-        return grad_x, products(grad, x) if wants_weight else None, grad.sum(0) if wants_bias else None
 
 
 class _Elementwise(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from onepolicy.models.attention_arguments import no_mask, refuse_unknown
 from onepolicy.models.bags import weighted_rows
 
 BLOCK = 64  # positions of one key table row; a slab's rows are a multiple of this long on the CPU
@@ -117,11 +118,7 @@ def slab_attention(
     name = type(module).__name__
     if slab_step is None:
         raise ValueError(f"{name} does not hand attention arguments on; the slab engine cannot work with it")
-    refused = [option for option in UNSUPPORTED if extra.get(option) is not None]
-    if refused or dropout or attention_mask is not None:
-        raise ValueError(
-            f"{name}: slab attention does not know {refused or ('dropout' if dropout else 'attention_mask')}"
-        )
+    refuse_unknown(module, "slab attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1)  # [T, heads, D]
     if in_table(q, key, slab_step):
@@ -196,10 +193,6 @@ def _attend(
 def _kept(scores: Tensor, sinks: Tensor) -> Tensor:
     """What a sink, which adds exp(sink) to the softmax's denominator, leaves: scores [V, G, R, Q, S] -> [..., 1]."""
     return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.float().view(*scores.shape[1:3], 1, 1))
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """What this attention must not see is in `slab_step`."""
 
 
 AttentionInterface.register(NAME, slab_attention)

@@ -44,7 +44,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu") or not _worth_it(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return _Linear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+        return LinearFunction.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
     return times(x, weight, bias)
 
 
@@ -72,7 +72,7 @@ def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -83,8 +83,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        return (
-            times(grad, weight.T) if wants_x else None,
-            products(grad, x) if wants_weight else None,
-            grad.sum(0) if wants_bias else None,
-        )
+        grad_x = None
+        if wants_x:
+            grad_x = times(grad, weight.T) if _worth_it(grad, weight.shape[1]) else grad @ weight
+        return grad_x, products(grad, x) if wants_weight else None, grad.sum(0) if wants_bias else None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from onepolicy.models.attention_arguments import no_mask, refuse_unknown
+
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
 
@@ -97,9 +99,7 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} does not hand attention arguments on; packed training cannot work with it"
         )
-    refused = [name for name in UNSUPPORTED if extra.get(name) is not None]
-    if refused or dropout:
-        raise ValueError(f"{type(module).__name__}: packed attention does not know {refused or 'dropout'}")
+    refuse_unknown(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _causal(q, k, v, scaling=scaling, window=sliding_window, sinks=s_aux)
@@ -152,9 +152,5 @@ def band(width: int, window: int | None, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < (width if window is None else window))
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask this attention needs is in `packing`."""
-
-
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, no_mask)

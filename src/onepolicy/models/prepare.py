@@ -15,6 +15,14 @@ LENGTHS = (7, 4)  # tokens of the two samples of the check
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # mean difference of the logits, in their standard deviations
 
 
+def recurrent_layers(model: PreTrainedModel) -> str:
+    """What layers it has, in words, that attention to earlier tokens alone cannot stand for; empty if it has none."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+    other = ", ".join(sorted(kinds - ATTENTION_LAYERS))
+    return other or ("recurrent" if model._is_stateful else "")
+
+
 def prepare_for_training(model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None) -> None:
     """Select our packed attention and (CPU) our experts and linear layers on this model only.
 
@@ -22,11 +30,9 @@ def prepare_for_training(model: PreTrainedModel, device: torch.device, *, comput
     that lives in a mask (chunks, alibi) would be lost. compute: dtype of its forward, if not that of its parameters.
     """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
-    other = sorted(kinds - ATTENTION_LAYERS)
-    if other or model._is_stateful:
+    if other := recurrent_layers(model):
         raise UsageError(
-            f"model.path: {type(model).__name__} has {', '.join(other) or 'recurrent'} layers, which packed samples "
+            f"model.path: {type(model).__name__} has {other} layers, which packed samples "
             "would share; train a family whose layers are full or sliding attention"
         )
     with torch.no_grad():
