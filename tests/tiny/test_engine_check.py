@@ -293,7 +293,7 @@ def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys)
         (["rollout.engine.kind=hf"], "give a recipe or a model before"),
         (["nowhere.toml"], "no such recipe"),
         (["./nowhere"], "no folder"),
-        (["./nowhere", "--url", "http://localhost:1"], "rollout.engine.hf.url: unknown setting"),
+        (["./nowhere", "--url", "http://localhost:1"], "rollout.engine.url: unknown setting with kind=hf"),
     ],
 )
 def test_bad_input_ends_with_one_message(arguments, message, capsys):

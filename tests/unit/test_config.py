@@ -14,6 +14,7 @@ from onepolicy.config.policy import PolicyConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+REACT = ["task.kind=react", 'task.problems={kind="gym", name="chain_sum"}', 'task.tools=[{kind="calculator"}]']
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
@@ -99,10 +100,10 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["eval.top_k=5"], ["eval.top_k: 5 has no effect"]),
         (["replay=off"], ["replay: 'off'", "did you mean replay.mode=off?"]),
         (["replay.mode=r4"], ["replay", "r4", "'off', 'r2', 'r3', 'soft', 'weights'"]),
-        (["replay.mode=soft"], ["replay.soft.ratio: required"]),
-        (["replay.mode=soft", "replay.ratio=1.5"], ["replay.soft.ratio", "1.5"]),
-        (["replay.ratio=0.5"], ["replay.r3.ratio: unknown setting", "mode"]),
-        (["replay.mode=off", "replay.source=reprefill"], ["replay.off.source: unknown setting"]),
+        (["replay.mode=soft"], ["replay.ratio: required, but not set; add it to the recipe or give replay.ratio=..."]),
+        (["replay.mode=soft", "replay.ratio=1.5"], ["replay.ratio", "1.5"]),
+        (["replay.ratio=0.5"], ["replay.ratio: unknown setting with mode=r3", "missing"]),
+        (["replay.mode=off", "replay.source=reprefill"], ["replay.source: unknown setting with mode=off"]),
         (["replay.source=reprefill", "replay.missing=native"], ["replay.missing: has no effect"]),
         (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.mini_steps = 1"]),
         (
@@ -117,7 +118,24 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["rollout.sampling.temperature=inf"], ["rollout.sampling.temperature", "finite"]),
         (["optim.weight_decay=nan"], ["optim.weight_decay", "finite"]),
         (["seed=-1"], ["seed", "-1"]),
-        (["task.seed=-1"], ["task.chain.seed", "-1"]),
+        (["task.seed=-1"], ["task.seed", "-1"]),
+        (["task.kind=gymnasium"], ["task.id: required", "give task.id=...", "task.returns: required"]),
+        (
+            [*REACT, "task.max_turn=3"],
+            ["task.max_turn: unknown setting with kind=react", "did you mean task.max_turns?"],
+        ),
+        ([*REACT, "task.max_turns=0"], ["task.max_turns: ", "(value 0)"]),
+        ([*REACT, "task.problems.nome=a"], ["task.problems.nome", "kind=gym", "did you mean task.problems.name?"]),
+        ([*REACT, "task.tools=[]"], ["task.tools: ", "at least 1"]),
+        ([*REACT, "task.tools=calculator"], ["task.tools: 'calculator' is no list; write task.tools=[...]"]),
+        (
+            [*REACT, 'task.tools=["calculator"]'],
+            ["task.tools.0: 'calculator'", 'did you mean { kind = "calculator" }?'],
+        ),
+        (
+            [*REACT, 'task.tools=[{kind="search"}]'],
+            ["task.tools.0.corpus: required, but not set; add it to the recipe"],
+        ),
         (["seed=9223372036854775808"], ["seed", "9223372036854775808"]),
         (["steps=" + 5000 * "1"], ["steps"]),
         (["steps=" + 5000 * "["], ["steps"]),
@@ -130,6 +148,12 @@ def test_bad_settings_name_field_and_mend(overrides, words):
         resolve(MINIMAL, overrides)
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_refused_tool_is_not_also_a_missing_one():
+    with pytest.raises(UsageError) as error:
+        resolve(MINIMAL, [*REACT, 'task.tools=[{kind="python", seconds=0}]'])
+    assert str(error.value) == "task.tools.0.seconds: Input should be greater than 0 (value 0)"
 
 
 def test_missing_and_broken_recipes(tmp_path):

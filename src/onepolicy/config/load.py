@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from onepolicy.config.base import Frozen, UsageError
 from onepolicy.config.run import RunConfig
 
 Tree = dict[str, Any]
+Location = tuple[int | str, ...]
 Settings = TypeVar("Settings", bound=Frozen)
 
 VARIANT = ("kind", "mode", "preset", "format")  # the setting that says which variant of a section the others belong to
@@ -83,16 +85,24 @@ def parse_value(text: str) -> Any:
 def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """One line per problem: field, value, mend."""
     schema, lines = kind.model_json_schema(), []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
+    problems = error.errors()
+    for item in problems:
+        location = item["loc"]
+        inner = [other for other in problems if other["loc"][: len(location)] == location and other is not item]
+        if item["type"] == "too_short" and inner:
+            continue  # pydantic does not count the entries it refused
+        where = ".".join(_written(schema, location))
         match item["type"]:
             case "extra_forbidden":
-                lines.append(f"{where}: unknown setting (value {item['input']!r}){_suggestion(schema, where)}")
+                unknown = f"unknown setting{_variant(schema, location)} (value {item['input']!r})"
+                lines.append(f"{where}: {unknown}{_suggestion(schema, location, where)}")
             case "missing":
-                lines.append(f"{where}: required, but not set; add it to the recipe or give {where}=...")
+                lines.append(f"{where}: required, but not set; add it to the recipe{_override(location, where)}")
             case "model_type" | "model_attributes_type":
-                meant = _setting_of(schema, where, item["input"])
+                meant = _setting_of(schema, location, where, item["input"])
                 lines.append(f"{where}: {item['input']!r} is a value, but this is a section{meant}")
+            case "tuple_type" | "list_type":
+                lines.append(f"{where}: {item['input']!r} is no list; write {where}=[...]")
             case "value_error":
                 lines.append(item["msg"].removeprefix("Value error, "))
             case _:
@@ -100,35 +110,66 @@ def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _suggestion(schema: Tree, where: str) -> str:
-    *section, name = where.split(".")
-    known = _fields_at(schema, section)
+def _override(location: Location, where: str) -> str:
+    inside_list = any(isinstance(key, int) for key in location)  # which overrides cannot reach
+    return "" if inside_list else f" or give {where}=..."
+
+
+def _variant(schema: Tree, location: Location) -> str:
+    """` with mode=off` for a setting that this variant of its section does not have."""
+    section = _resolve(schema, _at(schema, location[:-2]))
+    return f" with {section['discriminator']['propertyName']}={location[-2]}" if "discriminator" in section else ""
+
+
+def _suggestion(schema: Tree, location: Location, where: str) -> str:
+    known = _fields_at(schema, location[:-1])
+    section, _, name = where.rpartition(".")
     close = difflib.get_close_matches(name, known, n=1)
     if close:
-        return f"; did you mean {'.'.join([*section, close[0]])}?"
+        return f"; did you mean {section}{'.' if section else ''}{close[0]}?"
     return f"; known here: {', '.join(sorted(known))}" if known else ""
 
 
-def _setting_of(schema: Tree, where: str, value: Any) -> str:
+def _setting_of(schema: Tree, location: Location, where: str, value: Any) -> str:
     """The setting that a value given to a whole section was meant for, as far as that is clear."""
-    known = _fields_at(schema, where.split("."))
+    known = _fields_at(schema, location)
     name = known[0] if len(known) == 1 else "preset" if "preset" in known else "kind"
-    if name in known:
-        return f"; did you mean {where}.{name}={value}?"
-    return f"; its settings: {', '.join(sorted(known))}"
+    if name not in known:
+        return f"; its settings: {', '.join(sorted(known))}"
+    if isinstance(location[-1], int):
+        return f'; did you mean {{ {name} = "{value}" }}?'
+    return f"; did you mean {where}.{name}={value}?"
 
 
-def _fields_at(schema: Tree, section: list[str]) -> list[str]:
-    """Setting names of the section at this path; a union's variant stands in the path as pydantic puts it there."""
-    node: Tree = schema
-    for key in section:
+def _fields_at(schema: Tree, location: Location) -> list[str]:
+    """Setting names of the section at this location."""
+    node = _resolve(schema, _at(schema, location))
+    return list(node.get("properties", {})) or [node["discriminator"]["propertyName"]] * ("discriminator" in node)
+
+
+def _at(schema: Tree, location: Location) -> Tree:
+    return [schema, *(node for _, node in _walk(schema, location))][-1]
+
+
+def _written(schema: Tree, location: Location) -> list[str]:
+    """The path as a recipe writes it: without the union variants that pydantic puts in."""
+    return [name for name, _ in _walk(schema, location) if name is not None]
+
+
+def _walk(schema: Tree, location: Location) -> Iterator[tuple[str | None, Tree]]:
+    """Every key of a location with the schema there; None for the name of a union's variant."""
+    node = schema
+    for key in location:
         node = _resolve(schema, node)
         if "discriminator" in node:
             node = {"$ref": node["discriminator"]["mapping"].get(key, "")}
+            yield None, node
+        elif isinstance(key, int):
+            node = node.get("items", {})
+            yield str(key), node
         else:
             node = node.get("properties", {}).get(key, {})
-    node = _resolve(schema, node)
-    return list(node.get("properties", {})) or [node["discriminator"]["propertyName"]] * ("discriminator" in node)
+            yield key, node
 
 
 def _resolve(schema: Tree, node: Tree) -> Tree:
