@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import os
+import platform
 import subprocess
 import time
 from fractions import Fraction
@@ -133,6 +134,15 @@ def test_scratch_is_writable_and_forgotten(python):
     assert call(python, "import os; print(os.listdir('.'))") == "[]"
 
 
+LIBC = "import ctypes; l = ctypes.CDLL(None); "
+CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
+MOUNT = f"""{LIBC}import os
+user = os.getuid()
+assert l.unshare(0x10020000) == 0  # CLONE_NEWUSER | CLONE_NEWNS
+open('/proc/self/uid_map', 'w').write(f'0 {{user}} 1')
+assert l.mount(b'x', b'/scratch', b'tmpfs', 0, b'size=200m') == 0
+print('got through')
+"""
 ESCAPES = {
     "read the host's files": "print(open('/etc/passwd').read())",
     "read this repository": f"print(open({str(Path(__file__).resolve())!r}).read())",
@@ -143,7 +153,15 @@ ESCAPES = {
     "reach the network": "import socket; socket.create_connection(('1.1.1.1', 53), 2)",
     "reach this host": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
     "resolve a name": "import socket; print(socket.getaddrinfo('localhost.example', 80))",
-    "mount": "import ctypes; l = ctypes.CDLL(None, use_errno=True); assert l.mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0",
+    "mount": f"{LIBC}assert l.mount(b'x', b'/scratch', b'tmpfs', 0, 0) == 0",
+    "a user namespace": f"{LIBC}assert l.unshare(0x10000000) == 0",
+    "a user namespace by clone": f"{LIBC}pid = l.syscall({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)\n"
+    "if pid == 0: import os; os._exit(0)\nassert pid > 0",
+    "mount in a user namespace": f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {MOUNT!r}])",
+    "memory in files of no folder": "import os; f = [os.memfd_create(str(i)) for i in range(9)]",
+    "memory of no process": f"{LIBC}assert l.shmget(0, 2**28, 0o1600) >= 0",
+    "trace a process": f"{LIBC}assert l.ptrace(0, 0, 0, 0) == 0",
+    "open files without end": "f = [open('/dev/null') for _ in range(500)]",
     "become root": "import os; os.setuid(0)",
     "raise a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "signal a process outside": "import os; os.kill({pid}, 0)",
@@ -232,7 +250,7 @@ def test_calls_run_side_by_side_but_not_all_at_once(monkeypatch):
 
 
 def test_a_sandbox_that_cannot_be_started_fails_the_episode(python, monkeypatch):
-    monkeypatch.setattr(python, "_command", lambda: ["/nowhere/bwrap"])
+    monkeypatch.setattr(python, "_command", lambda rules: ["/nowhere/bwrap"])
     with pytest.raises(EpisodeError, match="could not be started"):
         call(python, "print(1)")
 
@@ -246,6 +264,12 @@ def test_without_bubblewrap_it_refuses_to_exist(monkeypatch, tmp_path):
     broken.chmod(0o755)
     monkeypatch.setattr(sandboxing.shutil, "which", lambda name: str(broken))
     with pytest.raises(UsageError, match=r"made no sandbox here \(no permissions.*never runs without a sandbox"):
+        PythonSandbox(PythonTool())
+
+
+def test_without_a_filter_for_the_processor_it_refuses_to_exist(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(UsageError, match=r"riscv64 processor, only for x86_64, aarch64; .*never runs without"):
         PythonSandbox(PythonTool())
 
 

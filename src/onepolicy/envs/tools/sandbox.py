@@ -1,8 +1,8 @@
 """A Python tool in a process that can reach nothing: bubblewrap gives it kernel namespaces of its own.
 
 No network, no files but a read-only Python and a scratch folder in memory, no capabilities, no view of other processes;
-limits on CPU and wall time, memory, processes and output. Where bubblewrap cannot make namespaces the tool refuses to
-exist: limits alone keep nobody out.
+limits on CPU and wall time, memory, processes and output; a filter of system calls (seccomp.py). Where bubblewrap
+cannot make namespaces the tool refuses to exist: limits alone keep nobody out.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import asyncio
 import contextlib
 import itertools
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 
 from onepolicy.config import PythonTool, UsageError
+from onepolicy.envs.tools import seccomp
 from onepolicy.interfaces import EpisodeError
 
 PYTHON = "/python"
 SCRATCH_MIB = 16
 PROCESSES = 16
+FILES = 256  # open at a time, per process: what sockets and pipes hold is the kernel's memory
 FIRST_USER = 1_000_000  # of 10,000 that own nothing
 MEND = "or leave the tool out: it never runs without a sandbox"
 
@@ -50,11 +53,19 @@ class PythonSandbox:
                 "task.tools: python runs in a bubblewrap sandbox, and bwrap is not installed; install your system's "
                 f"package (apt install bubblewrap), {MEND}"
             )
+        if not seccomp.known_machine():
+            raise UsageError(
+                f"task.tools: python has no filter of system calls for a {platform.machine()} processor, only for "
+                f"{', '.join(seccomp.MACHINES)}; use one of those, {MEND}"
+            )
         script = BOOTSTRAP.format(limits=_limits(config))
-        self._sandbox = [bwrap, *_namespaces(), "--", _python(), "-I", "-B", "-u", "-c", script]
+        self._bwrap, self._rest = [bwrap, *_namespaces()], ["--", _python(), "-I", "-B", "-u", "-c", script]
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._users = itertools.cycle(range(FIRST_USER, FIRST_USER + 10_000))
-        done = subprocess.run(self._command(), input=b"print(6 * 7)", capture_output=True, check=False)
+        with seccomp.opened() as rules:
+            done = subprocess.run(
+                self._command(rules), input=b"print(6 * 7)", capture_output=True, check=False, pass_fds=[rules]
+            )
         if done.stdout.strip() != b"42":
             said = done.stderr.decode(errors="replace").strip()[-300:]
             raise UsageError(
@@ -62,9 +73,9 @@ class PythonSandbox:
                 f"namespaces, raise its memory_mib (now {config.memory_mib}), {MEND}"
             )
 
-    def _command(self) -> list[str]:
+    def _command(self, rules: int) -> list[str]:
         """Root gives every call a user of its own, so that the limit on processes counts that call's only."""
-        return [*self._sandbox, str(next(self._users))]
+        return [*self._bwrap, "--seccomp", str(rules), *self._rest, str(next(self._users))]
 
     async def call(self, text: str) -> str:
         """What the code printed, errors included, cut to config.output_chars; a limit it ran into stands at the end.
@@ -86,13 +97,15 @@ class PythonSandbox:
 
     async def _call(self, text: str) -> str:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with seccomp.opened() as rules:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(rules),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=[rules],
+                )
         except OSError as error:  # out of processes, memory or file descriptors
             raise EpisodeError(f"the python tool's sandbox could not be started: {error}") from error
         printed = bytearray()
@@ -154,7 +167,14 @@ def _namespaces() -> list[str]:
 
 def _limits(config: PythonTool) -> list[tuple[str, int]]:
     cpu, memory = int(config.seconds) + 1, config.memory_mib * 2**20
-    return [("CPU", cpu), ("AS", memory), ("FSIZE", SCRATCH_MIB * 2**20), ("NPROC", PROCESSES), ("CORE", 0)]
+    return [
+        ("CPU", cpu),
+        ("AS", memory),
+        ("FSIZE", SCRATCH_MIB * 2**20),
+        ("NPROC", PROCESSES),
+        ("NOFILE", FILES),
+        ("CORE", 0),
+    ]
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
