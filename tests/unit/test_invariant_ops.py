@@ -62,6 +62,15 @@ def test_a_row_of_linear_is_the_same_in_any_batch(rows, terms, columns, dtype, s
     assert torch.equal(ops.linear(x.flip(0), weight)[:1], alone)
 
 
+@pytest.mark.parametrize("terms", [TERMS, TERMS + 1])
+def test_a_weight_that_is_a_slice_of_another_is_the_same(terms):
+    x, weight = normal(333, terms), normal(64, terms, seed=1)
+    apart = F.pad(weight, (1, 2))[:, 1:-2]
+    assert not apart.is_contiguous()
+    assert torch.equal(ops.linear(x, apart), ops.linear(x, weight))
+    assert torch.equal(ops.linear(x[:3], apart), ops.linear(x, weight)[:3])
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize(("rows", "terms", "columns"), [(17, 64, 16), (33, 128, 33), (43, 200, 96), (300, 128, 130)])
 def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, columns, threads):

@@ -60,11 +60,12 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    if x.shape[1] <= TERMS:
-        return kernels.multiply(x, weight, out)
+    if x.shape[1] <= TERMS:  # oneDNN adds in another order if neither rows nor columns are adjacent
+        dense = weight.is_contiguous() or weight.T.is_contiguous()
+        return kernels.multiply(x, weight if dense else weight.contiguous(), out)
     part = torch.empty_like(out)
     for start in range(0, x.shape[1], TERMS):
-        chain = weight[start : start + TERMS].contiguous()  # oneDNN adds in another order if rows are not adjacent
+        chain = weight[start : start + TERMS].contiguous()
         kernels.multiply(x[:, start : start + TERMS], chain, part if start else out)
         if start:
             out += part

@@ -15,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepolicy.config import UsageError
 
 # Elementwise operators whose vector body and remainder differ in the last bit (measured; `ops` has its own versions).
-UNEVEN = {"sigmoid", "silu", "softplus", "gelu", "mish", "exp2", "log1p", "hardswish", "log_sigmoid_forward"}
+_UNEVEN = """
+    sigmoid silu softplus gelu mish exp2 log1p hardswish log_sigmoid_forward elu selu celu logit sinh cosh atanh atan2
+    logaddexp logaddexp2
+"""
+UNEVEN = set(_UNEVEN.split())
+EVEN_POWERS = {1, 2, 3, 0.5, -1, -2}  # and -0.5 but in bfloat16, where it is rsqrt
 # Copies, indices and exact reductions. Views and other elementwise operators are found by their tags.
 EXACT = """
     _to_copy clone copy_ contiguous cat stack constant_pad_nd index index_select index_copy index_copy_ index_put
@@ -67,7 +72,7 @@ class Strict(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(_here, "depth", 0) or torch._C._current_graph_task_id() != -1 or _known(func, args):
+        if getattr(_here, "depth", 0) or torch._C._current_graph_task_id() != -1 or _known(func, args, kwargs):
             return func(*args, **kwargs)
         if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:  # inference mode does not take them apart
             return parts
@@ -78,17 +83,31 @@ class Strict(TorchDispatchMode):
         )
 
 
-def _known(func: Any, args: Any) -> bool:
+def _known(func: Any, args: Any, kwargs: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    if name.rstrip("_") in UNEVEN:
+    if name.rstrip("_") in UNEVEN or not _even(name.rstrip("_"), args, kwargs):
         return False
     if name in ("bmm", "mm"):
         return args[0].shape[-1] == 1  # rotary angles: one product, nothing to add
     if name in REDUCTIONS:
         dims = args[1] if len(args) > 1 else None
         reduced = {*dims} if isinstance(dims, list) else {dims}
-        return reduced <= {-1, args[0].dim() - 1} or not args[0].is_floating_point()
+        if not args[0].is_floating_point():
+            return True
+        adjacent = args[0].shape[-1:] == (1,) or args[0].stride()[-1:] == (1,) or name.startswith("_")
+        return adjacent and reduced <= {-1, args[0].dim() - 1}  # apart, several rows are summed at a time
     return name in ROWWISE or func.is_view or torch.Tag.pointwise in func.tags
+
+
+def _even(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an elementwise operator whose arguments choose its kernel has one result per element."""
+    halves = any(isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args)
+    if name in ("add", "sub", "rsub"):
+        return not halves or kwargs.get("alpha", 1) == 1
+    if name == "pow":
+        exponent = args[1] if isinstance(args[1], int | float) else None
+        return exponent in EVEN_POWERS or (exponent == -0.5 and not halves)
+    return name != "rsqrt" or not halves
 
 
 @contextmanager
