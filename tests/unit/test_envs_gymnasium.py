@@ -213,6 +213,8 @@ def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
         environment(returns=(1, 0))
     with pytest.raises(ValueError, match=r"task.actions: .* are not different names"):
         environment(actions=["a", "A", "b", "c"])
+    with pytest.raises(ValueError, match=r"task.params.render_mode: 'human' cannot be set here"):
+        environment(params={"render_mode": "human"})
 
 
 def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):

@@ -278,6 +278,17 @@ def test_a_call_in_a_thought_is_not_made():
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------
+def test_settings_of_the_problems_are_named_where_they_stand(tmp_path):
+    with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
+        environment(problems=GymTask(name="product"))
+    with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
+        alphabet(ReActTask(problems=GymTask(name="product"), tools=[{"kind": "calculator"}]))
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    with pytest.raises(UsageError, match=r"^task\.problems\.held_out: 64 .*; lower task\.problems\.held_out, give"):
+        environment(problems=JsonlTask(path=str(path)))
+
+
 def test_instructions_name_every_tool():
     config = ReActTask(problems=PRODUCTS, tools=[{"kind": "calculator", "operations": 2}])
     env = build(config, tokenizer_of(), max_len=2000)

@@ -168,6 +168,11 @@ class GymnasiumTask(EpisodeTask):
         names = [name.strip().lower() for name in self.actions or ()]
         if len(set(names)) < len(names) or "" in names:
             raise ValueError(f"task.actions: {list(self.actions or ())} are not different names; name each action once")
+        if "render_mode" in self.params:
+            raise ValueError(
+                f"task.params.render_mode: {self.params['render_mode']!r} cannot be set here; leave it out, or set "
+                "task.observation=ansi for what the environment draws"
+            )
         return self
 
 

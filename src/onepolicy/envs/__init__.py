@@ -44,7 +44,7 @@ def build(
     """max_len: tokens of a path. rows: see `Trajectory`."""
     match config:
         case ReActTask():
-            return ReAct(config, _task(config.problems), tokenizer, max_len=max_len, rows=rows)
+            return ReAct(config, _task(config.problems, "task.problems"), tokenizer, max_len=max_len, rows=rows)
         case GymnasiumTask():
             return Gymnasium(config, tokenizer, max_len=max_len, rows=rows)
         case TextArenaTask():
@@ -55,33 +55,33 @@ def build(
             return SingleTurn(_task(config), tokenizer)
 
 
-def _task(config: ChainTask | GymTask | JsonlTask | PromptsTask) -> Task:
+def _task(config: ChainTask | GymTask | JsonlTask | PromptsTask, section: str = "task") -> Task:
     match config:
         case ChainTask():
             return Chain(config)
         case GymTask():
-            return Gym(config)
+            return Gym(config, section)
         case JsonlTask():
-            return Jsonl(config)
+            return Jsonl(config, section)
         case PromptsTask():
             return Prompts(config)
 
 
-def alphabet(config: TaskConfig) -> str:
+def alphabet(config: TaskConfig, section: str = "task") -> str:
     """The characters a tokenizer made for this task must know, sorted, each once."""
     match config:
         case ChainTask():
             return "".join(sorted(chain.ALPHABET))
         case GymTask():
-            return "".join(sorted(set(ASCII).union(*Gym(config).texts())))
+            return "".join(sorted(set(ASCII).union(*Gym(config, section).texts())))
         case JsonlTask():
-            return "".join(sorted(set(ASCII).union(*Jsonl(config).texts())))
+            return "".join(sorted(set(ASCII).union(*Jsonl(config, section).texts())))
         case PromptsTask():
             return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
         case ReActTask():
             corpora = (read_corpus(Path(tool.corpus)) for tool in config.tools if isinstance(tool, SearchTool))
             given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
-            return "".join(sorted(set(alphabet(config.problems)).union(*given)))
+            return "".join(sorted(set(alphabet(config.problems, "task.problems")).union(*given)))
         case GymnasiumTask():
             return "".join(sorted(set(ASCII).union(config.instructions or "", *(config.actions or ()))))
         case TextArenaTask() | VerifiersTask():

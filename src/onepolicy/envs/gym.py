@@ -59,16 +59,17 @@ LIBRARY_ERRORS = (
 class Gym:
     """Training ids count up from 0, held-out ids down from -1. Problem i never depends on which were drawn before."""
 
-    def __init__(self, config: GymTask) -> None:
-        self.config = config
-        _check_config(config)
+    def __init__(self, config: GymTask, section: str = "task") -> None:
+        """section: where these settings stand in a recipe."""
+        self.config, self.section = config, section
+        _check_config(config, section)
         self._datasets: dict[tuple[Split, int], Any] = {}  # the last generator of each split
         self._held_out: list[Problem] = []
         try:
             self._entry("train", 0)
         except LIBRARY_ERRORS as error:
             raise UsageError(
-                f"task.params: reasoning-gym refuses {config.params!r} for {config.name}: "
+                f"{self.section}.params: reasoning-gym refuses {config.params!r} for {config.name}: "
                 f"{str(error) or type(error).__name__}; see the parameters' limits in its documentation"
             ) from error
 
@@ -78,8 +79,8 @@ class Gym:
             if split_of(entry["question"]) == "train":
                 return _problem(index, entry)
         raise UsageError(
-            f"task.params: {self.config.name} with {self.config.params!r} has too few different questions: all of "
-            f"{TRIES} drawn are held out; widen the parameters"
+            f"{self.section}.params: {self.config.name} with {self.config.params!r} has too few different questions: "
+            f"all of {TRIES} drawn are held out; widen the parameters"
         )
 
     def held_out(self, count: int) -> list[Problem]:
@@ -121,7 +122,7 @@ class Gym:
                     return
         raise UsageError(
             f"eval.problems: {count} are asked for, but {self.config.name} with {self.config.params!r} gave only "
-            f"{len(seen)} different held-out questions in {limit}; lower eval.problems or widen task.params"
+            f"{len(seen)} different held-out questions in {limit}; lower eval.problems or widen {self.section}.params"
         )
 
     def _entry(self, split: Split, candidate: int) -> dict[str, Any]:
@@ -166,27 +167,29 @@ def _problem(problem_id: int, entry: dict[str, Any]) -> Problem:
     return Problem(problem_id, entry["question"], "" if answer is None else str(answer), entry)
 
 
-def _check_config(config: GymTask) -> None:
+def _check_config(config: GymTask, section: str) -> None:
     if find_spec("reasoning_gym") is None:
-        raise UsageError("task.kind: gym needs reasoning-gym, which is not installed; pip install onepolicy[envs]")
+        raise UsageError(
+            f"{section}.kind: gym needs reasoning-gym, which is not installed; pip install onepolicy[envs]"
+        )
     from reasoning_gym.factory import DATASETS
 
     if config.name not in DATASETS or config.name == "composite":
         close = difflib.get_close_matches(config.name, set(DATASETS) - {"composite"}, n=3)
         hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
-        raise UsageError(f"task.name: reasoning-gym has no single data set {config.name!r}; {hint}")
+        raise UsageError(f"{section}.name: reasoning-gym has no single data set {config.name!r}; {hint}")
     if config.name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UsageError(
-            f"task.name: the questions of {config.name} depend on Python's string hashes, which change from process to "
-            "process, so a resumed run would see others; set PYTHONHASHSEED=0 in the environment"
+            f"{section}.name: the questions of {config.name} depend on Python's string hashes, which change from "
+            "process to process, so a resumed run would see others; set PYTHONHASHSEED=0 in the environment"
         )
     known = {field.name for field in dataclasses.fields(DATASETS[config.name][1])} - {"seed", "size"}
     for name, value in config.params.items():
         if name in ("seed", "size"):
-            mend = "use task.seed" if name == "seed" else "leave it out: problems are drawn without end"
-            raise UsageError(f"task.params.{name}: {value!r} cannot be set here; {mend}")
+            mend = f"use {section}.seed" if name == "seed" else "leave it out: problems are drawn without end"
+            raise UsageError(f"{section}.params.{name}: {value!r} cannot be set here; {mend}")
         if name not in known:
             raise UsageError(
-                f"task.params.{name}: {config.name} has no such parameter (value {value!r}); it has "
+                f"{section}.params.{name}: {config.name} has no such parameter (value {value!r}); it has "
                 f"{', '.join(sorted(known))}"
             )

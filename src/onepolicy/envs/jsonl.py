@@ -24,16 +24,18 @@ class Jsonl:
     """Training ids count up from 0 over the epochs (so that the same line twice in a step is two problems), held-out
     ids down from -1; `entry["source"]` is path:line."""
 
-    def __init__(self, config: JsonlTask) -> None:
-        self.config = config
-        lines = read_problems(config.path, "task.path")
+    def __init__(self, config: JsonlTask, section: str = "task") -> None:
+        """section: where these settings stand in a recipe."""
+        self.config, self.section = config, section
+        lines = read_problems(config.path, f"{section}.path")
         if config.held_out_path is not None:
-            self._train, self._held_out = lines, read_problems(config.held_out_path, "task.held_out_path")
+            self._train, self._held_out = lines, read_problems(config.held_out_path, f"{section}.held_out_path")
         else:
             if len(lines) <= config.held_out:
                 raise UsageError(
-                    f"task.held_out: {config.held_out} lines are held out, but {config.path} has {len(lines)}, which "
-                    "leaves none to train on; lower task.held_out, give task.held_out_path, or add lines"
+                    f"{section}.held_out: {config.held_out} lines are held out, but {config.path} has {len(lines)}, "
+                    f"which leaves none to train on; lower {section}.held_out, give {section}.held_out_path, or "
+                    "add lines"
                 )
             self._train, self._held_out = lines[: -config.held_out], lines[-config.held_out :]
         _check_disjoint(self._train, self._held_out)
@@ -50,7 +52,7 @@ class Jsonl:
             path = self.config.held_out_path or self.config.path
             raise UsageError(
                 f"eval.problems: {count} are asked for, but {len(self._held_out)} of {path} are held out; lower "
-                "eval.problems or hold out more (task.held_out)"
+                f"eval.problems or hold out more ({self.section}.held_out)"
             )
         return [Problem(-1 - i, p.prompt, p.answer, p.entry) for i, p in enumerate(self._held_out[:count])]
 
@@ -68,7 +70,7 @@ class Jsonl:
             if self._math is not None and not self._math.readable(problem.answer):
                 raise UsageError(
                     f"{(problem.entry or {})['source']}: math-verify finds no expression in answer "
-                    f"{problem.answer[:SHOWN]!r}; mend the line or set task.grader=exact"
+                    f"{problem.answer[:SHOWN]!r}; mend the line or set {self.section}.grader=exact"
                 )
             yield problem
 

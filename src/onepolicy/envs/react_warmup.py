@@ -33,7 +33,7 @@ def warmup_examples(task: ReActTask, *, mistakes: float, seed: int) -> Iterator[
             "one, or train a model that knows how to use tools"
         )
     opening = explained(build_tools(task.tools)) if task.instructions is None else task.instructions
-    gym, start, index = Gym(task.problems), digest("react warm-up", seed) % 2**31, 0
+    gym, start, index = Gym(task.problems, "task.problems"), digest("react warm-up", seed) % 2**31, 0
     while True:
         rng = rng_of("react warm-up", task.problems.seed, seed, index)
         problem = gym.train_problem(start + index)
