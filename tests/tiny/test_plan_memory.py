@@ -173,3 +173,10 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     assert found["chosen"]["fits"] is True
     assert found["work"]["response"] == 80
     assert found["constants"]["flops"]["origin"] == "measured"
+
+
+def test_the_callers_config_stays_as_it_is():
+    before = CONFIGS["qwen3_moe"].to_dict()
+    DryModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
+    assert CONFIGS["qwen3_moe"].to_dict() == before
+    assert CONFIGS["qwen3_moe"]._attn_implementation != "onepolicy_packed"

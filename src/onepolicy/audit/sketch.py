@@ -21,6 +21,7 @@ class Sketch:
     measure.logprob.Mismatch; nothing here grows with n."""
 
     tokens: int
+    differing: int  # tokens whose log-probabilities are not the same number
     sequences: int
     sums: tuple[float, ...]  # over tokens, of MEANS
     moments: tuple[float, ...]  # over sequences: of n^2, and of s^2 and s n, s each of WITH_ERROR summed over n tokens
@@ -53,6 +54,7 @@ class Sketch:
         dev_p, dev_q = p - p.mean(), q - q.mean()
         return cls(
             tokens=len(l),
+            differing=int((trainer != rollout).sum()),
             sequences=len(counts),
             sums=tuple(torch.stack([column.sum() for column in columns]).tolist()),
             moments=tuple(moments),
@@ -74,6 +76,7 @@ class Sketch:
         share = n * m / (n + m)  # Chan et al.: the parts' means differ
         return Sketch(
             tokens=n + m,
+            differing=self.differing + other.differing,
             sequences=self.sequences + other.sequences,
             sums=tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)),
             moments=tuple(a + b for a, b in zip(self.moments, other.moments, strict=True)),
@@ -101,6 +104,7 @@ class Sketch:
         values["mean_rho"], errors["mean_rho_error"] = 1 + values.pop("excess"), errors.pop("excess_error")
         return {
             "tokens": n,
+            "differing": self.differing,
             "sequences": self.sequences,
             **values,
             "ess": self.scaled[0] ** 2 / (n * self.scaled[1]),

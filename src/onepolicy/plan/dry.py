@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
@@ -62,7 +63,7 @@ class DryModel:
         self.cpu = cpu
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake:
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).train()
             if fp32_lm_head:
                 fp32_head.Fp32Head(self.model, field="model.lm_head")
             self.model.set_attn_implementation(packed_attention.NAME)
