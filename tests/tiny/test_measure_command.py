@@ -296,3 +296,8 @@ def test_no_folder_for_the_engine(policy, capsys):
     few = ["rollout.prompts_per_step=1", "rollout.group_size=2"]
     assert main(["measure", "--engine-model", "/nowhere", str(policy), *SETTINGS, *few]) == 2
     assert "--engine-model: no folder /nowhere" in capsys.readouterr().err
+
+
+def test_a_recipe_in_the_place_of_the_model(capsys):
+    assert main(["measure", "recipes/quickstart.toml", "steps=1"]) == 2
+    assert "give --recipe recipes/quickstart.toml" in capsys.readouterr().err

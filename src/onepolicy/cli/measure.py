@@ -64,6 +64,8 @@ def run_measure(arguments: argparse.Namespace) -> int:
         model, overrides = None, [model, *overrides]  # argparse put the first override there
     if model and arguments.tiny:
         raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
+    if model and Path(model).suffix == ".toml":
+        raise UsageError(f"measure: {model} is a recipe, and a model stands here; give --recipe {model}")
     if not (model or arguments.tiny or arguments.recipe):
         raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
     out = Path(arguments.out) if arguments.out else None

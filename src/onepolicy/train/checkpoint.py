@@ -121,7 +121,8 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE
     mend = "delete the folder to fall back to an older checkpoint"
     if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint}: no such checkpoint")
+        there = ", ".join(sorted(each.name for each in checkpoint.parent.glob("step_*"))) or "none"
+        raise UsageError(f"{checkpoint}: no such checkpoint; there is {there}")
     if not path.is_file():
         raise UsageError(f"{checkpoint}: half written (no {STATE}); {mend}")
     try:
