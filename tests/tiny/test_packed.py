@@ -123,3 +123,11 @@ def test_autocast_reaches_the_experts():
     with torch.autocast("cpu", torch.bfloat16):
         block(torch.randn(5, 64), torch.arange(10).view(5, 2) % 8, torch.rand(5, 2))
     assert seen == [torch.bfloat16]
+
+
+def test_a_head_that_rules_tokens_out_is_trained():
+    model = make("qwen3_dense")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    model.lm_head.bias.data[3:9] = float("-inf")
+    prepare_for_training(model, torch.device("cpu"))
+    assert model.config._attn_implementation == "onepolicy_packed"
