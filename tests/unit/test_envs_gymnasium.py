@@ -166,6 +166,8 @@ class Unseeded(gymnasium.Env):
 class Breaking(Unseeded):
     """A third step fails, a fourth earns no number."""
 
+    failure: Exception = KeyError("lost")
+
     def reset(self, *, seed=None, options=None):
         self.steps = 0
         return 0, {}
@@ -173,7 +175,7 @@ class Breaking(Unseeded):
     def step(self, action):
         self.steps += 1
         if self.steps == 3 and action:
-            raise KeyError("lost")
+            raise self.failure
         return 0, float("nan") if self.steps == 4 else 0.0, self.steps == 4, False, {}
 
 
@@ -222,6 +224,10 @@ def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
     env = environment(id="Breaking-v0", params={})
     with pytest.raises(EpisodeError, match=r"Breaking-v0 failed: KeyError\('lost'\)"):
         play(env, act(0, 0, 1))
+    with monkeypatch.context() as other:
+        other.setattr(Breaking, "failure", gymnasium.error.ResetNeeded("reset first"))
+        with pytest.raises(EpisodeError, match=r"Breaking-v0 failed: ResetNeeded\('reset first'\)"):
+            play(env, act(0, 0, 1))
     with pytest.raises(EpisodeError, match="its reward is nan"):
         play(env, act(0, 0, 0, 0))
     with pytest.raises(EpisodeError, match="not one turn was sampled after its prompt"):

@@ -30,10 +30,11 @@ class World:
         import gymnasium
 
         self.config = config
+        self.errors: tuple[type[Exception], ...] = (gymnasium.error.Error, *LIBRARY_ERRORS)
         drawn: dict[str, Any] = {"render_mode": "ansi"} if config.observation == "ansi" else {}
         try:
             self.env: Any = gymnasium.make(config.id, **drawn, **config.params)
-        except (gymnasium.error.Error, *LIBRARY_ERRORS, ImportError) as error:
+        except (*self.errors, ImportError) as error:
             raise UsageError(f"task.id: gymnasium cannot make {config.id!r} with {config.params!r}: {error}") from error
         self.known = known(self.env)
         names = config.actions or (self.known.actions if self.known else ())
@@ -93,7 +94,7 @@ class Gymnasium(InTurns):
         world = self._idle.pop() if self._idle else World(self.config)
         total, over = 0.0, False
         try:
-            with failing(self.config.id):
+            with failing(self.config.id, world.errors):
                 world.reset(problem.entry["seed"])
             while not over and (text := await episode.turn()) is not None:
                 replies, reward, over = self._acted(world, self.dialogue.parse(text), episode.events)
@@ -122,7 +123,7 @@ class Gymnasium(InTurns):
                 replies.append(f"error: {error}")
                 continue
             events.append("act")
-            with failing(self.config.id):
+            with failing(self.config.id, world.errors):
                 seen, reward, over = world.step(action)
             replies.append(seen)
             total += reward
@@ -172,7 +173,7 @@ def checked_world(config: GymnasiumTask) -> World:
     try:
         other, seeds = World(config), range(TRIED_SEEDS)
         alike = all(_tried(world, seed) == _tried(other, seed) == _tried(world, seed) for seed in seeds)
-    except LIBRARY_ERRORS as error:
+    except world.errors as error:
         raise UsageError(f"task.id: {config.id} fails in its first steps: {error!r}") from error
     if not alike:
         raise UsageError(

@@ -32,11 +32,11 @@ class Seeded:
 
 
 @contextmanager
-def failing(name: str) -> Iterator[None]:
+def failing(name: str, errors: tuple[type[Exception], ...] = LIBRARY_ERRORS) -> Iterator[None]:
     """What an environment raises ends the episode, not the run."""
     try:
         yield
-    except LIBRARY_ERRORS as error:
+    except errors as error:
         raise EpisodeError(f"{name} failed: {error!r}") from error
 
 
