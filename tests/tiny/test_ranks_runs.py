@@ -24,7 +24,9 @@ from onepolicy.train.sharded.channel import RankLost
 LONG = 120  # seconds; what is waited for comes much earlier
 
 
-def test_a_rank_killed_while_the_driver_is_busy_ends_the_run():
+def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in what a script starts in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))
     settings = resolve(BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"])
 
     def busy():

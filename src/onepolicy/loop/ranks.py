@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from onepolicy.config import RunConfig, UsageError, resolve
 from onepolicy.models.load import device_of
 from onepolicy.train.sharded.channel import Listener, RankLost, advertised
-from onepolicy.train.sharded.team import Team
+from onepolicy.train.sharded.team import WAKE, Team
 from onepolicy.train.sharded.wire import Message
 
 DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
@@ -118,6 +119,7 @@ def started(config: RunConfig) -> Iterator[Ranks | None]:
             channels = listener.accept(place.ranks, limit, lambda: _alive(children))
         finally:
             listener.close()
+        before = signal.signal(WAKE, signal.default_int_handler)
         team = Team(channels, limit=limit)
         try:
             team.tell_all(Message({"limit": limit, "device": config.train.device}))
@@ -129,6 +131,7 @@ def started(config: RunConfig) -> Iterator[Ranks | None]:
             raise
         finally:
             team.close()
+            signal.signal(WAKE, before)
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -16,6 +16,8 @@ from onepolicy.train.sharded.channel import Cause, Channel, RankLost
 from onepolicy.train.sharded.wire import Message
 
 ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)}
+WAKE = signal.SIGUSR1
+"""Interrupts the driver's main thread as Ctrl-C does; SIGINT itself is ignored in what a script starts with `&`."""
 LAST_WORDS = 3.0
 """Seconds the driver has to say itself why a rank has gone, before its main thread is interrupted."""
 STUCK = 30.0
@@ -37,7 +39,8 @@ class Team:
         self.limit = limit
         self.gone: RankLost | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="onepolicy-ranks").start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="onepolicy-ranks")
+        self._watcher.start()
 
     @property
     def ranks(self) -> int:
@@ -84,6 +87,7 @@ class Team:
 
     def close(self) -> None:
         self._closed.set()
+        self._watcher.join()  # it sends no signal from here on
         for channel in self.channels.values():
             channel.close()
 
@@ -108,7 +112,7 @@ class Team:
         self.gone = RankLost(f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint")
         if self._closed.wait(LAST_WORDS):
             return
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
         if not self._closed.wait(STUCK):
             print(f"onepolicy: {self.gone}", file=sys.stderr, flush=True)
             os._exit(1)
