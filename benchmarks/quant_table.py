@@ -3,9 +3,9 @@
 recompute, PPO-IS, Vanilla-IS, TIS (replay off) and R3, each with bfloat16, int8, fp8 and 3-bit rollouts, on 5 seeds of
 100 steps: 100 runs. Evaluation is always with unquantised weights. Seeds pair the problems and the random numbers.
 
-    python benchmarks/quant_table.py --search                  # first: the learning rate, unquantised runs only
-    python benchmarks/quant_table.py --minutes 60              # then: new runs for an hour; again until all are there
-    python benchmarks/quant_table.py --show --figures FOLDER   # table and curves of the runs there are
+    python benchmarks/quant_table.py --search --workers 2                  # the learning rate, unquantised runs only
+    python benchmarks/quant_table.py --minutes 60 --workers 2              # runs for an hour; again until all are there
+    python benchmarks/quant_table.py --show --figures FOLDER               # table and curves of the runs there are
 
 Fixed before the first quantised run: seeds, horizon, settings (quant_table.toml, which must be committed) and the rule:
 a run falls back if its held-out avg@2 ends, or at any evaluation lies, FALL or more below its best so far. The learning
@@ -19,6 +19,7 @@ import json
 import subprocess
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gym_curves import ROOT, train
@@ -28,7 +29,7 @@ from onepolicy.loop.metrics import read_metrics
 from onepolicy.report.png import write_figures
 
 RECIPE = Path(__file__).with_suffix(".toml")
-RATES = (5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 4e-4)
+RATES = (6e-4, 4e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 5e-5)
 FALL = 0.2  # of held-out accuracy; 256 samples have a standard error of 0.03
 METHODS = {
     "recompute": ("correction.preset=recompute",),
@@ -67,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/quant_table"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="N")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run later than this")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time, a core each")
     parser.add_argument("--figures", type=Path, help="write the curves there, as plotly JSON")
     parser.add_argument("--png", action="store_true")
     parser.add_argument("--model", default="tiny")
@@ -87,16 +89,22 @@ def folder(out: Path, method: str, quant: str, seed: int) -> Path:
 
 def run_all(options: argparse.Namespace) -> None:
     start = time.monotonic()
-    for method, quant, seed in jobs(options.seeds):
-        run = folder(options.out, method, quant, seed)
-        if (run / "summary.json").exists():
-            continue
-        if time.monotonic() - start > 60 * options.minutes:
-            print(f"{options.minutes:g} minutes are over; start again to go on", flush=True)
+
+    def one(job: tuple[str, str, int]) -> None:
+        method, quant, seed = job
+        run = folder(options.out, *job)
+        if (run / "summary.json").exists() or time.monotonic() - start > 60 * options.minutes:
             return
         settings = (*METHODS[method], *FORMATS[quant], *(options.trial or ()))
         train(RECIPE, options.model, run, seed, 1, settings)
         print(f"{run.name}: {(time.monotonic() - start) / 60:.1f} min", flush=True)
+
+    todo = jobs(options.seeds)
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(one, todo))
+    missing = sum(finished(options.out, *job) is None for job in todo)
+    if missing:
+        print(f"{missing} of {len(todo)} runs are still missing; start again to go on", flush=True)
 
 
 def finished(out: Path, method: str, quant: str, seed: int) -> Outcome | None:
@@ -105,18 +113,26 @@ def finished(out: Path, method: str, quant: str, seed: int) -> Outcome | None:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Rates from the smallest; the first that fails on any seed ends it. Writes OUT/search.json."""
+    """Rates from the largest; the first that no seed fails at ends it. Writes OUT/search.json."""
     steady = None
     for rate in RATES:
-        falls = {}
-        for seed in options.seeds:
+        failed = []
+
+        def one(seed: int, rate: float = rate, failed: list[int] = failed) -> None:
             run = options.out / f"search-{rate:g}-seed{seed}"
+            if failed:
+                return
             train(RECIPE, options.model, run, seed, 1, (f"optim.lr={rate}", *(options.trial or ())))
-            falls[seed] = Outcome("recompute", "bf16", seed, read_metrics(run)).fall
-            print(f"lr {rate:g}, seed {seed}: falls back by {falls[seed]:.3f}", flush=True)
-        if max(falls.values()) >= FALL:
+            fall = Outcome("recompute", "bf16", seed, read_metrics(run)).fall
+            print(f"lr {rate:g}, seed {seed}: falls back by {fall:.3f}", flush=True)
+            if fall >= FALL:
+                failed.append(seed)
+
+        with ThreadPoolExecutor(options.workers) as pool:
+            list(pool.map(one, options.seeds))
+        if not failed:
+            steady = rate
             break
-        steady = rate
     (options.out / "search.json").write_text(json.dumps({"lr": steady, "seeds": options.seeds, "fall": FALL}))
     print(f"largest steady learning rate: {steady}; set optim.lr in {RECIPE.name} to it and commit")
 
