@@ -53,7 +53,11 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion: ...
 
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over these tensors (transformers names) and forget all cached keys, values and routes."""
+        """Take over these tensors (transformers names) and forget all cached keys, values and routes.
+
+        Requests that are running go on from their tokens, with the new weights; each token's version says which sampled
+        it. RuntimeError from an engine that cannot do that.
+        """
         ...
 
     async def reset_cache(self) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.http import Malformed
+from onepolicy.rollout.parts import joined
 from onepolicy.rollout.vllm.contract import contract_of
-from onepolicy.rollout.vllm.reply import Reader, continued, joined, parameters
+from onepolicy.rollout.vllm.reply import Reader, continued, parameters
 from onepolicy.types import Sampling
 
 PROMPT, TOKENS, SAMPLING = [3, 4, 5], [7, 8, 9, 1], Sampling(1.0, 4, stop=(1,), top_logprobs=2)
@@ -49,7 +50,7 @@ def read(reply, path=PROMPT, sampling=SAMPLING, first=0, version=3):
 
 
 def test_a_reply_becomes_a_completion():
-    done = joined([read(good())], SAMPLING)
+    done = read(good())
     check_completion(done, PROMPT, RULES, "sample")
     assert (done.token_ids.tolist(), done.finish) == (TOKENS, "stop")
     assert done.logp.tolist() == [-0.5, -1.0, -1.5, -2.0]
@@ -63,7 +64,7 @@ def test_a_reply_becomes_a_completion():
     narrowed = good()
     for each in narrowed["choices"][0]["logprobs"]["content"]:
         each["top_logprobs"].pop(1)
-    assert joined([read(narrowed)], SAMPLING).top_logp[0].tolist() == [-0.5, -math.inf]
+    assert read(narrowed).top_logp[0].tolist() == [-0.5, -math.inf]
 
 
 def test_parts_follow_each_other_without_a_gap():
@@ -72,7 +73,7 @@ def test_parts_follow_each_other_without_a_gap():
     assert (halves[0].finish, len(halves[0].routing)) == ("aborted", 4)
     path, left = [*PROMPT, *TOKENS[:2]], Sampling(1.0, 2, stop=(1,), top_logprobs=2)
     halves.append(read(good(TOKENS[2:], first=4, path=path), path, left, first=4, version=5))
-    done = joined(halves, SAMPLING)
+    done = joined(halves, halves[-1].finish, 0)
     check_completion(done, PROMPT, RULES, "sample")
     assert torch.equal(done.routing.ids, torch.from_numpy(routes_of([*PROMPT, *TOKENS])[:-1]))
     assert done.version.tolist() == [3, 3, 5, 5]
@@ -135,7 +136,7 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
     else:
         parent[last] = json.loads(json.dumps(value))  # as it comes off the wire: NaN and infinity too
     try:
-        done = joined([read(reply)], SAMPLING)
+        done = read(reply)
     except Malformed:
         return
     check_completion(done, PROMPT, RULES, "sample")

@@ -27,6 +27,9 @@ class Request:
     sampling: Sampling
     seed: int
     future: asyncio.Future[Completion]
+    drawn: int = 0
+    """Random numbers of the seed that are used up: tokens at the end of `prompt` that this completion sampled before an
+    update interrupted it."""
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Ids and log-probabilities [k] of the likeliest tokens, one pair for every token sampled, if asked for."""
 
@@ -86,9 +89,14 @@ class Driver:
         self._task: asyncio.Task[None] | None = None
         self._version = 0
 
-    async def run(self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int) -> Completion:
-        """prompt [P] int64. version: of the weights, which do not change while requests run."""
-        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future())
+    async def run(
+        self, prompt: np.ndarray, sampling: Sampling, seed: int, version: int, *, drawn: int = 0
+    ) -> Completion:
+        """prompt [P] int64; drawn: see Request. version: of the weights, which do not change while requests run.
+
+        finish is "aborted" if `interrupt` came first, with what had been sampled until then, which may be nothing.
+        """
+        request = Request(prompt, sampling, seed, asyncio.get_running_loop().create_future(), drawn)
         self._waiting.append(request)
         self._pending.add(request)
         self._version = version
@@ -103,6 +111,17 @@ class Driver:
         """Forget everything cached. RuntimeError, naming `what` was to be done, while requests are running."""
         if self._pending:
             raise RuntimeError(f"{what} while {len(self._pending)} requests are running; await them first")
+        self.batch.clear()
+
+    def interrupt(self, taken: list[tuple[Request, Completion]]) -> None:
+        """End every request, those of `taken` with what they have sampled, and forget everything cached."""
+        for request, part in taken:
+            if not request.future.done():
+                request.future.set_result(part)
+        for request in self._waiting:
+            if not request.future.done():
+                request.future.set_result(nothing(request.sampling.routes_from))
+        self._waiting.clear()
         self.batch.clear()
 
     def _start(self) -> None:
@@ -136,6 +155,12 @@ class Driver:
                 request.future.cancel()
             else:
                 request.future.set_exception(error)
+
+
+def nothing(first_slot: int) -> Completion:
+    """Of a request that was interrupted before its first token."""
+    none = torch.empty(0, dtype=torch.int32)
+    return Completion(none, torch.empty(0), none, "aborted", first_slot=first_slot)
 
 
 def check_request(

@@ -20,12 +20,13 @@ from onepolicy.models.quant.install import Quantised, Stored, quantise
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.driver import Batch, Driver, check_request
+from onepolicy.rollout.driver import Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
 from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
 from onepolicy.rollout.hf.sampler import LOGP, check_sampling
 from onepolicy.rollout.hf.slab import Slab
 from onepolicy.rollout.hf.slab_batch import SlabBatch
+from onepolicy.rollout.parts import joined
 from onepolicy.types import Completion, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,7 +66,7 @@ class HFEngine:
         decode_experts.prepare(model, device)
         linear.prepare(model, device)
         routers = bind_routers(model) if record else None
-        self.batch: Batch
+        self.batch: SlabBatch | OwnCacheBatch
         if needs_own_cache(model):
             self.batch = OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
         else:
@@ -82,15 +83,28 @@ class HFEngine:
         self._driver = Driver(self.batch)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
-        """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch."""
+        """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch.
+
+        What load_weights interrupts goes on from its tokens, with the random numbers it would have had anyway.
+        """
         check_sampling(sampling)
-        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab)
-        completion = await self._driver.run(prompt, sampling, seed, self.version)
-        return replace(completion, fingerprint=self.fingerprint)
+        path, parts = list(prompt_ids), list[Completion]()
+        while True:
+            done = len(path) - len(prompt_ids)
+            # the last token of a part was never fed: its row comes with the next part
+            first = len(path) - 1 if done else sampling.routes_from
+            left = replace(sampling, max_tokens=sampling.max_tokens - done, routes_from=first)
+            prompt = check_request(path, left, self.caps, version=self.version, vocab=self._vocab)
+            part = await self._driver.run(prompt, left, seed, self.version, drawn=done)
+            if len(part.token_ids):
+                parts.append(part)
+                path += part.token_ids.tolist()
+            if part.finish != "aborted":
+                return replace(joined(parts, part.finish, sampling.routes_from), fingerprint=self.fingerprint)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
-        self._driver.clear("load_weights")
+        self._driver.interrupt(self.batch.take_out(self.version))
         stored: dict[str, Stored] = {} if self.quantised is None else self.quantised.stored
         own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in stored}
         self.version = -1  # until the last tensor is in, the model is neither the old nor the new one

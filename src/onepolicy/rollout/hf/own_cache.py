@@ -20,7 +20,7 @@ from onepolicy.replay.contexts import Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
-from onepolicy.types import Completion, RoutingTrace, id_dtype, spans_of
+from onepolicy.types import Completion, Finish, RoutingTrace, id_dtype, spans_of
 
 SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
@@ -104,6 +104,12 @@ class OwnCacheBatch:
             self.clear()
         return done
 
+    def take_out(self, version: int) -> list[tuple[Request, Completion]]:
+        """What the running requests have sampled so far, between two steps. They run no longer."""
+        taken = [(self._requests[i], self._completion(i, version, "aborted")) for i in sorted(self._open)]
+        self.clear()
+        return taken
+
     @torch.inference_mode()
     def _sample_next(self) -> None:
         """Feed the prompts or the newest tokens, and sample one token for every row, ended ones included."""
@@ -130,16 +136,17 @@ class OwnCacheBatch:
         longest = max(r.sampling.max_tokens for r in self._requests)
         table = np.zeros((len(self._requests), longest))
         for row, request in zip(table, self._requests, strict=True):
-            row[: request.sampling.max_tokens] = uniforms(request.seed, request.sampling.max_tokens)
+            count = request.sampling.max_tokens
+            row[:count] = uniforms(request.seed, count, request.drawn)
         return torch.from_numpy(table).to(self.device)
 
-    def _completion(self, i: int, version: int) -> Completion:
+    def _completion(self, i: int, version: int, finish: Finish | None = None) -> Completion:
         tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
         logp = torch.tensor([float(p[i]) for p in self._logp])
         versions = torch.full((len(tokens),), version, dtype=torch.int32)
         request = self._requests[i]
         trace, (top_ids, top_logp) = self._trace(i, len(request.prompt), version), request.stacked_top()
-        finish = request.finish(int(tokens[-1]))
+        finish = finish or request.finish(int(tokens[-1]))
         first = request.sampling.routes_from
         return Completion(tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp)
 

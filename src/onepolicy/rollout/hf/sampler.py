@@ -54,9 +54,9 @@ class Sampled(NamedTuple):
     top_logp: Tensor | None  # [B, k] float32
 
 
-def uniforms(seed: int, count: int) -> np.ndarray:
-    """[count] float64 in [0, 1), a pure function of the seed."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(count)
+def uniforms(seed: int, count: int, drawn: int = 0) -> np.ndarray:
+    """[count] float64 in [0, 1), a pure function of the seed: those after its first `drawn`."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(drawn + count)[drawn:]
 
 
 def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:

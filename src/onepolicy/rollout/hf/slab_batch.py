@@ -14,7 +14,7 @@ from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.forward import SlabForward, Span
 from onepolicy.rollout.hf.rows import MIN_SHARED, Rows
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
-from onepolicy.types import Completion, RoutingTrace, spans_of
+from onepolicy.types import Completion, Finish, RoutingTrace, spans_of
 
 
 class SlabBatch:
@@ -58,6 +58,12 @@ class SlabBatch:
         if not self._ended and self.rows.active:
             self._decode()
         return [self._hand_out(row, version) for row in self._take_ended()]
+
+    def take_out(self, version: int) -> list[tuple[Request, Completion]]:
+        """What the running requests have sampled so far, between two steps. They run no longer."""
+        assert not self._ended
+        self._decoding = None
+        return [self._hand_out(row, version, "aborted") for row in list(self.rows.active)]
 
     def _start(self, requests: list[Request]) -> None:
         """Prefill; identical prompts once, known prefixes not at all; then sample the first tokens."""
@@ -108,7 +114,8 @@ class SlabBatch:
     def _fill(self, request: Request, row: int, shared: int) -> int:
         size = len(request.prompt)
         self.rows.tokens[row, :size] = torch.from_numpy(request.prompt)
-        self.uniform[row, size : request.limit] = torch.from_numpy(uniforms(request.seed, request.limit - size))
+        uniform = uniforms(request.seed, request.limit - size, request.drawn)
+        self.uniform[row, size : request.limit] = torch.from_numpy(uniform)
         self.shared[row] = shared
         return row
 
@@ -155,7 +162,7 @@ class SlabBatch:
             self._decoding = None
         return ended
 
-    def _hand_out(self, row: int, version: int) -> tuple[Request, Completion]:
+    def _hand_out(self, row: int, version: int, finish: Finish | None = None) -> tuple[Request, Completion]:
         request = self.rows.active[row]
         size, fed = len(request.prompt), int(self.rows.length[row])
         tokens = self.rows.tokens[row, size : fed + 1].to("cpu", torch.int32)
@@ -164,7 +171,7 @@ class SlabBatch:
             tokens,
             self.logp[row, size : fed + 1].cpu().clone(),
             torch.full((len(tokens),), version, dtype=torch.int32),
-            request.finish(int(tokens[-1])),
+            finish or request.finish(int(tokens[-1])),
             self._trace(row, size, fed, version),
             request.sampling.routes_from,
             top_ids=top_ids,

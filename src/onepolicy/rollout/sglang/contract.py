@@ -77,7 +77,7 @@ def is_narrowed(sampling: Sampling) -> bool:
 class Part:
     """One reply: a whole completion, or the tokens sampled until it was interrupted."""
 
-    tokens: Tensor  # [n] int32
+    token_ids: Tensor  # [n] int32
     logp: Tensor  # [n] float32
     version: Tensor  # [n] int32
     aborted: bool

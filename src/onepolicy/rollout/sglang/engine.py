@@ -9,7 +9,6 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-import torch
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
@@ -19,6 +18,7 @@ from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.http import EngineClient
 from onepolicy.rollout.names import CheckpointNames
+from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
@@ -26,7 +26,7 @@ from onepolicy.rollout.sglang.handshake import Served, handshake
 from onepolicy.rollout.sglang.name import FIRST, Name, name_of
 from onepolicy.rollout.traffic import Traffic, here
 from onepolicy.rollout.weight_files import WeightFiles
-from onepolicy.types import Completion, Finish, RoutingTrace, Sampling
+from onepolicy.types import Completion, Sampling
 
 COLDEST = 1e-6  # SGLang takes lower temperatures for greedy
 FLUSH_S = 10  # a request that ended may take the server a moment to clear away
@@ -224,9 +224,9 @@ class SGLangEngine:
             async with self._here().admitted():
                 aborts = self._aborts
                 part = await self._ask(path, left, seed, first_row)
-            if len(part.tokens):
+            if len(part.token_ids):
                 parts.append(part)
-                path += part.tokens.tolist()
+                path += part.token_ids.tolist()
             if parts and path[-1] in sampling.stop:
                 return joined(parts, "stop", sampling.routes_from)
             if len(path) - len(prompt) == sampling.max_tokens:
@@ -245,19 +245,3 @@ class SGLangEngine:
             asked.body(self._model),
             parse=lambda reply: parse(reply, asked, self._model, self._version_of),
         )
-
-
-def joined(parts: Sequence[Part], finish: Finish, first_slot: int) -> Completion:
-    """One completion of all parts. Their routes follow each other without a gap, from `first_slot` on."""
-    routes = [part.routing for part in parts if part.routing is not None]
-    asked = parts[0].top_ids is not None
-    return Completion(
-        torch.cat([part.tokens for part in parts]),
-        torch.cat([part.logp for part in parts]),
-        torch.cat([part.version for part in parts]),
-        finish,
-        RoutingTrace.concat(routes) if routes else None,
-        first_slot,
-        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None]) if asked else None,
-        top_logp=torch.cat([part.top_logp for part in parts if part.top_logp is not None]) if asked else None,
-    )

@@ -44,18 +44,6 @@ def continued(seed: int, done: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one request sampled: a whole completion, or what there was of it when generation was paused."""
-
-    tokens: list[int]
-    logp: list[float]
-    top: list[tuple[list[int], list[float]]]  # per token, if asked for
-    routing: RoutingTrace | None  # rows from slot `first` of the request on
-    finish: Finish
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reader:
     """How this server's replies are read. vocab: token ids it may name; depth: decoder layers."""
 
@@ -64,8 +52,9 @@ class Reader:
     routes: RouteRules | None
     contract: Contract
 
-    def part(self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int) -> Part:
-        """Malformed for anything but a complete answer to a request of `prompt` tokens for routes from slot `first`."""
+    def part(self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int) -> Completion:
+        """What a request of `prompt` tokens for routes from slot `first` sampled, "aborted" if it was interrupted.
+        Malformed for anything but a complete answer."""
         choices = field(reply, "choices", list)
         if len(choices) != 1 or not isinstance(choices[0], dict):
             raise Malformed(f"expected one choice, got {len(choices)}")
@@ -83,7 +72,17 @@ class Reader:
         if self.routes is not None and tokens:
             cached = field(field(usage, "prompt_tokens_details", dict), "cached_tokens", int)
             routing = self._routing(reply, prompt, len(tokens), cached, first, version)
-        return Part(tokens, logp, top, routing, finish, version)
+        asked = sampling.top_logprobs
+        return Completion(
+            torch.tensor(tokens, dtype=torch.int32),
+            torch.tensor(logp, dtype=torch.float32),
+            torch.full((len(tokens),), version, dtype=torch.int32),
+            finish,
+            routing,
+            first,
+            top_ids=torch.tensor([ids for ids, _ in top], dtype=torch.int32).view(-1, asked) if asked else None,
+            top_logp=torch.tensor([each for _, each in top], dtype=torch.float32).view(-1, asked) if asked else None,
+        )
 
     def _routing(
         self, reply: Mapping[str, Any], prompt: int, completion: int, cached: int, first: int, version: int
@@ -109,31 +108,6 @@ class Reader:
             found = "none" if trace is None else len(trace)
             raise Malformed(f"routed_experts: {expected} rows were due from slot {first} on, got {found}")
         return trace
-
-
-def joined(parts: list[Part], sampling: Sampling) -> Completion:
-    """One completion of all parts; the routes of each part are those it was sampled with.
-
-    The last token of a part is fed by the next one, so the parts' rows follow each other without a gap.
-    """
-    tokens = [token for part in parts for token in part.tokens]
-    routed = [part.routing for part in parts if part.routing is not None]
-    top_ids, top_logp = None, None
-    if sampling.top_logprobs:
-        rows = [row for part in parts for row in part.top]
-        top_ids = torch.tensor([ids for ids, _ in rows], dtype=torch.int32)
-        top_logp = torch.tensor([logp for _, logp in rows], dtype=torch.float32)
-    versions = [torch.full((len(part.tokens),), part.version, dtype=torch.int32) for part in parts]
-    return Completion(
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor([logp for part in parts for logp in part.logp], dtype=torch.float32),
-        torch.cat(versions),
-        parts[-1].finish,
-        RoutingTrace.concat(routed) if routed else None,
-        sampling.routes_from,
-        top_ids=top_ids,
-        top_logp=top_logp,
-    )
 
 
 def _tokens(choice: Mapping[str, Any], vocab: int) -> list[int]:

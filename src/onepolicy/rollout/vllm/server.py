@@ -20,11 +20,12 @@ from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.http import EngineClient, Malformed, field
 from onepolicy.rollout.names import CheckpointNames
+from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
 from onepolicy.rollout.traffic import Traffic, here
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
-from onepolicy.rollout.vllm.reply import Part, continued, joined, parameters
+from onepolicy.rollout.vllm.reply import continued, parameters
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
@@ -86,7 +87,7 @@ class VLLMServer:
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self._known.reader.vocab
         ).tolist()
-        parts: list[Part] = []
+        parts: list[Completion] = []
         path = list(prompt)
         while True:
             done = len(path) - len(prompt)
@@ -94,11 +95,11 @@ class VLLMServer:
             # the last token of a part was never fed: its row comes with the next part
             routed = len(path) - 1 if done else sampling.routes_from
             part, paused = await self._sample(path, left, continued(seed, done) if done else seed, routed)
-            if part.tokens:
+            if len(part.token_ids):
                 parts.append(part)
-                path += part.tokens
+                path += part.token_ids.tolist()
             if part.finish != "aborted" or not paused:
-                return joined(parts, sampling)
+                return joined(parts, part.finish, sampling.routes_from)
             self._resumed += 1
 
     async def pause(self, mode: str = "abort") -> None:
@@ -196,7 +197,7 @@ class VLLMServer:
             raise RuntimeError("VLLMServer: await connect() first")
         return self._served
 
-    async def _sample(self, path: list[int], sampling: Sampling, seed: int, first: int) -> tuple[Part, bool]:
+    async def _sample(self, path: list[int], sampling: Sampling, seed: int, first: int) -> tuple[Completion, bool]:
         """One request, when there is room for it and nothing is paused. True: a pause of ours began meanwhile."""
         async with self._here().admitted():
             if self.version < 0:
@@ -204,9 +205,9 @@ class VLLMServer:
             pauses, known = self._pauses, self._known.reader
             read = partial(known.part, prompt=len(path), first=first, sampling=sampling, version=self.version)
 
-            def parse(reply: Any) -> Part:
+            def parse(reply: Any) -> Completion:
                 part = read(reply)
-                if not part.tokens and pauses == self._pauses:
+                if not len(part.token_ids) and pauses == self._pauses:
                     raise Malformed("no token, and nothing of ours aborted the request")
                 return part
 
