@@ -19,7 +19,7 @@ RANK = {
     "rollout": 6,
     "train": 6,
     "envs": 6,
-    "sync": 6,
+    "sync": 5,
     "invariant": 5,
     "replay": 4,
     "models": 4,
