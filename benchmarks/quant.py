@@ -69,7 +69,7 @@ def build(model: PreTrainedModel, quant: QuantFormat | None, options: argparse.N
 
 def megabytes(engine: HFEngine) -> float:
     if engine.quantised is not None:
-        return sum(size.bytes_after for size in engine.quantised.sizes()) / 1e6
+        return sum(size.bytes_after for size in engine.quantised.sizes().parts) / 1e6
     return sum(parameter.nbytes for parameter in engine.model.parameters()) / 1e6
 
 

@@ -49,7 +49,7 @@ def test_no_expert_stays_in_high_precision(name, quant):
     whole = {n: p.numel() for n, p in model.named_parameters()}
     made = quantise_policy(model, quant)
     assert not [n for n, p in model.named_parameters() if p.ndim == 3]
-    sizes = {size.part: size for size in made.sizes()}
+    sizes = {size.part: size for size in made.sizes().parts}
     experts = sum(count for n, count in whole.items() if ".experts." in n and "bias" not in n)
     assert sum(size.parameters for size in sizes.values()) == sum(whole.values())
     assert experts <= sizes["experts"].bytes_after <= 0.32 * sizes["experts"].bytes_before
@@ -59,10 +59,10 @@ def test_no_expert_stays_in_high_precision(name, quant):
 
 def test_bytes_are_those_of_the_tensors_that_are_there():
     made = quantise_policy(make("qwen3_moe"), Int8())
-    sizes = {size.part: size.bytes_after for size in made.sizes()}
+    sizes = {size.part: size.bytes_after for size in made.sizes().parts}
     up, down = 3 * 8 * 64 * (64 + 8), 3 * 8 * 32 * (64 + 8)  # 8 bytes of scale and offset per row of a bag
     assert sizes["experts"] == up + down + 3 * 8 * (64 + 64) * 4
-    assert made.report()["parts"][-1]["bytes_after"] == sum(sizes.values())
+    assert made.sizes().report()["parts"][-1]["bytes_after"] == sum(sizes.values())
 
 
 @pytest.mark.parametrize("quant", FORMATS, ids=str)
@@ -94,7 +94,7 @@ def test_a_sync_without_a_quantised_tensor_is_refused():
 
 def test_what_is_asked_for_besides():
     for quant in (Int8(also=("embeddings", "lm_head")), Fp8(also=("embeddings", "lm_head"))):
-        sizes = {size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes()}
+        sizes = {size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts}
         assert all(sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.also)
     config = HFEngineConfig(dtype="bfloat16", slots=3)
     engine = HFEngine(make("qwen3_moe"), config, record=False, max_len=64, quant=Int8(also=("embeddings",)))

@@ -71,9 +71,9 @@ def serving(checkpoints):
         yield fake
 
 
-def engine_of(fake, **settings):
+def engine_of(fake, quant=None, **settings):
     config = VLLMServerConfig(**{"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": 5.0} | settings)
-    return VLLMServer(ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96)
+    return VLLMServer(ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant)
 
 
 def connected(fake, **settings):
@@ -168,6 +168,7 @@ class FakeVLLM:
                 "dtype": "float32",
                 "head_dtypes": ["torch.float32"],
                 "quantization": None,
+                "held": [],
                 "device": "cpu",
                 "max_len": 96,
                 "max_logprobs": VOCAB,

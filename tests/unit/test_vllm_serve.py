@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
+from onepolicy.config.rollout import ServeConfig
 from onepolicy.rollout import weight_files
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.start import engine_arguments
@@ -84,7 +85,7 @@ def test_servers_that_must_not_start(monkeypatch, settings, message):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = settings.get("port", 8000) or taken.getsockname()[1]
         with pytest.raises(UsageError, match=message):
-            serve.serve(VLLMEngineConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, **settings | {"port": port})
+            serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, **settings | {"port": port})
 
 
 def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
@@ -93,7 +94,7 @@ def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     said = []
-    found = serve.serve(VLLMEngineConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append)
+    found = serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append)
     assert (found, [text for text in said if "ready" in text]) == (3, [])
 
 

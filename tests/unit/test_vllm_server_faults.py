@@ -185,7 +185,7 @@ def test_a_server_without_our_extension_or_with_an_older_one_is_refused(fake):
         ({"shape": {"vocab_size": 99}}, "another model: its vocab_size is 99, model.path's 32"),
         ({"shape": shape_of(HF) | {"num_experts": 8}}, "num_experts is 8, model.path's 16"),
         ({"dtype": "bfloat16"}, "rollout.engine.dtype: float32, but the server runs bfloat16"),
-        ({"quantization": "fp8"}, "quantised by fp8"),
+        ({"quantization": "fp8"}, r"rollout\.quant: unset, but the server's weights are quantised by fp8"),
         ({"max_len": 64}, "max_len: 96, but the server takes 64"),
         ({"logprobs_mode": "raw_logprobs"}, "returns raw_logprobs"),
         ({"routes": False}, "does not return routes"),

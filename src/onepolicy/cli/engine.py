@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from onepolicy.cli.common import command, prepare_process
-from onepolicy.config import UsageError, VLLMEngineConfig, read_recipe
+from onepolicy.config import UsageError, read_recipe
 from onepolicy.config.load import resolve_as
-from onepolicy.config.rollout import ENGINE_KINDS
+from onepolicy.config.rollout import ENGINE_KINDS, ServeConfig
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -26,7 +26,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
     serve = command(actions, "serve", "run a vLLM server that runs of kind vllm-server can use", run_serve)
     serve.add_argument("model", help="folder, hub id, or `tiny`")
-    serve.add_argument("overrides", nargs="*", metavar="a=value", help="of rollout.engine of kind vllm: slots=256")
+    settings = "of rollout.engine of kind vllm: slots=256; and quant=fp8"
+    serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine's own)")
     serve.add_argument("--token-env", metavar="NAME", help="variable with the token every request must bring")
@@ -36,7 +37,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """The server's exit status."""
-    config = resolve_as(VLLMEngineConfig, {}, arguments.overrides)
+    config = resolve_as(ServeConfig, {}, arguments.overrides)
     prepare_process(None)
     from rich.console import Console
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
-from onepolicy.config.quant import QuantConfig
+from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 
 Head = Literal["same", "float32"]
 
@@ -55,6 +55,19 @@ class VLLMEngineConfig(Frozen):
     @model_validator(mode="after")
     def _head_takes_effect(self) -> Self:
         refuse_idle_head(self)
+        return self
+
+
+class ServeConfig(VLLMEngineConfig):
+    """What `onepolicy engine serve` starts a vLLM server with."""
+
+    quant: QuantConfig = None
+    """rollout.quant of the runs that will use it."""
+
+    @model_validator(mode="after")
+    def _quant_takes_effect(self) -> Self:
+        if self.quant is not None:
+            refuse_unlike_vllm(self.quant, self.dtype)
         return self
 
 
@@ -134,6 +147,29 @@ def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | VLLMServerConfi
         raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
 
 
+def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
+    """ValueError for a format that vLLM does not have."""
+    if not isinstance(quant, Fp8 | Int8):
+        raise ValueError(
+            f"rollout.quant: vLLM has no method of its own for {quant.format}; use fp8 or int8, or "
+            "rollout.engine.kind = hf"
+        )
+    if quant.also:
+        raise ValueError(
+            f"rollout.quant.also: with vLLM {', '.join(quant.also)} cannot be quantised; leave it out, or use "
+            "rollout.engine.kind = hf"
+        )
+    if isinstance(quant, Int8) and quant.activations == "static":
+        raise ValueError(
+            "rollout.quant.activations: vLLM's int8 leaves activations in bfloat16, so there is nothing to calibrate; "
+            "leave it out, or use rollout.engine.kind = hf"
+        )
+    if dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.engine.dtype: {dtype}, but vLLM quantises bfloat16 engines only; leave it out with rollout.quant"
+        )
+
+
 EngineConfig = Annotated[
     HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig, Field(discriminator="kind")
 ]
@@ -151,7 +187,8 @@ class RolloutConfig(Frozen):
     engine: EngineConfig = HFEngineConfig()
     """Without a kind: hf."""
     quant: QuantConfig = None
-    """Format of the engine's weights, made at every sync: int8, fp8, fp8-weight, simulated; unset or off: none."""
+    """Format of the engine's weights, made at every sync: int8, fp8, fp8-weight, simulated; unset or off: none. vLLM:
+    int8 (weights of experts) and fp8."""
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
@@ -170,11 +207,13 @@ class RolloutConfig(Frozen):
         quant, engine = self.quant, self.engine
         if quant is None:
             return self
-        if not isinstance(engine, HFEngineConfig):
+        if isinstance(engine, SGLangConfig):
             raise ValueError(
-                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = {engine.kind}, whose own "
-                "quantisation is not re-made at a sync (docs/quantised.md); use hf, or leave it out"
+                f"rollout.quant: {quant.format} is not available with rollout.engine.kind = sglang; use hf or vllm, or "
+                "leave it out"
             )
+        if not isinstance(engine, HFEngineConfig):
+            refuse_unlike_vllm(quant, engine.dtype)
         if "lm_head" in quant.also and engine.lm_head == "float32":
             raise ValueError("rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out")
         return self

@@ -57,10 +57,10 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
         progress.note(shrinks)
     with ranks.started(config) as others:
         parts, tokenizer = setup.build_parts(config, origin.weights, others)
-        quantised = getattr(parts.engine, "quantised", None)
-        if quantised is not None:
-            progress.note(quantised.words())
-        folder.create(out, config, origin, parts.learner.fingerprint, None if quantised is None else quantised.report())
+        sizes = getattr(parts.engine, "sizes", None)
+        if sizes is not None:
+            progress.note(sizes.words())
+        folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())
         with folder.held(out):
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 

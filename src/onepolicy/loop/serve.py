@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.config.rollout import ServeConfig
 from onepolicy.loop.learner import resolve_model
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe
@@ -16,7 +17,7 @@ from onepolicy.rollout.vllm.serve import serve
 
 def serve_model(
     name: str,
-    config: VLLMEngineConfig,
+    config: ServeConfig,
     *,
     host: str,
     port: int,

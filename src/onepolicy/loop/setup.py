@@ -36,16 +36,19 @@ from onepolicy.models import fp32_head
 from onepolicy.models.load import (
     cast,
     context_length,
+    device_of,
     load_model,
     load_tokenizer,
     read_config,
 )
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.quant.install import check_kernels
 from onepolicy.replay.checks import RouteRules, preflight, refuse_router_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine, quantise_policy
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.sglang.engine import SGLangEngine
+from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.sync.check import adopt
@@ -112,9 +115,14 @@ def build_parts(
 
 def build_evaluator(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine | None:
     """An embedded engine with unquantised weights, if evaluations need one."""
-    engine = config.rollout.engine
     if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
         return None
+    return build_unquantised(config, model, device, max_len)
+
+
+def build_unquantised(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine:
+    """An embedded engine with the settings of the run's engine, but for rollout.quant."""
+    engine = config.rollout.engine
     own = HFEngineConfig(dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len)
     return build_engine(model, own, device, routes=None, max_len=max_len)
 
@@ -126,6 +134,7 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int, ranks: Ranks
             f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
             "train.ranks=0 here"
         )
+    refuse_quant(config)
     learner = build_learner(config, model, ranks)
     rules = route_rules(config, learner.routers) if learner.routers else None
     engine = build_engine(
@@ -149,6 +158,15 @@ def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
     if config.replay.mode != "off":
         preflight(hf_config, config.replay.mode)
     refuse_router_loss(hf_config)
+
+
+def refuse_quant(config: RunConfig) -> None:
+    """UsageError if the engine cannot run rollout.quant on this machine."""
+    quant, device = config.rollout.quant, device_of(config.train.device)
+    if quant is not None and isinstance(config.rollout.engine, HFEngineConfig):
+        check_kernels(quant, device)
+    if isinstance(config.rollout.engine, VLLMEngineConfig):
+        vllm_quant.check(quant, cpu=device.type == "cpu")
 
 
 def from_reprefill(config: RunConfig) -> bool:
@@ -181,13 +199,17 @@ def load_copy(
 ) -> PreTrainedModel:
     """The model in the engine's dtype and format, its lm_head too (or as said), ready for packed samples.
 
-    Static activations are not calibrated: every token has its own scale.
+    Static activations are not calibrated: every token has its own scale. vLLM's format is imitated by ours.
     """
     engine, quant = rollout.engine, rollout.quant if quantised else None
     lm_head = lm_head or engine.lm_head
-    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device, quant=quant), DTYPES[engine.dtype]
-    if quant is not None:
-        quantise_policy(copy, quant)
+    own = quant if isinstance(engine, HFEngineConfig) else None  # vLLM rounds weights before it quantises them
+    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device, quant=own), DTYPES[engine.dtype]
+    if own is not None:
+        quantise_policy(copy, own)
+    elif quant is not None:
+        like, experts_only = vllm_quant.imitation(quant)
+        quantise_policy(copy, like, experts_only=experts_only)
     if lm_head == "float32":
         fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
     cast(copy, dtype)
@@ -247,9 +269,10 @@ def build_engine(
     routes: record them (MoE models); weights: and the combine weights.
     """
     if isinstance(config, VLLMEngineConfig):
-        return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=device.type == "cpu")
+        cpu = device.type == "cpu"
+        return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=cpu, quant=quant)
     if isinstance(config, VLLMServerConfig):
-        server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len)
+        server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len, quant=quant)
         return asyncio.run(_connected(server, model))
     if isinstance(config, SGLangConfig):
         sglang = SGLangEngine(model, read_config(model), config, routes=routes, max_len=max_len)

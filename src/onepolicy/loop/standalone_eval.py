@@ -31,10 +31,13 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     use_threads(config)
     environment, tokenizer, max_len = setup.open_environment(config, model)
     device = device_of(config.train.device)
-    quant = config.rollout.quant if config.eval.quantised else None
-    engine = setup.build_engine(
-        model, config.rollout.engine, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
-    )
+    quant, own = config.rollout.quant, config.rollout.engine
+    if quant is not None and not config.eval.quantised:
+        engine = setup.build_unquantised(config, model, device, max_len)
+    else:
+        engine = setup.build_engine(
+            model, own, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
+        )
     stop = (tokenizer.eos_token_id,)
     asyncio.run(calibrate(config, engine, environment, stop, run))
     with Progress(transient=True) as bars:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from onepolicy.models.quant.activations import Static, staleness
 from onepolicy.models.quant.experts import E4M3Experts, Int8Experts, Int8Matrices
 from onepolicy.models.quant.formats import fake, int8_rows
 from onepolicy.models.quant.layers import Activations, E4M3Linear, E4M3Weight, Int8Linear, QuantEmbedding
-
-ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+from onepolicy.models.quant.parts import ROUTER_NAMES, PartSize, Sizes, part_of, summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,6 @@ class Stored:
     shape: tuple[int, ...]  # in the checkpoint
     take: Callable[[Tensor], None]
     nbytes: Callable[[], int]
-
-
-@dataclass(frozen=True, slots=True)
-class PartSize:
-    part: str
-    parameters: int
-    bytes_before: int  # in the engine's dtype
-    bytes_after: int
 
 
 class Quantised:
@@ -54,27 +45,17 @@ class Quantised:
         self.static[name] = Static()
         return self.static[name]
 
-    def sizes(self) -> list[PartSize]:
+    def sizes(self) -> Sizes:
         """Of every part of the model, counted from the tensors that are there."""
         itemsize = self._model.dtype.itemsize
-        found: dict[str, list[int]] = {}
-        rest = {name: tensor for name, tensor in self._model.named_parameters() if name not in self.stored}
+        found = []
         for each in self.stored.values():
             count = torch.Size(each.shape).numel()
-            _add(found, each.part, count, count * itemsize, each.nbytes())
-        for name, tensor in rest.items():
-            _add(found, _part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes)
-        return [PartSize(part, *numbers) for part, numbers in sorted(found.items(), key=lambda item: -item[1][1])]
-
-    def report(self) -> dict[str, Any]:
-        """JSON-ready, for run.json."""
-        sizes = self.sizes()
-        totals = PartSize("all", *(sum(getattr(s, name) for s in sizes) for name in PartSize.__slots__[1:]))
-        return self.config.model_dump(mode="json") | {"parts": [asdict(size) for size in [*sizes, totals]]}
-
-    def words(self) -> str:
-        sizes = ", ".join(f"{s.part} {s.bytes_before:,} to {s.bytes_after:,}" for s in self.sizes())
-        return f"rollout.quant {self.config.format}, bytes in the engine: {sizes}"
+            found.append(PartSize(each.part, count, count * itemsize, each.nbytes()))
+        for name, tensor in self._model.named_parameters():
+            if name not in self.stored:
+                found.append(PartSize(part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes))
+        return Sizes(self.config, summed(found))
 
     def calibrate(self) -> None:
         """Keep the largest activations seen since `forget` as the scales of all that come."""
@@ -98,17 +79,15 @@ class Quantised:
         return staleness(self.static)
 
 
-def _add(found: dict[str, list[int]], part: str, *numbers: int) -> None:
-    found[part] = [a + b for a, b in zip(found.get(part, [0] * len(numbers)), numbers, strict=True)]
-
-
-def quantise(model: PreTrainedModel, config: QuantFormat, *, routers: Collection[str]) -> Quantised:
+def quantise(
+    model: PreTrainedModel, config: QuantFormat, *, routers: Collection[str], experts_only: bool = False
+) -> Quantised:
     """Replace weights of attention, MLPs and experts, and what `config.also` names. Norms and biases stay.
 
     Codes are made of the weights as they are, so do this before they are cast. `model.quantised` is what is returned.
 
-    routers: paths of the modules that route. UsageError if this device has no kernels for the format, or a part of the
-    model cannot be quantised.
+    routers: paths of the modules that route. experts_only: leave all but 3-D experts as they are. UsageError if this
+    device has no kernels for the format, or a part of the model cannot be quantised.
     """
     check_kernels(config, next(model.parameters()).device)
     made = Quantised(model, config)
@@ -121,6 +100,8 @@ def quantise(model: PreTrainedModel, config: QuantFormat, *, routers: Collection
     for path, module in list(model.named_modules()):
         if decode_experts.holds_experts(module):
             _experts(made, path, module)
+        elif experts_only:
+            continue
         elif path in routers and not plain(module):
             if "router" in config.also:
                 _router(made, path, module)
@@ -177,24 +158,7 @@ def _wanted(
     inside = any(path == router or path.startswith(f"{router}.") for router in routers)
     if (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES:
         return "router" if "router" in config.also else None
-    return _part_of(path)
-
-
-def _part_of(name: str) -> str:
-    words = name.replace("_", ".").split(".")
-    for part, marks in (
-        ("norms", {"norm", "layernorm", "ln"}),
-        ("router", {"router"}),
-        ("experts", {"experts", "expert"}),
-        ("attention", {"attn", "attention", "self"}),
-        ("embeddings", {"embed", "embeddings", "wte"}),
-        ("lm_head", {"head"}),
-    ):
-        if marks & set(words):
-            return part
-    if {"gate"} & set(name.split(".")):
-        return "router"
-    return "mlp" if {"mlp", "feed", "ffn"} & set(words) else "other"
+    return part_of(path)
 
 
 def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part: str) -> None:

@@ -17,6 +17,7 @@ from onepolicy.invariant.probe import start
 from onepolicy.models import decode_experts, fp32_head, linear
 from onepolicy.models.load import cast
 from onepolicy.models.quant.install import Quantised, Stored, quantise
+from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.replay.routers import bind_routers
@@ -136,15 +137,20 @@ class HFEngine:
         if self.quantised is not None:
             self.quantised.forget()
 
+    @property
+    def sizes(self) -> Sizes | None:
+        """What rollout.quant made of the weights; None without it."""
+        return None if self.quantised is None else self.quantised.sizes()
+
     def take_metrics(self) -> dict[str, float]:
         """How well calibrated activation scales fit what was sampled since the last call; {} without any."""
         return {} if self.quantised is None else self.quantised.metrics()
 
 
-def quantise_policy(model: PreTrainedModel, quant: QuantFormat) -> Quantised:
+def quantise_policy(model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False) -> Quantised:
     """`quantise`, with the model's routers left as they are unless asked for."""
     routers = [router.path for router in find_routers(model)] if is_moe(model.config) else []
-    return quantise(model, quant, routers=routers)
+    return quantise(model, quant, routers=routers, experts_only=experts_only)
 
 
 def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig
+from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import Driver, Request, check_request
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.vllm.contract import Contract, trace_of
+from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
 from onepolicy.rollout.vllm.start import start
 from onepolicy.rollout.vllm.weights import reload
 from onepolicy.types import Completion, RoutingTrace, Sampling
@@ -41,8 +42,10 @@ class VLLMEngine:
         routes: RouteRules | None,
         max_len: int,
         cpu: bool,
+        quant: QuantFormat | None = None,
     ) -> None:
-        """routes: record the experts of every token, of these layers. max_len: prompt + completion tokens."""
+        """routes: record the experts of every token, of these layers. max_len: prompt + completion tokens. quant: of
+        the engine's weights, now and after every sync, by vLLM's own methods (rollout/vllm/quant.py)."""
         text = hf_config.get_text_config()
         self.version = 0
         self._vocab = int(text.vocab_size)
@@ -58,7 +61,12 @@ class VLLMEngine:
             routes=routes is not None,
             cpu=cpu,
             trust_remote_code=model.trust_remote_code,
+            quant=quant,
         )
+        self.sizes = None
+        if quant is not None:
+            held = self.llm.apply_model(held_tensors)[0]
+            self.sizes = sizes_of(quant, (Held(**each) for each in held), config.dtype)
         batch = _VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers))
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])

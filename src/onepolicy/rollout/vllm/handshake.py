@@ -7,12 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import UsageError, VLLMServerConfig
+from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps
+from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.http import EngineClient, Malformed, field
 from onepolicy.rollout.vllm.contract import contract_of
 from onepolicy.rollout.vllm.known_bad import Deployment, parse_version, refuse_known_bad
+from onepolicy.rollout.vllm.quant import Held, method_of, sizes_of
 from onepolicy.rollout.vllm.reply import Reader
 from onepolicy.rollout.vllm.start import check_version
 from onepolicy.rollout.vllm.worker import Description, shape_of
@@ -33,16 +35,22 @@ class Served:
     first_probe: list[float] | None  # what a run kept of a probe of these weights
     top_logprobs: int
     reader: Reader
+    sizes: Sizes | None  # of quantised weights
 
 
 async def handshake(
-    client: EngineClient, text: PreTrainedConfig, config: VLLMServerConfig, caps: EngineCaps, routes: RouteRules | None
+    client: EngineClient,
+    text: PreTrainedConfig,
+    config: VLLMServerConfig,
+    caps: EngineCaps,
+    routes: RouteRules | None,
+    quant: QuantFormat | None = None,
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
     version = await client.get("/version", parse=lambda reply: field(reply, "version", str))
     await _check_endpoints(client)
     told = await describe(client)
-    _check_settings(client, told, version, text, config, caps)
+    _check_settings(client, told, version, text, config, caps, quant)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
     most = told.max_logprobs if told.max_logprobs >= 0 else reader.vocab  # the sampled token takes one of them
     return Served(
@@ -51,6 +59,7 @@ async def handshake(
         first_probe=told.first_probe,
         top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
         reader=reader,
+        sizes=None if quant is None else sizes_of(quant, (Held(**each) for each in told.held), config.dtype),
     )
 
 
@@ -98,6 +107,7 @@ def _check_settings(
     text: PreTrainedConfig,
     config: VLLMServerConfig,
     caps: EngineCaps,
+    quant: QuantFormat | None,
 ) -> None:
     where = f"rollout.engine.url: the vLLM server at {client.url}"
     check_version(version, cpu=told.device == "cpu")
@@ -110,11 +120,13 @@ def _check_settings(
                 f"{where} serves {told.model!r}, another model: its {name} is {told.shape[name]}, model.path's "
                 f"{ours[name]}; start it with the run's model"
             )
-    if told.dtype != config.dtype or told.quantization:
-        raise UsageError(
-            f"rollout.engine.dtype: {config.dtype}, but the server runs {told.dtype}"
-            + (f" quantised by {told.quantization}" if told.quantization else "")
-        )
+    if told.dtype != config.dtype:
+        raise UsageError(f"rollout.engine.dtype: {config.dtype}, but the server runs {told.dtype}")
+    if told.quantization != method_of(quant):
+        wanted = "unset" if quant is None else quant.format
+        served = f"quantised by {told.quantization}" if told.quantization else "not quantised"
+        mend = "" if quant is None else f" quant={quant.format}"
+        raise UsageError(f"rollout.quant: {wanted}, but the server's weights are {served}; {START}{mend}")
     head = "float32" if config.lm_head == "float32" else config.dtype
     if set(told.head_dtypes) - {"None"} - {f"torch.{head}"} or (head != config.dtype and not told.head_dtypes):
         raise UsageError(

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from onepolicy.config import UsageError, VLLMEngineConfig
+from onepolicy.config import UsageError
+from onepolicy.config.rollout import ServeConfig
 from onepolicy.rollout.http import EngineClient, is_loopback
+from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.start import engine_arguments
 from onepolicy.rollout.vllm.worker import TOKEN, RequireToken, WorkerExtension
 
@@ -24,7 +26,7 @@ PATIENCE_S = 1800.0  # until a server that neither answers nor ends is given up
 
 
 def serve(
-    config: VLLMEngineConfig,
+    config: ServeConfig,
     path: str,
     *,
     max_len: int,
@@ -43,6 +45,7 @@ def serve(
     token_env: environment variable with the bearer token every request must bring; needed for a host that other
     machines reach, because the endpoints that load weights run code. extra: further arguments for vLLM.
     """
+    vllm_quant.check(config.quant, cpu=cpu)
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("engine serve: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]'")
     token = os.environ.get(token_env, "") if token_env else ""
@@ -62,6 +65,7 @@ def serve(
         routes=routes,
         cpu=cpu,
         trust_remote_code=trust_remote_code,
+        quant=config.quant,
     )
     command = [*command_line(settings, host, port, guarded=bool(token)), *extra]
     started = time.monotonic()

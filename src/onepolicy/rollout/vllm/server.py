@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
@@ -44,8 +45,10 @@ class VLLMServer:
         *,
         routes: RouteRules | None,
         max_len: int,
+        quant: QuantFormat | None = None,
     ) -> None:
-        """routes: the experts of every token are wanted, of these layers. `connect` before anything else."""
+        """routes: the experts of every token are wanted, of these layers. quant: what the server was started with.
+        `connect` before anything else."""
         text = hf_config.get_text_config()
         self.version = 0
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
@@ -56,7 +59,7 @@ class VLLMServer:
             retries=config.retries,
             server="the vLLM server",
         )
-        self.config, self._text, self._routes = config, text, routes
+        self.config, self._text, self._routes, self._quant = config, text, routes, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._files = WeightFiles(config.sync_dir)
         self._run = secrets.token_hex(4)
@@ -71,7 +74,7 @@ class VLLMServer:
 
         Its weights are its own until load_folder or load_weights.
         """
-        served = await handshake(self.client, self._text, self.config, self.caps, self._routes)
+        served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
         self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
         self._served, self._weights = served, served.weights
         await check_probabilities(self)
@@ -190,6 +193,11 @@ class VLLMServer:
         """Since the last call; see loop/metrics.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """What rollout.quant made of the weights; None without it."""
+        return self._known.sizes
 
     @property
     def _known(self) -> Served:

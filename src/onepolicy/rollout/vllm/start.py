@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onepolicy.config import UsageError, VLLMEngineConfig
+from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
+from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.contract import Contract, contract_of
 from onepolicy.rollout.vllm.known_bad import CPU, Deployment, deployment_of, parse_version, refuse_known_bad
 
@@ -32,12 +33,14 @@ def start(
     routes: bool,
     cpu: bool,
     trust_remote_code: bool,
+    quant: QuantFormat | None = None,
 ) -> tuple[Any, Contract | None]:
     """vLLM's LLMEngine with the model of `path` loaded and, with routes, how it returns them.
 
     max_len, top_logprobs: most that a request may ask for. UsageError if vLLM is missing, or of a version or set-up
     that is refused.
     """
+    vllm_quant.check(quant, cpu=cpu)
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(
             "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]' (CUDA)"
@@ -53,6 +56,7 @@ def start(
             "it or install the other build"
         )
     check_version(vllm.__version__, cpu=cpu)
+    vllm_quant.check_version(quant, vllm.__version__)
     found, contract = parse_version(vllm.__version__), None
     if routes:
         contract = contract_of(vllm.__version__)
@@ -70,10 +74,11 @@ def start(
         routes=routes,
         cpu=cpu,
         trust_remote_code=trust_remote_code,
+        quant=quant,
     )
     if routes and found < (0, 22):
         arguments["async_scheduling"] = False
-    with _threads_kept():
+    with _threads_kept(), vllm_quant.named(quant):
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True))
     if config.lm_head == "float32":
         refuse_rounded_head(llm.apply_model(head_dtypes))
@@ -93,6 +98,7 @@ def engine_arguments(
     routes: bool,
     cpu: bool,
     trust_remote_code: bool,
+    quant: QuantFormat | None = None,
 ) -> dict[str, Any]:
     """vLLM's EngineArgs, in this process and on a server's command line. None: vLLM's own choice."""
     return {
@@ -114,7 +120,7 @@ def engine_arguments(
         "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
         "use_tqdm_on_load": False,
         "seed": 0,  # every request brings its own
-    }
+    } | vllm_quant.arguments(quant)
 
 
 def check_version(version: str, *, cpu: bool) -> None:

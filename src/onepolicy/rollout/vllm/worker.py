@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
+from onepolicy.rollout.vllm.quant import held_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import pack_experts
 
@@ -46,6 +47,7 @@ class Description:
     dtype: str
     head_dtypes: list[str]  # of the logits, `torch.float32`
     quantization: str | None
+    held: list[dict[str, Any]]  # quant.Held, of the first worker
     device: str
     max_len: int
     max_logprobs: int  # -1: no limit
@@ -73,6 +75,7 @@ class WorkerExtension:
             dtype=str(model.dtype).removeprefix("torch."),
             head_dtypes=sorted(set(head_dtypes(self.get_model()))),
             quantization=model.quantization,
+            held=held_tensors(self.get_model()),
             device=config.device_config.device_type,
             max_len=model.max_model_len,
             max_logprobs=model.max_logprobs,
