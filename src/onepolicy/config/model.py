@@ -40,7 +40,8 @@ class TrainConfig(Frozen):
     device: str = "auto"
     """`auto`: cuda if there is one, else cpu."""
     threads: PositiveInt | None = None
-    """CPU threads of the trainer and of engines in its process; unset: all cores."""
+    """CPU threads of the trainer and of engines in its process; unset: all cores, half of them each where the embedded
+    engine samples while the trainer learns (rollout.max_staleness)."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Samples are packed into micro-batches of at most this many slots; a longer sample gets one of its own."""
     activation_checkpointing: bool = False

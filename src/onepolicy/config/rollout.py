@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
@@ -183,6 +183,10 @@ class SamplingConfig(Frozen):
     top_k: int = Field(0, ge=0)
 
 
+def _off(value: Any) -> Any:
+    return None if value == "off" else value
+
+
 class RolloutConfig(Frozen):
     engine: EngineConfig = HFEngineConfig()
     """Without a kind: hf."""
@@ -193,10 +197,19 @@ class RolloutConfig(Frozen):
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
+    max_staleness: Annotated[NonNegativeInt | None, BeforeValidator(_off)] = None
+    """Updates that the policy may have had since any token of a step was sampled: sampling goes on while the trainer
+    learns, so many steps ahead (docs/asynchronous.md). 0: it waits for the newest weights after all. Unset or off: one
+    after the other."""
     episode_retries: int = Field(1, ge=0)
     """How often an episode whose tool or environment failed is played again before it is dropped."""
     min_survivors: PositiveInt | None = None
     """A group with fewer episodes left is dropped whole; unset: half of group_size, at least 2 if there are 2."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sampling goes on while the trainer learns, so that a step's tokens may be of older weights."""
+        return bool(self.max_staleness)
 
     @property
     def survivors(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from onepolicy.config.asynchronous import check_asynchronous, overlaps
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
@@ -57,7 +58,8 @@ class RunConfig(Frozen):
     """Without a mode: r3."""
     correction: CorrectionConfig
     """Unset: recompute where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper 5.2),
-    TIS with cap 2 where they are not (replay.mode = off or r2)."""
+    TIS with cap 2 where they are not (replay.mode = off or r2), and where tokens may be of older weights
+    (rollout.max_staleness)."""
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -77,7 +79,7 @@ class RunConfig(Frozen):
             data = {**data, "replay": replay}
         if "correction" not in data:
             mode = replay.get("mode") if isinstance(replay, dict) else getattr(replay, "mode", None)
-            data = {**data, "correction": {"preset": "tis" if mode in ("off", "r2") else "recompute"}}
+            data = {**data, "correction": {"preset": "tis" if mode in ("off", "r2") or overlaps(data) else "recompute"}}
         return data
 
     @model_validator(mode="after")
@@ -138,6 +140,7 @@ class RunConfig(Frozen):
             )
         check_pair(self.objective, self.correction)
         check_numerics(self)
+        check_asynchronous(self)
         self._check_turns()
         self._check_clips()
         self._check_anchor()

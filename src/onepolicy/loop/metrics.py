@@ -59,6 +59,9 @@ _REPEAT = {
 _PER_TURN = {
     "mismatch/k3_turn@k": "k3 of the tokens of model turn k, from 0; from 8 on of turns k to 2k - 1 [nats]",
 }
+_PER_STALENESS = {
+    "mismatch/k3_staleness@k": "k3 of the tokens sampled k updates ago; from 8 on, k to 2k - 1 updates [nats]",
+}
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
     "train/response_length": "mean sampled tokens per episode [tokens]",
@@ -87,6 +90,7 @@ METRICS: dict[str, str] = {
     **_ROUTING,
     **_PER_LAYER,
     **_PER_TURN,
+    **_PER_STALENESS,
     "replay/missing_samples": "samples without any route, routed by the trainer (replay.missing = native) [samples]",
     "replay/native_rows": "slots without a route, routed by the trainer [share]",
     "replay/gate_mass": "scores of the replayed experts over those of the trainer's own (modes.gate_mass) [share]",
@@ -123,10 +127,19 @@ METRICS: dict[str, str] = {
     "rollout/requests_retried": "attempts after the first: lost connections, time-outs, bad replies [attempts]",
     "rollout/requests_dropped": "requests that ended without a usable reply [requests]",
     "rollout/requests_resumed": "completions that a pause interrupted and that went on afterwards [times]",
+    "staleness/mean": "updates since the step's tokens were sampled, mean over tokens (asynchronous) [updates]",
+    "staleness/max": "the same, of the oldest token [updates]",
+    "staleness/tokens": "tokens sampled by older weights than the newest [share]",
+    "staleness/tokens@k": "tokens that mismatch/k3_staleness@k is the mean of [tokens]",
+    "staleness/spanning": "samples whose tokens were sampled by weights of more than one version [share]",
+    "async/learner_busy": "of the step, time in which the learner scored or learned [share]",
+    "async/sampler_busy": "of the step, time in which episodes were in play, of whatever step [share]",
     "quant/clipped": "activations beyond the calibrated scale of their layer (rollout.quant, static) [share]",
     "quant/drift_mean": "largest activation of the step over the calibrated one, mean over layers [1]",
     "quant/drift_max": "the same, largest of the layers [1]",
     "time/rollout": "sampling and grading [s]",
+    "time/wait": "learner waiting for the step's last episodes (asynchronous) [s]",
+    "time/sampler_idle": "of the step, time without an episode in play (asynchronous) [s]",
     "time/reprefill": "recording routes by a second forward over the finished samples [s]",
     "time/score": "scoring forwards of the trainer, and of reference and critic [s]",
     "time/score_saved": "forwards of the update, each of which a scoring forward would have doubled (bypass) [s]",

@@ -37,16 +37,28 @@ def measure(batch: TokenBatch) -> dict[str, float]:
 def per_turn(batch: TokenBatch) -> dict[str, float]:
     """Where an episode has several turns: mismatch/k3_turn@k and train/tokens_turn@k, k3 and number of the tokens of
     turn k up to the next bin."""
-    mine = batch.trainable
-    turn = batch.turn[mine].long()
+    turn = batch.turn[batch.trainable].long()
     if not len(turn) or int(turn.max()) == 0:
         return {}
+    return _by_bins(batch, turn, "mismatch/k3_turn", "train/tokens_turn")
+
+
+def per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
+    """mismatch/k3_staleness@k and staleness/tokens@k: k3 and number of the tokens that were sampled k updates before
+    `version`, which scored them, up to the next bin."""
+    age = version - batch.version[batch.trainable].long()
+    return _by_bins(batch, age, "mismatch/k3_staleness", "staleness/tokens")
+
+
+def _by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict[str, float]:
+    """k3@k and tokens@k of a scored batch; number [n] int64, from 0, of each trainable slot."""
+    mine = batch.trainable
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mine], batch.logp_rollout[mine])
-    bins = turn_bins(turn)
+    bins = turn_bins(number)
     found = {k: part for i, k in enumerate(TURNS) if len(part := terms[bins == i])}
-    k3 = {f"mismatch/k3_turn@{k}": float(part.mean()) for k, part in found.items()}
-    return k3 | {f"train/tokens_turn@{k}": float(len(part)) for k, part in found.items()}
+    means = {f"{k3}@{k}": float(part.mean()) for k, part in found.items()}
+    return means | {f"{tokens}@{k}": float(len(part)) for k, part in found.items()}
 
 
 def _disagreement(batch: TokenBatch) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from onepolicy.correct.predict import warning
 from onepolicy.envs.render import decode
 from onepolicy.invariant.fingerprint import digest
 from onepolicy.loop import folder, ranks, setup
+from onepolicy.loop.asynchronous import Ahead, asynchronous_step
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
@@ -109,20 +111,30 @@ async def _train(
     if not parts.engine.caps.seeded:
         progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
-        if config.eval.every and not read_metrics(out):
-            log.write(origin.step, await _evaluate(parts, progress))
+        await _repeat(parts, tokenizer, out, origin, progress, log)
+    learner.finish_saving()
+    checkpoint.prune(out, config.checkpoint.keep)
+    return _finish(config, out, origin)
+
+
+async def _repeat(
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress, log: RunLog
+) -> None:
+    """Every step of the run, with what belongs to it: evaluation, log, probe, checkpoint."""
+    config, learner = parts.config, parts.learner
+    assert isinstance(learner, LocalLearner)
+    if config.eval.every and not read_metrics(out):
+        log.write(origin.step, await _evaluate(parts, progress))
+    async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
         for step in range(origin.step, config.steps):
             done = step + 1
             every = config.log.counterfactual_every
             probing = every > 0 and (step % every == 0 or done == config.steps)
-            advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
-            result = await rl_step(
-                parts, step, probe=probing and isinstance(config.replay, FromRollout), advance=advance
-            )
+            result = await _step(parts, ahead, step, progress, probe=probing)
             if step == origin.step and (found := preflight(result.batch)).bug:
                 progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
             if _due(done, config.eval.every, config.steps):
-                result.metrics |= await _evaluate(parts, progress)
+                result.metrics |= await _evaluate(parts, progress, forget=ahead is None or ahead.resting)
             log.write(done, result.metrics)
             _write_samples(log, parts, result, tokenizer, done)
             if probing:
@@ -136,12 +148,20 @@ async def _train(
             if _due(done, config.checkpoint.every, config.steps):
                 checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
                 checkpoint.prune(out, config.checkpoint.keep)
-    learner.finish_saving()
-    checkpoint.prune(out, config.checkpoint.keep)
-    return _finish(config, out, origin)
 
 
-async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
+async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
+    """One after the other, or with episodes that are played ahead."""
+    config = parts.config
+    probe = probe and isinstance(config.replay, FromRollout)
+    advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
+    if ahead is None:
+        return await rl_step(parts, step, probe=probe, advance=advance)
+    return await asynchronous_step(parts, ahead, step, probe=probe, advance=advance)
+
+
+async def _evaluate(parts: Parts, progress: Progress, *, forget: bool = True) -> dict[str, float]:
+    """forget: no episode of training is in play."""
     config, engine = parts.config, parts.engine
     if parts.evaluator is not None:
         engine = parts.evaluator
@@ -155,7 +175,8 @@ async def _evaluate(parts: Parts, progress: Progress) -> dict[str, float]:
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
-    await engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
+    if forget or parts.evaluator is not None:
+        await engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
     return metrics
 
 

@@ -44,6 +44,12 @@ class Parts:
 
 
 @dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
+class Rollouts:
+    groups: list[Group]
+    metrics: dict[str, float]  # what became of the episodes
+
+
+@dataclass(slots=True, repr=False)
 class StepResult:
     groups: list[Group]
     batch: TokenBatch
@@ -52,10 +58,22 @@ class StepResult:
 
 
 async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None) -> StepResult:
-    """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine."""
-    cfg, learner, clock = parts.config, parts.learner, Clock()
+    """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
+    them overlap is in asynchronous.py."""
+    clock = Clock()
     with clock("rollout"):
-        groups, refill = await collect(
+        rollouts = await sample(parts, step, advance)
+    result = learn(parts, step, rollouts, clock, probe=probe)
+    with clock("sync"):
+        await push_weights(parts.learner, *parts.samplers)
+    return timed(parts, result, clock)
+
+
+async def sample(parts: Parts, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
+    """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
+    cfg = parts.config
+    return Rollouts(
+        *await collect(
             parts.engine,
             parts.environment,
             cfg.rollout,
@@ -68,6 +86,12 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
             rounds=cfg.objective.dynamic_sampling,
             top_logprobs=parts.top_logprobs,
         )
+    )
+
+
+def learn(parts: Parts, step: int, rollouts: Rollouts, clock: Clock, *, probe: bool) -> StepResult:
+    """One update of the learner's weights by the rollouts of a step."""
+    cfg, learner, groups = parts.config, parts.learner, rollouts.groups
     if parts.reprefill is not None:
         with clock("reprefill"):
             groups = parts.reprefill.fill(groups)
@@ -89,7 +113,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
         average="sequences" if cfg.objective.reduction == "sequence-mean-token-mean" else "slots",
     )
     batch = batch.replace(weight=applied.weight, keep=applied.keep)
-    result = StepResult(groups, batch, None, refill | applied.report)
+    result = StepResult(groups, batch, None, rollouts.metrics | applied.report)
     if probe:
         with clock("probe"):
             scored = batch if cfg.scores_old else learner.score_again(batch)
@@ -104,12 +128,17 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
         require_equal(measured, groups, learner.fingerprint, when=f"step {step + 1}")
     result.metrics |= measure(measured)
     result.batch = scored if probe else measured
-    with clock("sync"):
-        await push_weights(learner, *parts.samplers)
-    result.metrics |= rollout_metrics(groups) | clock.metrics()
+    result.metrics |= rollout_metrics(groups)
+    return result
+
+
+def timed(parts: Parts, result: StepResult, clock: Clock) -> StepResult:
+    """With what is known at the end of the step."""
+    times = clock.metrics()
+    slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)
+    result.metrics |= times | {"train/tokens_per_second": slots / times["time/step"]}
     if isinstance(parts.engine, Metered):
         result.metrics |= parts.engine.take_metrics()
-    result.metrics["train/tokens_per_second"] = batch.num_slots / clock.metrics()["time/step"]
     return result
 
 

@@ -61,9 +61,11 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "objective": config.objective.name,
         "time": {
             key: _mean(train, f"time/{key}", absent=0.0)
-            for key in ("rollout", "score", "score_saved", "probe", "update", "sync", "step")
+            for key in ("rollout", "wait", "score", "score_saved", "probe", "update", "sync", "step")
         },
     }
+    if config.rollout.max_staleness is not None:
+        summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
     measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
     summary["mismatch"] = {key: _mean(train, key) for key in measured}
     probes = [row for row in train if f"counterfactual/{measured[0]}" in row]
@@ -73,6 +75,18 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     cuts = [row["counterfactual/mismatch/k3"] / row["mismatch/k3"] for row in probes if row.get("mismatch/k3")]
     summary["k3_cuts"] = sorted(cuts)
     return summary
+
+
+def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
+    """Staleness in updates, the rest shares; means over steps but for the oldest token."""
+    return {
+        "max_staleness": max_staleness,
+        "staleness_mean": _mean(train, "staleness/mean"),
+        "staleness_max": max((row["staleness/max"] for row in train if "staleness/max" in row), default=None),
+        "spanning": _mean(train, "staleness/spanning"),
+        "learner_busy": _mean(train, "async/learner_busy"),
+        "sampler_busy": _mean(train, "async/sampler_busy"),
+    }
 
 
 def _point(score: tuple[int, float]) -> Row:

@@ -12,6 +12,7 @@ from onepolicy.report.mismatch import mismatch_figures
 from onepolicy.report.page import FOOTER, macro, plain, render
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
+from onepolicy.report.staleness import staleness_figures
 from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import COMPARISON_HEADER, compared, comparison, factor, number, time_shares, verdict
 
@@ -33,6 +34,8 @@ def write_report(run: Path) -> Path:
         ("Routing", "Where do the two choose different experts?", routing_figures(loaded)),
         ("Time", "Where does a step's time go?", [time_split(loaded)]),
     ]
+    if overlap := staleness_figures(loaded):
+        sections.insert(2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap))
     *story, replay = verdict(loaded.summary)
     shown = loaded.samples[: -SHOWN_SAMPLES - 1 : -1]
     page = render(
@@ -91,6 +94,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "model": config.get("model", {}).get("path"),
         "task": " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key)),
         "replay": config.get("replay", {}).get("mode"),
+        "max_staleness": config.get("rollout", {}).get("max_staleness"),
         "correction": config.get("correction", {}).get("preset") or "custom",
         "engine dtype": config.get("rollout", {}).get("engine", {}).get("dtype"),
         "trainer dtype": config.get("model", {}).get("dtype"),

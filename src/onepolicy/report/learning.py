@@ -13,6 +13,7 @@ from onepolicy.report.words import NOT_PARTS
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
 TIME_PARTS = {  # part -> colour, fill pattern
     "rollout": ("@rollout-soft", ""),
+    "wait": ("@rollout-soft", "|"),
     "score": ("@trainer-soft", "/"),
     "probe": ("@replay", "x"),
     "update": ("@trainer", "\\"),

@@ -3,7 +3,8 @@
 Keys used, all optional but `steps`: steps, reward_first, reward_last, score (metric name); eval_first, eval_last,
 eval_best {step, value}; crash_step, replay, mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and
 mismatch_without_replay {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each
-probe step, ascending]; time {part: seconds}, tokens_per_second, parent {run, step}, run and report (paths).
+probe step, ascending]; asynchronous {staleness_mean, staleness_max, spanning, learner_busy, sampler_busy}; time {part:
+seconds}, tokens_per_second, parent {run, step}, run and report (paths).
 """
 
 from __future__ import annotations
@@ -82,7 +83,20 @@ def verdict(summary: Tree) -> list[str]:
     else:
         out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
         out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
+    if (overlap := summary.get("asynchronous")) is not None:
+        out.append(_overlap_sentence(overlap))
     return [*out, _replay_sentence(summary)]
+
+
+def _overlap_sentence(overlap: Tree) -> str:
+    mean, oldest = number(overlap.get("staleness_mean")), number(overlap.get("staleness_max"))
+    spanning, learner, sampler = (
+        number(overlap.get(key), share=True) for key in ("spanning", "learner_busy", "sampler_busy")
+    )
+    return (
+        f"Sampled while learning: tokens were {mean} updates old on average, the oldest {oldest}; {spanning} of the "
+        f"samples span an update; the learner was busy {learner} of the time, the sampler {sampler}."
+    )
 
 
 def _of_score(summary: Tree) -> str:
@@ -161,7 +175,7 @@ def comparison(summary: Tree) -> list[tuple[str, ...]]:
     return rows
 
 
-NOT_PARTS = ("step", "score_saved")  # times that are the whole, or were not spent
+NOT_PARTS = ("step", "score_saved", "sampler_idle")  # times that are the whole, or were not spent
 
 
 def time_shares(summary: Tree) -> str:

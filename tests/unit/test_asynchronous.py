@@ -1,0 +1,188 @@
+"""When the episodes of which step are played, who waits for whom, and what becomes of errors; and the settings."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.loop import asynchronous
+from onepolicy.loop.asynchronous import Ahead, staleness
+from onepolicy.loop.probe import per_staleness
+from onepolicy.loop.step import Rollouts
+from onepolicy.types import Group, Sample
+
+
+def sample(*version):
+    """One prompt token, then one trainable token of each version; -1: observed."""
+    versions = torch.tensor(version, dtype=torch.int32)
+    mine = versions >= 0
+    turn = torch.where(mine, 0, -1).int()
+    logp = torch.where(mine, -1.0, float("nan"))
+    return Sample(torch.zeros(len(version) + 1, dtype=torch.int32), mine, logp, versions, turn, 1.0, 0.0, "stop")
+
+
+class Play:
+    """Stands in for `sample`: a step's episodes end when the test says so."""
+
+    def __init__(self, monkeypatch):
+        self.began, self.gates, self.version = [], {}, None
+        monkeypatch.setattr(asynchronous, "sample", self)
+
+    async def __call__(self, parts, step, advance):
+        self.began.append(step)
+        self.gates[step] = asyncio.Event()
+        await self.gates[step].wait()
+        advance()
+        return Rollouts([Group(step, (sample(step if self.version is None else self.version),))], {})
+
+
+def parts(max_staleness, steps=9):
+    return SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=max_staleness), steps=steps))
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_steps_begin_as_far_ahead_as_allowed_and_never_beyond_the_run(monkeypatch):
+    async def main():
+        play = Play(monkeypatch)
+        async with Ahead(parts(2, steps=7), first=3) as ahead:
+            assert ahead.resting
+            ahead.begin(3)
+            await settle()
+            assert (play.began, ahead.resting) == ([3, 4, 5], False)
+            ahead.begin(3)
+            await settle()
+            assert play.began == [3, 4, 5]
+            for step in (4, 3, 5):  # the later one ends first; it waits
+                play.gates[step].set()
+            ended = []
+            assert (await ahead.take(3, lambda: ended.append(3))).groups[0].problem_id == 3
+            assert ended == [3]
+            ahead.begin(4)
+            await settle()
+            assert play.began == [3, 4, 5, 6]
+            ahead.begin(5)
+            await settle()
+            assert play.began == [3, 4, 5, 6]
+            assert [(await ahead.take(step)).groups[0].problem_id for step in (4, 5)] == [4, 5]
+
+    asyncio.run(main())
+
+
+def test_staleness_zero_begins_one_step_at_a_time(monkeypatch):
+    async def main():
+        play = Play(monkeypatch)
+        async with Ahead(parts(0), first=0) as ahead:
+            for step in range(3):
+                ahead.begin(step)
+                await settle()
+                assert play.began == list(range(step + 1))
+                play.gates[step].set()
+                await ahead.take(step)
+                await settle()
+                assert ahead.resting
+
+    asyncio.run(main())
+
+
+def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
+    """An engine that takes no updates: version 0 for ever."""
+
+    async def main():
+        play = Play(monkeypatch)
+        play.version = 0
+        async with Ahead(parts(1), first=0) as ahead:
+            for step in range(3):
+                ahead.begin(step)
+                await settle()
+                play.gates[step].set()
+                await ahead.take(step)
+
+    with pytest.raises(TrainingError, match="version 0 sampled a token of step 3, whose weights are of version 2"):
+        asyncio.run(main())
+
+
+def test_an_error_comes_out_at_its_own_step_and_the_rest_is_ended(monkeypatch):
+    async def broken(parts, step, advance):
+        if step == 1:
+            raise UsageError("routes of problem 7")
+        if step == 2:
+            await asyncio.sleep(3600)
+        return Rollouts([Group(step, (sample(step),))], {})
+
+    async def main():
+        monkeypatch.setattr(asynchronous, "sample", broken)
+        async with Ahead(parts(2), first=0) as ahead:
+            ahead.begin(0)
+            await ahead.take(0)
+            await ahead.take(1)
+
+    with pytest.raises(UsageError, match="routes of problem 7"):
+        asyncio.run(asyncio.wait_for(main(), timeout=60))
+
+
+def test_staleness_by_hand():
+    groups = [Group(0, (sample(-1, 5, 5, 4), sample(5, 5))), Group(1, (sample(3), sample(5, 5)))]
+    assert staleness(groups, 5) == pytest.approx(
+        {"staleness/mean": 3 / 8, "staleness/max": 2, "staleness/tokens": 2 / 8, "staleness/spanning": 1 / 4}
+    )
+
+
+def test_k3_by_staleness_by_hand():
+    """rho = 1 for the newest tokens, 2 for one of two that are two updates old, 1 for the other."""
+    batch = SimpleNamespace(
+        trainable=torch.tensor([True, True, False, True, True]),
+        version=torch.tensor([7, 5, -1, 7, 5], dtype=torch.int32),
+        logp_rollout=torch.tensor([-1.0, -2.0, 0.0, -1.0, -1.0]),
+        logp_old=torch.tensor([-1.0, -2.0 + 0.6931471805599453, 9.0, -1.0, -1.0]),
+    )
+    assert per_staleness(batch, 7) == pytest.approx(
+        {
+            "mismatch/k3_staleness@0": 0,
+            "mismatch/k3_staleness@2": (1 - 0.6931471805599453) / 2,
+            "staleness/tokens@0": 2,
+            "staleness/tokens@2": 2,
+        }
+    )
+
+
+BASE = {"out": "x", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "preset"),
+    [
+        (["rollout.max_staleness=1"], "tis"),
+        (["rollout.max_staleness=1", "replay.mode=off"], "tis"),
+        (["rollout.max_staleness=1", "correction.preset=icepop"], "icepop"),
+        (["rollout.max_staleness=1", "correction.preset=recompute"], "recompute"),
+        (["rollout.max_staleness=0"], "recompute"),
+        (["rollout.max_staleness=off"], "recompute"),
+        ([], "recompute"),
+    ],
+)
+def test_the_decoupled_objective_is_the_default_where_tokens_may_be_old(overrides, preset):
+    config = resolve(BASE, overrides)
+    assert (config.correction.preset, config.correction.ratio) == (preset, "old/rollout")
+    assert config.scores_old  # the proximal policy is the trainer's now
+
+
+@pytest.mark.parametrize(
+    ("settings", "mend"),
+    [
+        (["numerics=on-policy"], "rollout.max_staleness: .* numerics to fast"),
+        (["replay.source=reprefill"], "replay.source: .* set it to engine"),
+        (["rollout.engine.kind=vllm"], "use rollout.engine.kind = vllm-server"),
+        (["rollout.max_staleness=-1"], "rollout.max_staleness"),
+    ],
+)
+def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
+    with pytest.raises(UsageError, match=mend):
+        resolve(BASE, ["rollout.max_staleness=1", *settings])
+    if "-1" not in settings[0]:
+        resolve(BASE, ["rollout.max_staleness=0", *settings])
