@@ -15,6 +15,7 @@ rate is the largest of RATES at which no unquantised run of the recompute arm fa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import time
@@ -54,7 +55,7 @@ def main() -> None:
     if not options.show:
         require_fixed(options.out)
         run_all(options)
-    found = [outcome for job in jobs(options.seeds) if (outcome := finished(options.out, *job)) is not None]
+    found = [outcome for job in jobs(options) if (outcome := finished(options.out, *job)) is not None]
     print(table(found, FALL))
     if options.figures:
         for path in write_figures(options.figures, figures(found), png=options.png):
@@ -67,6 +68,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="start nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/quant_table"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="N")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="NAME")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run later than this")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time, a core each")
     parser.add_argument("--figures", type=Path, help="write the curves there, as plotly JSON")
@@ -78,9 +81,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def jobs(seeds: list[int]) -> list[tuple[str, str, int]]:
+def jobs(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """(method, format, seed), seeds outermost: what is there after any time can be compared."""
-    return [(method, each, seed) for seed in seeds for each in FORMATS for method in METHODS]
+    return [
+        (method, quant, seed)
+        for seed, quant, method in itertools.product(options.seeds, options.formats, options.methods)
+    ]
 
 
 def folder(out: Path, method: str, quant: str, seed: int) -> Path:
@@ -99,7 +105,7 @@ def run_all(options: argparse.Namespace) -> None:
         train(RECIPE, options.model, run, seed, 1, settings)
         print(f"{run.name}: {(time.monotonic() - start) / 60:.1f} min", flush=True)
 
-    todo = jobs(options.seeds)
+    todo = jobs(options)
     with ThreadPoolExecutor(options.workers) as pool:
         list(pool.map(one, todo))
     missing = sum(finished(options.out, *job) is None for job in todo)
