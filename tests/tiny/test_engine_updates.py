@@ -8,8 +8,11 @@ from engine_support import engine_of, prompts, ragged, run, teacher_forced
 from models import make
 from test_engine_own_cache import make as make_recurrent
 
+from onepolicy.envs.trajectory import Trajectory
+from onepolicy.replay.routers import bind_routers
 from onepolicy.types import Sampling
 
+TURNS = 6
 UPDATES = (1, 3, 4, 9)  # turns of the event loop before each update
 
 
@@ -68,6 +71,48 @@ def test_every_token_and_route_is_of_the_weights_it_says(family):
         named = torch.cat([torch.full((span.length,), span.version) for span in completion.routing.spans])
         assert torch.equal(named, fed_by)
         assert len(runs(versions)) > 1
+
+
+def test_an_episode_of_several_turns_goes_on_over_updates():
+    """Three episodes of six turns; an update every few tokens, in turns and between them."""
+    models = [make("qwen3_moe", seed=seed) for seed in range(8)]
+    weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    engine = engine_of(make("qwen3_moe", seed=0), slots=3)
+
+    async def episode(seed):
+        path = Trajectory(prompts(1, 8, 9, seed=seed)[0])
+        for turn in range(TURNS):
+            asked = Sampling(1.0, 4, routes_from=path.next_route)
+            path.sampled(await engine.generate(path.tokens, asked, seed=100 * seed + turn))
+            path.observe([3 + turn, 5, 7])
+        return path.sample(reward=0.0, temperature=1.0)
+
+    async def main():
+        tasks = [asyncio.create_task(episode(seed)) for seed in range(3)]
+        for version in range(1, len(models)):
+            for _ in range(6):
+                await asyncio.sleep(0)
+            await engine.load_weights(weights[version].items(), version)
+        return await asyncio.gather(*tasks)
+
+    for sample in asyncio.run(main()):
+        mine, versions = sample.trainable, sample.version.long()
+        assert (sample.response_length, sample.routing.valid.all()) == (4 * TURNS, True)
+        assert len(set(versions[mine].tolist())) > 3
+        by = [forced(model, sample.tokens) for model in models]
+        logp = torch.stack([logp for logp, _ in by])[versions.clamp(min=0), torch.arange(len(versions))]
+        torch.testing.assert_close(sample.logp_rollout[mine], logp[mine], atol=1e-5, rtol=0)
+        for span in sample.routing.spans:
+            rows = slice(span.start, span.start + span.length)
+            assert torch.equal(sample.routing.ids[rows], by[span.version][1][rows])
+
+
+@torch.no_grad()
+def forced(model, tokens):
+    """(logp [T] of the path's own tokens, routes [T, L, K]) of one plain forward."""
+    with bind_routers(model).record() as tape:
+        logits = model(input_ids=tokens.long()[None], use_cache=False).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[:, 0], tape.trace().ids[:-1]
 
 
 def test_top_logprobs_and_asked_routes_go_on_as_well():
