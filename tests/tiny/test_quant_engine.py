@@ -152,8 +152,6 @@ def test_what_cannot_be_quantised_is_refused(change, quant, message):
 
 
 def test_a_device_without_kernels_is_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"int8 in the embedded engine is for the CPU.*kind = vllm"):
-        check_kernels(Int8(), torch.device("cuda"))
     check_kernels(Simulated(), torch.device("cuda"))
 
     def missing(*args):

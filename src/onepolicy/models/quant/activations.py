@@ -35,6 +35,8 @@ class Static:
         self.largest = torch.maximum(self.largest, size.amax())
         if self.scale is None:
             return int8_rows(x)
+        if self.scale.device != x.device:
+            self.scale = self.scale.to(x.device)
         self.values += x.numel()
         self.clipped = self.clipped + (size > (INT8_MAX + 0.5) * self.scale).sum()
         return to_int8(x, self.scale), self.scale.expand(len(x), 1)

@@ -4,6 +4,8 @@ int8 with few rows: `embedding_bag_byte_rowwise_offsets` reads the codes where t
 for uint8 rows with a scale and an offset each; with 1 and -128 it sums codes times codes, exactly, because float32
 holds every integer below 2^24. More rows, or larger experts, are sorted by expert and multiplied by `torch._int_mm`.
 Both give the same bits, so a token's result does not depend on how it was batched.
+
+On a GPU every format goes expert by expert; what an expert multiplies is in codes for int8 and fp8.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from onepolicy.models import decode_experts
 from onepolicy.models.bags import bag_offsets
-from onepolicy.models.quant.formats import int8_rows
+from onepolicy.models.quant.formats import E4M3, E4M3_UNIT, e4m3_rows, from_e4m3, int8_rows
 from onepolicy.models.quant.layers import Activations, E4M3Weight, e4m3_activations
+from onepolicy.models.quant.products import ROWS, e4m3_product, padded_int8_product
 
 BAG_WIDTH = 512  # inputs up to which every partial sum of 8-bit products is below 2^24
 BAG_SIZE = 65_536  # weights of an expert up to which reading them row by row is worth it
@@ -39,7 +42,7 @@ class Rows:
     @classmethod
     def of(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int, *, sort: bool) -> Rows:
         (tokens, top_k), expert = top_k_index.shape, top_k_index.reshape(-1)
-        weight, row = top_k_weights.reshape(-1, 1).float(), torch.arange(len(expert))
+        weight, row = top_k_weights.reshape(-1, 1).float(), torch.arange(len(expert), device=expert.device)
         if not sort:
             return cls(row // top_k, expert, weight, None, None, top_k)
         order = expert.argsort(stable=True)
@@ -88,8 +91,10 @@ class Int8Matrices:
     def _many(self, x: Tensor, counts: list[int]) -> Tensor:
         out = x.new_empty(len(x), self._shape[2], dtype=torch.int32)
         for own, matrix, target in zip(x.split(counts), self._unpacked(), out.split(counts), strict=True):
-            if len(own):
+            if len(own) >= ROWS or (len(own) and x.device.type == "cpu"):
                 torch._int_mm(own, matrix, out=target)
+            elif len(own):
+                target.copy_(padded_int8_product(own, matrix))
         return out
 
     def _unpacked(self) -> list[Tensor]:
@@ -103,13 +108,47 @@ class Int8Matrices:
         return self.codes.nbytes + self.scale.nbytes
 
 
-class Int8Experts:
-    def __init__(self, up: Tensor, down: Tensor, activations: Sequence[Activations]) -> None:
-        """up [E, I', H], down [E, H, I]"""
-        self.num_experts, self._cost = len(up), up[0].numel() + down[0].numel()
-        widest = max(up.shape[2], down.shape[2])
-        bags = widest <= BAG_WIDTH and self._cost <= BAG_SIZE
-        self.up, self.down = (Int8Matrices(w, a, bags=bags) for w, a in zip((up, down), activations, strict=True))
+class E4M3Matrices:
+    """The same of e4m3 codes, as GPUs multiply them: with e4m3 rows, or dequantised with rows in their own dtype."""
+
+    bags = False
+
+    def __init__(self, weight: Tensor, *, activations: bool) -> None:
+        self._weight, self._scaled = E4M3Weight(weight), activations
+        self.take = self._weight.take
+
+    def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, in] -> what `__call__` takes of its rows."""
+        if not self._scaled:
+            return x, x.new_ones(len(x), 1, dtype=torch.float32)
+        codes, scale = e4m3_rows(x)
+        return codes.view(torch.int8), scale  # e4m3 cannot be indexed
+
+    def __call__(self, x: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+        """x [R, in], scale [R, 1], sorted by expert -> [R, out]."""
+        assert rows.counts is not None
+        parts = zip(x.split(rows.counts), scale.split(rows.counts), self._weight.codes, self._weight.scale, strict=True)
+        return torch.cat([self._one(*part) for part in parts if len(part[0])])
+
+    def _one(self, x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
+        if self._scaled:
+            return e4m3_product(x.view(E4M3), scale, codes, weight_scale)
+        return x @ from_e4m3(codes, torch.float32).mul_(weight_scale * E4M3_UNIT).to(x.dtype).t()
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes
+
+
+class CodedExperts:
+    """One layer's experts, of matrices of one kind."""
+
+    up: Int8Matrices | E4M3Matrices
+    down: Int8Matrices | E4M3Matrices
+
+    def __init__(self, num_experts: int, cost: int) -> None:
+        """cost: multiplications of a row."""
+        self.num_experts, self._cost = num_experts, cost
 
     def __call__(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         few = self.up.bags and top_k_index.numel() * self._cost <= CALL * self.num_experts
@@ -123,8 +162,25 @@ class Int8Experts:
         return rows.sum(out).to(hidden.dtype)
 
 
+class Int8Experts(CodedExperts):
+    def __init__(self, up: Tensor, down: Tensor, activations: Sequence[Activations]) -> None:
+        """up [E, I', H], down [E, H, I]"""
+        super().__init__(len(up), up[0].numel() + down[0].numel())
+        widest = max(up.shape[2], down.shape[2])
+        bags = up.device.type == "cpu" and widest <= BAG_WIDTH and self._cost <= BAG_SIZE
+        self.up, self.down = (Int8Matrices(w, a, bags=bags) for w, a in zip((up, down), activations, strict=True))
+
+
+class E4M3CodedExperts(CodedExperts):
+    """For GPUs."""
+
+    def __init__(self, up: Tensor, down: Tensor, *, activations: bool) -> None:
+        super().__init__(len(up), up[0].numel() + down[0].numel())
+        self.up, self.down = (E4M3Matrices(weight, activations=activations) for weight in (up, down))
+
+
 class E4M3Experts:
-    """One layer's weights are converted at a time, while they are used."""
+    """For the CPU: one layer's weights are converted at a time, while they are used."""
 
     def __init__(self, up: Tensor, down: Tensor, *, activations: bool) -> None:
         self.up, self.down = E4M3Weight(up, transposed=True), E4M3Weight(down, transposed=True)

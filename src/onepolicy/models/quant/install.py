@@ -15,10 +15,11 @@ from onepolicy.config.quant import Fp8, Int8, QuantFormat, Simulated
 from onepolicy.models import decode_experts
 from onepolicy.models.linear import plain
 from onepolicy.models.quant.activations import Static, staleness
-from onepolicy.models.quant.experts import E4M3Experts, Int8Experts, Int8Matrices
+from onepolicy.models.quant.experts import CodedExperts, E4M3CodedExperts, E4M3Experts, Int8Experts, Int8Matrices
 from onepolicy.models.quant.formats import fake, int8_rows
-from onepolicy.models.quant.layers import Activations, E4M3Linear, E4M3Weight, Int8Linear, QuantEmbedding
+from onepolicy.models.quant.layers import Activations, E4M3Linear, Int8Linear, QuantEmbedding
 from onepolicy.models.quant.parts import ROUTER_NAMES, PartSize, Sizes, part_of, summed
+from onepolicy.models.quant.products import check_device, check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +129,13 @@ def check_kernels(config: QuantFormat, device: torch.device) -> None:
     """UsageError with the reason if this machine cannot run the format in the embedded engine."""
     if isinstance(config, Simulated):
         return
-    if device.type != "cpu":
-        raise UsageError(
-            f"rollout.quant.format: {config.format} in the embedded engine is for the CPU, the model is on "
-            f"{device.type}; use rollout.engine.kind = vllm, or format = simulated"
-        )
-    try:
-        if isinstance(config, Int8):
-            Int8Experts(torch.eye(8)[None], torch.eye(8)[None], (int8_rows, int8_rows))
-            torch._int_mm(torch.ones(1, 8, dtype=torch.int8), torch.ones(8, 8, dtype=torch.int8))
+    check_device(config, device)
+    if isinstance(config, Int8) and device.type == "cpu":
+        try:
             Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)._few(torch.ones(1, 8), torch.zeros(1).long())
-        else:
-            E4M3Weight(torch.eye(8)).expand(torch.float32)
-    except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"rollout.quant.format: torch has no kernels for {config.format} here: {reason}") from error
+        except (RuntimeError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"rollout.quant.format: torch has no kernels for int8 experts here: {reason}") from error
 
 
 def _wanted(
@@ -168,6 +161,7 @@ def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part
         return
     new: Int8Linear | E4M3Linear | QuantEmbedding
     if isinstance(module, nn.Linear):
+        check_shape(config, path, module.weight)
         if isinstance(config, Int8):
             new = Int8Linear(module, made.activations(path))
         else:
@@ -202,11 +196,14 @@ def _experts(made: Quantised, path: str, module: Any) -> None:
     up, down = (getattr(module, name).detach() for name in names)
     if module.is_transposed:
         up, down = up.mT, down.mT
-    own: Int8Experts | E4M3Experts
+    for name, weight in zip(names, (up, down), strict=True):
+        check_shape(config, f"{path}.{name}", weight)
+    own: CodedExperts | E4M3Experts
     if isinstance(config, Int8):
         own = Int8Experts(up, down, [made.activations(f"{path}.{name}") for name in names])
     else:
-        own = E4M3Experts(up, down, activations=isinstance(config, Fp8))
+        kind = E4M3Experts if up.device.type == "cpu" else E4M3CodedExperts
+        own = kind(up, down, activations=isinstance(config, Fp8))
     module.quantised = own
     for name, shape, side in zip(names, shapes, ("up", "down"), strict=True):
         delattr(module, name)

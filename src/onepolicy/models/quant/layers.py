@@ -1,8 +1,8 @@
 """Linear layers and embeddings that hold int8 or e4m3 codes in place of a weight.
 
 int8 products run on the CPU's VNNI instructions through `torch._int_mm`, 4 to 25 times as fast as float32. No CPU torch
-runs on multiplies e4m3 (`torch._scaled_mm` is there a loop of scalar code), so e4m3 weights are converted whenever they
-are used: a quarter of the memory, the same values as `_scaled_mm`, no speed.
+runs on multiplies e4m3 (`torch._scaled_mm` is there a loop of scalar code), so e4m3 weights are converted there when
+they are used: a quarter of the memory, the same values as `_scaled_mm`, no speed. GPUs multiply both (`products.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onepolicy.models.linear import linear
 from onepolicy.models.quant.formats import E4M3_UNIT, e4m3_rows, from_e4m3, int8_rows
+from onepolicy.models.quant.products import e4m3_product, int8_product
 
 Activations = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -82,7 +83,7 @@ class Int8Linear(QuantLinear):
 
     def rows(self, x: Tensor) -> Tensor:
         codes, scale = self.activations(x)
-        return torch._int_mm(codes, self.codes.t()) * scale * self.scale
+        return int8_product(codes, self.codes.t()) * scale * self.scale
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +102,8 @@ class E4M3Linear(QuantLinear):
     def rows(self, x: Tensor) -> Tensor:
         if not self.activations:
             return linear(x, self.weight_codes.expand(x.dtype))
+        if x.device.type != "cpu":
+            return e4m3_product(*e4m3_rows(x), self.weight_codes.codes, self.weight_codes.scale)
         return linear(e4m3_activations(x), self.weight_codes.expand(torch.float32))
 
     @property

@@ -118,7 +118,7 @@ class HFEngine:
                 if ours != theirs:
                     raise UsageError(f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}")
                 if name in stored:
-                    stored[name].take(tensor)
+                    stored[name].take(tensor.to(self.model.device))
                     left.discard(name)
                     continue
                 own[name].copy_(tensor)
