@@ -78,6 +78,14 @@ class Metered(Protocol):
 class LastingEngine(RolloutEngine, Metered, Protocol):
     """An engine in a process of its own, which serves one run after another and keeps the weights of the last."""
 
+    async def connect(self) -> None:
+        """Is it there, and fit for this run? UsageError if not. Its weights are its own until it is given others."""
+        ...
+
+    async def confirm_weights(self) -> None:
+        """TrainingError if it holds other weights than it was given last: it was restarted, or another run uses it."""
+        ...
+
     def holds(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
         ...

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Finish = Literal["stop", "length", "aborted", "turns", "time"]
+LARGEST_LOGP = 1e-3  # what is more is no log-probability; rounding may leave a little more than 0
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact, in transformers' layout, whole or not there, and honest about damage."""
 
+import errno
 import json
 import shutil
 
@@ -79,7 +80,43 @@ def test_damage_is_named(saved, tmp_path, damage, words):
     shutil.copytree(saved[1], copy)
     damage(copy)
     with pytest.raises(UsageError, match=words):
-        checkpoint.latest(tmp_path)
+        checkpoint.verify(checkpoint.latest(tmp_path))
+
+
+def test_every_byte_of_every_file_counts(saved, tmp_path):
+    """One flipped bit anywhere, or one byte less: the file is named, and the whole one is taken."""
+    copy = shutil.copytree(saved[1], tmp_path / "step_00001")
+    names = [*checkpoint.verify(copy)["files"]]
+    assert {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"} <= set(names)
+    for name in names:
+        whole = (copy / name).read_bytes()
+        for at in {0, len(whole) // 2, len(whole) - 1}:
+            (copy / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(UsageError, match=f"{name}: damaged, .*; delete the folder to fall back"):
+                checkpoint.verify(copy)
+        (copy / name).write_bytes(whole[:-1])
+        with pytest.raises(UsageError, match=f"{name}: half written"):
+            checkpoint.verify(copy)
+        (copy / name).write_bytes(whole)
+    assert checkpoint.verify(copy)["step"] == 1
+
+
+def test_what_a_killed_process_left_is_swept_away(saved, tmp_path):
+    copy = shutil.copytree(saved[1], tmp_path / "checkpoints" / "step_00001")
+    for name in (".step_00000.deleting", ".step_00002.writing"):
+        shutil.copytree(copy, copy.with_name(name))
+    checkpoint.sweep(tmp_path)
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_a_save_that_fails_gives_the_room_back(saved, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, saved[2], make_tokenizer("abc"), step=1, extra={})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_no_run_no_checkpoint(tmp_path):

@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     origin.add_argument(
         "--from", dest="fork", metavar="RUN/STEP", help="new run from a checkpoint of another, with changed settings"
     )
+    train.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="resume the run when it dies, at most N times"
+    )
     train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
 
     evaluate = command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
@@ -117,6 +120,8 @@ def run_train(arguments: argparse.Namespace) -> int:
         )  # argparse put the first one there
     elif not arguments.recipe:
         raise UsageError("train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP")
+    if arguments.restarts:
+        return _supervise(arguments, overrides)
     if arguments.resume:
         return _resume(Path(arguments.resume), overrides)
     if arguments.fork:
@@ -129,6 +134,25 @@ def run_train(arguments: argparse.Namespace) -> int:
     with terminal_progress(config.steps) as progress:
         summary = run.start(config, progress)
     return _show(summary)
+
+
+def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """The same command in a process of its own, resumed when that dies."""
+    from onepolicy.loop.supervise import supervise
+
+    if arguments.restarts < 0 or "WORLD_SIZE" in os.environ:
+        mend = "torchrun starts its processes again itself (--max-restarts)" if arguments.restarts > 0 else "0 or more"
+        raise UsageError(f"--restarts: {arguments.restarts}; {mend}")
+    if arguments.resume:
+        out, first = Path(arguments.resume), ["train", "--resume", arguments.resume, *overrides]
+    elif arguments.fork:
+        out = Path(next((o.removeprefix("out=") for o in reversed(overrides) if o.startswith("out=")), ""))
+        first = ["train", "--from", arguments.fork, *overrides]
+    else:
+        out = Path(load(arguments.recipe, overrides).out)
+        first = ["train", arguments.recipe, *overrides]
+    resume = first if arguments.resume else ["train", "--resume", str(out)]
+    return supervise(out, first, resume, arguments.restarts, lambda text: print(f"onepolicy: {text}", file=sys.stderr))
 
 
 def _resume(path: Path, overrides: list[str]) -> int:

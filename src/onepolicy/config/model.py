@@ -34,6 +34,9 @@ class OptimConfig(Frozen):
     """linear: the learning rate falls linearly over the whole run and would reach 0 one optimiser step after its last.
     A fork with another number of steps falls over its own."""
     clip_norm: PositiveFloat = 1.0
+    max_skipped: int = Field(0, ge=0)
+    """Updates in a row that are skipped because their gradients are not finite: weights and moments stay, the log says
+    so (train/updates_skipped). One more ends the run; 0: the first one does."""
 
 
 class TrainConfig(Frozen):

@@ -90,6 +90,9 @@ class VLLMServerConfig(Frozen):
     """Of one attempt of a request."""
     retries: int = Field(5, ge=0)
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
+    patience_s: float | None = Field(None, ge=0)
+    """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
+    again and the rollouts of the step are repeated. 0: the run ends. Unset: 300, or 0 with rollout.max_staleness."""
     sync_dir: str | None = None
     """Folder that server and trainer both see, for a step's weights; unset: the system's temporary folder."""
 
@@ -126,6 +129,9 @@ class SGLangConfig(Frozen):
     """Of one attempt of a request."""
     retries: int = Field(5, ge=0)
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
+    patience_s: float | None = Field(None, ge=0)
+    """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
+    again and the rollouts of the step are repeated. 0: the run ends. Unset: 300, or 0 with rollout.max_staleness."""
 
     reserved: ClassVar[int] = 6
     """Tokens of its context length that the server does not give to a request."""
@@ -229,6 +235,15 @@ class RolloutConfig(Frozen):
             refuse_unlike_vllm(quant, engine.dtype)
         if "lm_head" in quant.also and engine.lm_head == "float32":
             raise ValueError("rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_takes_effect(self) -> Self:
+        if self.max_staleness is not None and getattr(self.engine, "patience_s", None):
+            raise ValueError(
+                "rollout.engine.patience_s: has no effect with rollout.max_staleness, where a lost server ends the run; "
+                "leave it out (`onepolicy train --restarts N` resumes the run)"
+            )
         return self
 
     @model_validator(mode="after")

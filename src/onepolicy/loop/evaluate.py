@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
 from onepolicy.interfaces import Environment, EpisodeError, Problem, RolloutEngine
-from onepolicy.rollout.collect import play, seed_of
+from onepolicy.rollout.collect import play, seed_of, together
 from onepolicy.types import Sample, Sampling
 
 RETRIES = 2  # of an episode whose tool or environment failed
@@ -51,7 +50,7 @@ async def evaluate(
 
     first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
     rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
-    episodes = await asyncio.gather(*first, *rest)
+    episodes = await together([*first, *rest])
     solved = [samples[-1].reward >= solved_at for samples in episodes]
     metrics = {"eval/response_length": sum(s.response_length for played in episodes for s in played) / len(episodes)}
     if config.greedy:

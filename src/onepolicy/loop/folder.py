@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import onepolicy
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.stored import CONFIG, read_config
 from onepolicy.invariant.fingerprint import differences
 from onepolicy.train import checkpoint
@@ -123,6 +124,19 @@ def held(run: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UsageError(f"{run}: another process is training in this folder; wait for it or stop it") from None
         yield
+
+
+@contextmanager
+def writing(run: Path) -> Iterator[None]:
+    """Around what writes into the folder: a disk that is full or gone ends the run with a TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TrainingError(
+            f"{run}: cannot be written to: {why}; what was complete is kept. Make room, then continue with "
+            f"`onepolicy train --resume {run}`"
+        ) from error
 
 
 def drop_probes_after(run: Path, step: int) -> None:

@@ -75,6 +75,7 @@ METRICS: dict[str, str] = {
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
     "train/loss": "value of the objective, mean of the mini-steps by their slots [1]",
     "train/grad_norm": "gradient norm before clipping, largest of the mini-steps [1]",
+    "train/updates_skipped": "updates not made, because their gradients were not finite (optim.max_skipped) [1]",
     "train/lr": "learning rate of the last mini-step [1]",
     "train/ratio_dev": "mean |r - 1|, r the surrogate's ratio new / old (new / rollout if that is the anchor) [1]",
     "train/clip_high": "trainable slots whose ratio r was clipped from above [share]",
@@ -214,6 +215,13 @@ class RunLog:
         if self._writer is not None:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, float(value), step)
+
+    def sync(self) -> None:
+        """What was written is on the disk, also after a loss of power."""
+        assert self._metrics is not None, "RunLog is used outside its with block"
+        assert self._samples is not None
+        for file in (self._metrics, self._samples):
+            os.fsync(file.fileno())
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         """One readable rollout; must carry its `step`, so that `truncate_after` can find it."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
+from onepolicy.loop.recover import outlive
 from onepolicy.loop.step import Parts, StepResult, rl_step
 from onepolicy.loop.summary import summarise
 from onepolicy.sync.check import checked_push
@@ -84,7 +86,8 @@ def resume(run: Path, progress: Progress, steps: int | None = None, count: int |
             return _finish(config, run, origin)
         with ranks.started(config) as others:
             parts, tokenizer = setup.build_parts(config, origin.weights, others)
-            folder.write_config(run, config)
+            with folder.writing(run):
+                folder.write_config(run, config)
             progress.note(f"resuming {run} after step {origin.step}")
             if other := folder.other_build(run, parts.learner.fingerprint):
                 progress.note(f"it began where other bits are computed (here, there): {other}")
@@ -99,8 +102,11 @@ async def _train(
     if origin.weights is not None:
         learner.restore(origin.weights)
         if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
-            checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
-    truncate_after(out, origin.step)
+            with folder.writing(out):
+                checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
+    with folder.writing(out):
+        checkpoint.sweep(out)
+        truncate_after(out, origin.step)
     folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
     await calibrate(config, parts.engine, parts.environment, parts.stop, out)
@@ -112,9 +118,10 @@ async def _train(
         progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         await _repeat(parts, tokenizer, out, origin, progress, log)
-    learner.finish_saving()
-    checkpoint.prune(out, config.checkpoint.keep)
-    return _finish(config, out, origin)
+    with folder.writing(out):
+        learner.finish_saving()
+        checkpoint.prune(out, config.checkpoint.keep)
+        return _finish(config, out, origin)
 
 
 async def _repeat(
@@ -124,7 +131,9 @@ async def _repeat(
     config, learner = parts.config, parts.learner
     assert isinstance(learner, LocalLearner)
     if config.eval.every and not read_metrics(out):
-        log.write(origin.step, await _evaluate(parts, progress))
+        evaluated = await _evaluate(parts, progress)
+        with folder.writing(out):
+            log.write(origin.step, evaluated)
     async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
         for step in range(origin.step, config.steps):
             done = step + 1
@@ -135,19 +144,18 @@ async def _repeat(
                 progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress, forget=ahead is None or ahead.resting)
-            log.write(done, result.metrics)
-            _write_samples(log, parts, result, tokenizer, done)
-            if probing:
-                save_probe(
-                    out / folder.PROBES / f"step_{done:05d}.safetensors",
-                    result.batch,
-                    result.without_replay,
-                    learner.fingerprint,
-                )
+            with folder.writing(out):
+                log.write(done, result.metrics)
+                _write_samples(log, parts, result, tokenizer, done)
+                if probing:
+                    path = out / folder.PROBES / f"step_{done:05d}.safetensors"
+                    save_probe(path, result.batch, result.without_replay, learner.fingerprint)
             progress.step(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
-                checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
-                checkpoint.prune(out, config.checkpoint.keep)
+                with folder.writing(out):
+                    log.sync()  # a checkpoint never outlives the rows before it
+                    checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
+                    checkpoint.prune(out, config.checkpoint.keep)
 
 
 async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
@@ -166,7 +174,8 @@ async def _evaluate(parts: Parts, progress: Progress, *, forget: bool = True) ->
     if parts.evaluator is not None:
         engine = parts.evaluator
         await push_weights(parts.learner, engine)
-    metrics = await evaluate(
+    evaluation = partial(
+        evaluate,
         engine,
         parts.environment,
         config.eval,
@@ -175,8 +184,9 @@ async def _evaluate(parts: Parts, progress: Progress, *, forget: bool = True) ->
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
+    metrics = await outlive(parts, evaluation)
     if forget or parts.evaluator is not None:
-        await engine.reset_cache()  # or the next rollout would reuse prefixes that a resumed run does not have
+        await outlive(parts, engine.reset_cache)  # or rollouts would reuse prefixes that a resumed run does not have
     return metrics
 
 

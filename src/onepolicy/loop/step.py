@@ -14,6 +14,7 @@ from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Environment, HoldsWeights, Learner, Metered, RolloutEngine
 from onepolicy.loop.bitwise import require_equal
 from onepolicy.loop.probe import counterfactual, measure, per_layer, repeat
+from onepolicy.loop.recover import outlive
 from onepolicy.objective.advantages import credit, has_signal, outcomes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.collect import collect
@@ -62,10 +63,10 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     them overlap is in asynchronous.py."""
     clock = Clock()
     with clock("rollout"):
-        rollouts = await sample(parts, step, advance)
+        rollouts = await outlive(parts, lambda: sample(parts, step, advance))  # again, if a server is lost meanwhile
     result = learn(parts, step, rollouts, clock, probe=probe)
     with clock("sync"):
-        await push_weights(parts.learner, *parts.samplers)
+        await outlive(parts, lambda: push_weights(parts.learner, *parts.samplers))
     return timed(parts, result, clock)
 
 

@@ -7,12 +7,15 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
 from onepolicy.interfaces import Environment, EpisodeError, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteRules, check_completion, with_routes
-from onepolicy.types import Completion, Group, Sample, Sampling
+from onepolicy.types import LARGEST_LOGP, Completion, Group, Sample, Sampling
+
+T = TypeVar("T")
 
 
 def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0) -> int:
@@ -20,6 +23,19 @@ def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 
     key = (run_seed, problem_id, step, member, turn, attempt)
     place = repr(key if attempt else key[:-1]).encode()
     return int.from_bytes(hashlib.blake2b(place, digest_size=7).digest(), "little")
+
+
+def check_sampled(completion: Completion, name: str) -> None:
+    """TrainingError for tokens that an engine cannot have sampled. `name` says which sample it is."""
+    count, logp = len(completion.token_ids), completion.logp
+    if len(logp) != count or len(completion.version) != count:
+        raise TrainingError(
+            f"{name}: the engine returned {count} tokens, {len(logp)} log-probabilities and {len(completion.version)} "
+            "versions"
+        )
+    if not (logp.isfinite() & (logp <= LARGEST_LOGP)).all():
+        wrong = logp[~(logp.isfinite() & (logp <= LARGEST_LOGP))][0].tolist()
+        raise TrainingError(f"{name}: the engine returned {wrong} as the log-probability of a token it sampled")
 
 
 async def play(
@@ -41,11 +57,23 @@ async def play(
         limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
         asked = dataclasses.replace(sampling, max_tokens=limit, routes_from=routes_from)
         completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
+        check_sampled(completion, f"{name}, turn {turn - 1}")
         check_completion(completion, tokens, routes, f"{name}, turn {turn - 1}")
         return completion
 
     samples = await environment.episode(problem, sample, sampling.temperature)
     return tuple(with_routes(sample, routes, name) for sample in samples)
+
+
+async def together(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Their results. If one fails the others end before its error is raised: none goes on asking the engine."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def collect(
@@ -95,7 +123,7 @@ async def collect(
         return ()
 
     async def play_groups(problems: list[Problem]) -> list[Group]:
-        played = await asyncio.gather(*(member(problem, m) for problem in problems for m in range(size)))
+        played = await together(member(problem, m) for problem in problems for m in range(size))
         groups = []
         for i, problem in enumerate(problems):
             episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]

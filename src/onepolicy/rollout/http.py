@@ -40,6 +40,14 @@ def field(of: Any, name: str, kind: type) -> Any:
     return value
 
 
+class EngineLost(TrainingError):
+    """The server gives no usable reply, or is no longer the one that was given this run's weights."""
+
+
+class NoEngine(UsageError):
+    """No server gave a usable reply while the run started."""
+
+
 class _NoReply(Exception):
     """An attempt that another one may mend."""
 
@@ -75,7 +83,7 @@ class EngineClient:
         self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
         self._timeout_s, self._retries = timeout_s, retries
         self._headers = _authorization(token_env, loopback=is_loopback(parts.hostname))
-        self._error: type[UsageError] | type[TrainingError] = TrainingError
+        self._error: type[NoEngine] | type[EngineLost] = EngineLost
         self._in_flight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: AsyncGenerator[httpx2.AsyncClient] | None = None
@@ -83,8 +91,9 @@ class EngineClient:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """While a run starts, what goes wrong is a UsageError; afterwards it is a TrainingError."""
-        before, self._error = self._error, UsageError
+        """While a run starts, what goes wrong is a UsageError (no reply: NoEngine); afterwards it is a TrainingError
+        (no reply: EngineLost)."""
+        before, self._error = self._error, NoEngine
         try:
             yield
         finally:
@@ -151,10 +160,14 @@ class EngineClient:
                     problem = f"a reply that cannot be used: {error}"
                 except _NoReply as error:
                     problem = str(error)
-            raise self._failed(method, path, problem, f"{self._retries + 1} times")
+            raise self._error(self._words(method, path, problem, f"{self._retries + 1} times"))
         finally:
             self._in_flight -= 1
             self.counters.dropped += not answered
+
+    def _refused(self, method: str, path: str, problem: str) -> UsageError | TrainingError:
+        kind = TrainingError if self._error is EngineLost else UsageError
+        return kind(self._words(method, path, problem, ""))
 
     async def _try(self, method: str, path: str, timeout_s: float, content: dict[str, Any]) -> Any:
         """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
@@ -171,20 +184,20 @@ class EngineClient:
         if response.status_code >= 500:
             raise _NoReply(_status(response))
         if response.status_code != 200:
-            raise self._failed(method, path, _status(response), "")
+            raise self._refused(method, path, _status(response))
         return _content(response)
 
-    def _failed(self, method: str, path: str, problem: str, times: str) -> UsageError | TrainingError:
+    def _words(self, method: str, path: str, problem: str, times: str) -> str:
         others = self._in_flight - 1
         dropped = f" {others} other requests in flight were dropped." if others else ""
-        if self._error is TrainingError:
+        if self._error is EngineLost:
             mend = "See its log; when it runs again, continue with `onepolicy train --resume RUN`"
         elif problem.startswith("Connect"):
             mend = f"Is {self.server} running there, and is that the right url?"
         else:
             mend = f"See its log; is that {self.server}?"
         asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
-        return self._error(f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}")
+        return f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}"
 
     async def _connected(self) -> httpx2.AsyncClient:
         """The client of the running event loop. asyncio.run closes it with the loop, as it does every generator."""

@@ -28,12 +28,26 @@ async def adopt(engine: LastingEngine, path: str, *, vocab: int) -> None:
     Its reload is checked on the weights it was started with, by a probe made when it still held them: a run that finds
     other weights could not tell a reload that is wrong every time from one that is right. UsageError if it is wrong.
     """
+    first = await _first_probe(engine, vocab)
+    if not engine.holds(path):
+        await _check_reload(engine, first, vocab)
+        await engine.load_folder(str(Path(path).resolve()) if Path(path).exists() else path, 0)
+
+
+async def readopt(engine: LastingEngine, *, vocab: int) -> None:
+    """The same for one that was restarted while a run goes on, which then gives it the learner's weights."""
+    await _check_reload(engine, await _first_probe(engine, vocab), vocab)
+
+
+async def _first_probe(engine: LastingEngine, vocab: int) -> list[float]:
     first = engine.first_probe()
     if first is None:
         first = (await probe(engine, vocab)).tolist()
         await engine.remember(first)
-    if engine.holds(path):
-        return
+    return first
+
+
+async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -> None:
     await engine.load_folder(None, 0)
     after, again = await probe(engine, vocab), await probe(engine, vocab)
     noise, moved = float((again - after).abs().max()), float((after - torch.tensor(first)).abs().max())
@@ -43,7 +57,6 @@ async def adopt(engine: LastingEngine, path: str, *, vocab: int) -> None:
             f"log-probabilities of a fixed batch are up to {moved:.2g} from those at its start (without a reload: "
             f"{noise:.2g}); its weights are wrong after a reload"
         )
-    await engine.load_folder(str(Path(path).resolve()) if Path(path).exists() else path, 0)
 
 
 async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:

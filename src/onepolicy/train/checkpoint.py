@@ -3,21 +3,24 @@
 Learners on several ranks keep optimiser and RNG in `shards/`, a file or more per rank (sharded/shards.py).
 
 A checkpoint is written into a temporary folder and renamed into place, so a folder named step_NNNNN is complete or does
-not exist; `state.json` lists every file with its size, so a folder damaged later is noticed too. Nothing is pickled.
+not exist; `state.json` lists every file with its size and SHA-256, so a folder damaged later is noticed too. Nothing
+is pickled.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +37,9 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
+SELF = "sha256 of the rest"  # field of state.json
+HASHING = 4  # files at a time
+MEND = "delete the folder to fall back to an older checkpoint"
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -55,16 +61,24 @@ def save(
     temporary = final.with_name(f".{final.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tokenizer.save_pretrained(temporary)
-    learner.save(temporary, partial(_finish, temporary, final, {"step": step, "updates": learner.updates, **extra}))
+    state = {"step": step, "updates": learner.updates, "skipped": learner.skipped, **extra}
+    try:
+        tokenizer.save_pretrained(temporary)
+        learner.save(temporary, partial(_finish, temporary, final, state))
+    except (OSError, SafetensorError):  # a disk that is full needs the room
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
 
 
 def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     """All files are written: say which, and give the folder its name."""
     written = sorted(path for path in temporary.rglob("*") if path.is_file())
-    files = {str(path.relative_to(temporary)): path.stat().st_size for path in written}
-    (temporary / STATE).write_text(json.dumps({**state, "files": files}, indent=1))
+    names = [str(path.relative_to(temporary)) for path in written]
+    files = {name: path.stat().st_size for name, path in zip(names, written, strict=True)}
+    sums = dict(zip(names, _sums(written), strict=True))
+    state = {**state, "files": files, "sha256": sums}
+    (temporary / STATE).write_text(json.dumps(state | {SELF: _own_sum(state)}, indent=1))
     for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
     os.rename(temporary, final)
@@ -94,9 +108,14 @@ def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
     for path in complete(run)[:-keep] if keep else []:
         doomed = path.with_name(f".{path.name}.deleting")  # renamed first: a kill leaves no half checkpoint behind
-        shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed)
+
+
+def sweep(run: Path) -> None:
+    """Remove what a process left behind that was killed while it wrote or deleted a checkpoint."""
+    for path in [*(run / FOLDER).glob(".step_*.writing"), *(run / FOLDER).glob(".step_*.deleting")]:
+        shutil.rmtree(path)
 
 
 def complete(run: Path) -> list[Path]:
@@ -112,30 +131,58 @@ def latest(run: Path) -> Path:
     found = complete(run)
     if not found:
         raise UsageError(f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder")
-    verify(found[-1])
     return found[-1]
 
 
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json, after checking that every file it lists is there in full."""
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's state.json. UsageError if it is missing or damaged."""
     path = checkpoint / STATE
-    mend = "delete the folder to fall back to an older checkpoint"
     if not checkpoint.is_dir():
         there = ", ".join(sorted(each.name for each in checkpoint.parent.glob("step_*"))) or "none"
         raise UsageError(f"{checkpoint}: no such checkpoint; there is {there}")
     if not path.is_file():
-        raise UsageError(f"{checkpoint}: half written (no {STATE}); {mend}")
+        raise UsageError(f"{checkpoint}: half written (no {STATE}); {MEND}")
     try:
-        state = json.loads(path.read_text())
-    except json.JSONDecodeError:
-        raise UsageError(f"{path}: not valid JSON; {mend}") from None
-    if not {"step", "updates", "files"} <= state.keys():
-        raise UsageError(f"{path}: lacks step, updates or files; {mend}")
+        state = json.loads(path.read_bytes())
+    except ValueError:
+        raise UsageError(f"{path}: not valid JSON; {MEND}") from None
+    if not isinstance(state, dict) or not {"step", "updates", "files"} <= state.keys():
+        raise UsageError(f"{path}: lacks step, updates or files; {MEND}")
+    if (own := state.pop(SELF, None)) is not None and own != _own_sum(state):
+        raise UsageError(f"{path}: damaged, it is not what was written; {MEND}")
+    return state
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's state.json, after checking that every file it lists is there, with the bytes that were written.
+
+    Reads all files once. A checkpoint of an older version has no checksums: of that, sizes are checked.
+    """
+    state = read_state(checkpoint)
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
-            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {mend}")
+            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {MEND}")
+    sums = state.get("sha256", {})
+    for name, found in zip(sums, _sums([checkpoint / name for name in sums]), strict=True):
+        if found != sums[name]:
+            raise UsageError(f"{checkpoint / name}: damaged, its bytes are not those that were written; {MEND}")
     return state
+
+
+def _sums(paths: list[Path]) -> list[str]:
+    """SHA-256 of every file."""
+    with ThreadPoolExecutor(HASHING) as pool:  # hashing lets other threads run
+        return list(pool.map(_sum, paths))
+
+
+def _own_sum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -155,8 +202,8 @@ def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
         shards.restore(checkpoint, learner)
     else:
         _restore_files(checkpoint, learner)
-    learner.version = verify(checkpoint)["step"]
-    learner.updates = verify(checkpoint)["updates"]
+    state = read_state(checkpoint)
+    learner.version, learner.updates, learner.skipped = state["step"], state["updates"], state.get("skipped", 0)
 
 
 def _restore_files(checkpoint: Path, learner: LocalLearner) -> None:

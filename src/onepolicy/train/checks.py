@@ -1,16 +1,46 @@
-"""What a learner refuses: routes that are not of its batch, models that draw random numbers in a forward."""
+"""What a learner refuses: a batch no model of its kind can have sampled, routes that are not of its batch, models that
+draw random numbers in a forward."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from onepolicy.config import FromRollout, UsageError
+from onepolicy.config import FromRollout, TrainingError, UsageError
 from onepolicy.config.objective import ReplayConfig
 from onepolicy.replay.alignment import check_alignment
-from onepolicy.types import TokenBatch
+from onepolicy.types import LARGEST_LOGP, TokenBatch
 
 
-def check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
+def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
+    """Before the first forward: nothing after this asks again, and on a GPU a wrong id ends the process.
+
+    TrainingError for per-slot fields of different lengths, token ids outside 0..vocab-1, and log-probabilities of the
+    rollout or outcomes that are none; UsageError for routes of another source than replay's.
+    """
+    per_slot = ("target_ids", "positions", "segment", "trainable", "version", "turn", "logp_rollout", "routing")
+    lengths = {name: len(getattr(batch, name)) for name in per_slot if getattr(batch, name) is not None}
+    for name, length in (lengths | {"cu_seqlens": int(batch.cu_seqlens[-1])}).items():
+        if length != batch.num_slots:
+            raise TrainingError(
+                f"batch: {name} has {length} slots, but input_ids has {batch.num_slots}; not trained on"
+            )
+    logp, outcome = batch.logp_rollout, batch.outcome[batch.segment]
+    token = f"but the model's tokens are 0..{vocab - 1}"
+    for name, values, right, why in (
+        ("input_ids", batch.input_ids, (batch.input_ids >= 0) & (batch.input_ids < vocab), token),
+        ("target_ids", batch.target_ids, (batch.target_ids >= 0) & (batch.target_ids < vocab), token),
+        ("logp_rollout", logp, ~batch.trainable | (logp.isfinite() & (logp <= LARGEST_LOGP)), "no log-probability"),
+        ("outcome", outcome, outcome.isfinite(), "no number"),
+    ):
+        if not right.all():
+            slot = int((~right).nonzero()[0, 0])
+            sample = int(batch.segment[slot])
+            where = f"slot {slot - int(batch.cu_seqlens[sample])} of sample {sample}, group {int(batch.group[sample])}"
+            raise TrainingError(f"batch: {name} is {values[slot].tolist()} in {where}, {why}; not trained on")
+    _check_source(batch, replay)
+
+
+def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
     if not isinstance(replay, FromRollout) or batch.routing is None:
         return
     if batch.routing.reprefilled != (replay.source == "reprefill"):

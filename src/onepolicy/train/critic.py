@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from onepolicy.config import TrainingError, UsageError
+from onepolicy.config import UsageError
 from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
@@ -68,15 +68,15 @@ class Critic:
         (total / slots).backward()
         sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
 
+    def clip(self) -> float:
+        """Scale its gradients to optim.clip_norm; their norm before."""
+        return clip_gradients(self.values, self.clip_norm)
+
     def update(self, rate: float) -> None:
         """One optimiser step at `rate` times critic.lr."""
-        norm = clip_gradients(self.values, self.clip_norm)
-        if not norm < float("inf"):
-            raise TrainingError(f"critic: gradient norm is {norm}; this update was not made. Lower objective.critic.lr")
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, weights: dict[str, Tensor], path: str) -> None:
         """Take over these tensors (names of `values.state_dict()`)."""

@@ -6,6 +6,7 @@ denominators arrive fixed, so FSDP2 can wrap the model (train/sharded/) without 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, TrainingError, WeightsReplay
+from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, WeightsReplay
 from onepolicy.invariant.contract import Contract
 from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
@@ -27,11 +28,11 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint
-from onepolicy.train.checks import check_routes, check_source, refuse_randomness
+from onepolicy.train.checks import check_batch, check_routes, refuse_randomness
 from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.live import LiveCorrection
-from onepolicy.train.optim import adamw, clip_gradients, learning_rate
+from onepolicy.train.optim import adamw, clip_gradients, learning_rate, may_skip, norm_metrics
 from onepolicy.train.pack import micro_batches, mini_steps
 from onepolicy.train.scores import Scores
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -58,6 +59,7 @@ class LocalLearner:
         self.fingerprint = fingerprint(self.device, self.contract.numerics)
         self.version = 0  # RL steps taken
         self.updates = 0  # optimiser steps taken, by this run and those it was forked from
+        self.skipped = 0  # optimiser steps in a row that were not taken, because their gradients were not finite
         self.optimizer = adamw(model, config.optim, self.device)
         self._how: dict[str, Any] = {}  # the mode's settings of a replay
         if isinstance(config.replay, SoftReplay):
@@ -75,7 +77,7 @@ class LocalLearner:
             model.train()  # transformers checkpoints in train mode only
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        check_source(batch, self.config.replay)
+        check_batch(batch, self.config.replay, self.model.config.get_text_config().vocab_size)
         return self._score_all(batch)
 
     def _score_all(self, batch: TokenBatch) -> TokenBatch:
@@ -101,7 +103,7 @@ class LocalLearner:
         self.seen, self._forward_seconds = None, 0.0
         norms = [self._optimise(part, part.num_trainable, i, sums) for i, part in enumerate(self._mini_steps(batch))]
         self.version += 1
-        return self._metrics(batch, sums, max(norms))
+        return self._metrics(batch, sums, norms)
 
     def _mini_steps(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """The samples of each optimiser step, with every slot's share in its loss."""
@@ -111,7 +113,7 @@ class LocalLearner:
             part = batch.select(chosen)
             yield part.replace(share=slot_shares(part, self.config.objective, max_tokens=most))
 
-    def _metrics(self, batch: TokenBatch, sums: Counter[str], norm: float) -> dict[str, float]:
+    def _metrics(self, batch: TokenBatch, sums: Counter[str], norms: list[float]) -> dict[str, float]:
         slots = batch.num_trainable
         kept = sums.pop("kept")
         metrics = {f"train/{name}": value / slots for name, value in sums.items()}
@@ -123,7 +125,8 @@ class LocalLearner:
             metrics["train/value_explained"] = explained
         if not self.config.scores_old:
             metrics["time/score_saved"] = self._forward_seconds
-        return metrics | {"train/grad_norm": norm, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        metrics |= norm_metrics(norms, self.config.optim.max_skipped)
+        return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
@@ -188,12 +191,19 @@ class LocalLearner:
         return scored
 
     def _update(self, mini_step: int) -> float:
-        norm = clip_gradients(self.model, self.config.optim.clip_norm)
-        if not norm < float("inf"):
-            raise TrainingError(
-                f"gradient norm is {norm} in step {self.version + 1}; this update was not made. Fork from an earlier "
-                "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
-            )
+        """One optimiser step with the gradients there are, or none if they are not finite. Returns the norm."""
+        norms = [clip_gradients(self.model, self.config.optim.clip_norm)]
+        if self.critic is not None:
+            norms.append(self.critic.clip())
+        if bad := [norm for norm in norms if not norm < math.inf]:
+            self.skipped = may_skip(self.skipped, self.config.optim.max_skipped, norms, self.version + 1)
+        else:
+            self._take_step(mini_step)
+        for optimizer in [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]:
+            optimizer.zero_grad(set_to_none=True)
+        return bad[0] if bad else norms[0]
+
+    def _take_step(self, mini_step: int) -> None:
         parts = self.config.objective.mini_steps
         done = (self.version * parts + mini_step) / (self.config.steps * parts)
         rate = learning_rate(self.config.optim, self.updates, done)
@@ -203,8 +213,7 @@ class LocalLearner:
         if self.critic is not None:
             self.critic.update(rate / self.config.optim.lr)
         self.updates += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        self.skipped = 0
 
     def _score(self, batch: TokenBatch, *, replay: bool, graph: bool) -> TokenBatch:
         scores = Scores(batch)

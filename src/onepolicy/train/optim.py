@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from onepolicy.config import TrainingError
 from onepolicy.config.model import OptimConfig
+
+LOG = logging.getLogger(__name__)
 
 
 def learning_rate(config: OptimConfig, update: int, done: float) -> float:
@@ -62,3 +68,29 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
     """Scale the gradients to a total norm of at most `limit`; the norm before, over all ranks of a sharded model."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def may_skip(skipped: int, most: int, norms: list[float], step: int) -> int:
+    """The number of updates in a row that were not made, after one more; TrainingError if that is over `most`.
+
+    norms: of the policy's gradients and the critic's, if there is one; one of them is not finite.
+    """
+    whose = "" if not norms[0] < math.inf else "of the critic "
+    bad = next(norm for norm in norms if not norm < math.inf)
+    if skipped >= most:
+        before = f" after {skipped} in a row that were skipped (optim.max_skipped)" if most else ""
+        raise TrainingError(
+            f"gradient norm {whose}is {bad} in step {step}{before}; this update was not made. Fork from an earlier "
+            "checkpoint with a lower optim.lr, and look at mismatch/k3 and train/entropy before it"
+        )
+    return skipped + 1
+
+
+def norm_metrics(norms: list[float], most: int) -> dict[str, float]:
+    """Of a step's updates, for the log; those that were skipped are said aloud. most: optim.max_skipped."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    skipped = len(norms) - len(finite)
+    if skipped:
+        LOG.warning("%d of %d updates of this step were skipped: their gradients are not finite", skipped, len(norms))
+    counted = {"train/updates_skipped": float(skipped)} if most else {}
+    return counted | {"train/grad_norm": max(finite, default=math.nan)}

@@ -16,7 +16,7 @@ from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient
+from onepolicy.rollout.http import EngineClient, EngineLost
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
@@ -161,15 +161,15 @@ class SGLangEngine:
             raise self._not_ours(name)
         return found.version
 
-    def _not_ours(self, name: str) -> TrainingError:
-        return TrainingError(
+    def _not_ours(self, name: str) -> EngineLost:
+        return EngineLost(
             f"rollout.engine.url: the SGLang server at {self.client.url} holds weights {name!r}, not this run's "
             f"'{self._name}': it was restarted, or another run uses it; continue from the last checkpoint with "
             "`onepolicy train --resume RUN`"
         )
 
-    async def _confirm(self) -> None:
-        """TrainingError if the server holds other weights than were given to it."""
+    async def confirm_weights(self) -> None:
+        """EngineLost if the server holds other weights than were given to it."""
         if (name := await name_of(self.client)) != str(self._name):
             raise self._not_ours(name)
 
@@ -179,7 +179,7 @@ class SGLangEngine:
 
         Requests that keep their keys and values rule that out; the key of prefixes keeps later ones apart from them.
         """
-        await self._confirm()
+        await self.confirm_weights()
         mode, name, traffic = self.config.pause, dataclasses.replace(self._name, weights=str(version)), self._here()
         traffic.open.clear()
         self._aborts += mode == "abort"
@@ -187,7 +187,7 @@ class SGLangEngine:
             await self.client.post("/pause_generation", {"mode": mode})
             yield str(name), mode != "in_place" or not traffic.running
             self._name, self.version = name, version
-            await self._confirm()
+            await self.confirm_weights()
             await self.client.post("/continue_generation", {})
         except BaseException:
             self.version = -1  # neither the old nor the new one

@@ -13,13 +13,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, Malformed, field
+from onepolicy.rollout.http import EngineClient, EngineLost, Malformed, field
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
@@ -74,10 +74,12 @@ class VLLMServer:
 
         Its weights are its own until load_folder or load_weights.
         """
-        served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
-        self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
-        self._served, self._weights = served, served.weights
-        await check_probabilities(self)
+        self.version = 0
+        with self.client.starting():
+            served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
+            self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
+            self._served, self._weights = served, served.weights
+            await check_probabilities(self)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """Sample until a stop token or max_tokens.
@@ -175,10 +177,10 @@ class VLLMServer:
         await self._drop_caches()
 
     async def confirm_weights(self) -> None:
-        """TrainingError if the server holds other weights than were given to it: it was restarted, or shared."""
+        """EngineLost if the server holds other weights than were given to it: it was restarted, or shared."""
         found = await stamp_of(self.client)
         if found != self._weights:
-            raise TrainingError(
+            raise EngineLost(
                 f"rollout.engine.url: the vLLM server at {self.client.url} holds weights {found!r}, not this run's "
                 f"{self._weights!r}: it was restarted, or another run uses it; continue from the last checkpoint "
                 "with `onepolicy train --resume RUN`"
@@ -233,10 +235,10 @@ class VLLMServer:
         try:
             await self.pause()
             yield
+            await self.resume()
         except BaseException:
             traffic.open.set()  # whoever waits finds out
             raise
-        await self.resume()
 
     async def _drop_caches(self) -> None:
         def dropped(reply: Any) -> None:

@@ -15,8 +15,9 @@ from onepolicy.config import TrainingError
 from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32
-KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Seconds, seconds, probes: a machine that is gone ends a wait without a limit after a minute."""
+KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+"""Seconds, seconds, probes; milliseconds for what was sent and is not acknowledged. A machine that is gone ends a wait
+without a limit after a minute."""
 
 
 class Cause(IntEnum):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import R2
-from onepolicy.train.checks import check_routes, check_source
+from onepolicy.train.checks import check_batch, check_routes
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.divide import Part, divide
 from onepolicy.train.sharded.export import export
@@ -34,7 +34,7 @@ class RankedLearner(RankLearner):
         self.team = team
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        check_source(batch, self.config.replay)
+        check_batch(batch, self.config.replay, self.model.config.get_text_config().vocab_size)
         scored = self._score_on_ranks("score", batch)
         return check_routes(scored, self.config.replay) if self.config.scores_old else scored
 
@@ -64,7 +64,7 @@ class RankedLearner(RankLearner):
                 seen = check_routes(self._merged(whole, parts, answers), self.config.replay)
         self.version += 1
         self.seen, self._forward_seconds = seen, seconds
-        return self._metrics(batch, sums, max(norms))
+        return self._metrics(batch, sums, norms)
 
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
         self.team.tell_all(batch_message({"do": "logits"}, micro))

@@ -57,7 +57,10 @@ class Saving:
             self._done.result()
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise TrainingError(f"checkpoint: rank {rank} could not write its shards: {cause}") from error
+            raise TrainingError(
+                f"checkpoint: rank {rank} could not write its shards: {cause}; what was complete is kept, and "
+                "`onepolicy train --resume RUN` continues from it"
+            ) from error
 
 
 def tensors_of(learner: LocalLearner, moments: Callable[[nn.Module, torch.optim.Optimizer], dict[str, Tensor]]) -> dict:

@@ -1,0 +1,69 @@
+"""An engine in a process of its own that is lost in the middle of a run: wait until it is back, give it the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from onepolicy.config import SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.interfaces import LastingEngine
+from onepolicy.rollout.http import EngineLost, NoEngine
+from onepolicy.sync.check import readopt
+from onepolicy.sync.local import push_weights
+from onepolicy.train.learner import LocalLearner
+
+if TYPE_CHECKING:
+    from onepolicy.loop.step import Parts
+
+T = TypeVar("T")
+LOG = logging.getLogger(__name__)
+PATIENCE_S = 300.0
+TIMES = 3  # that the same work may lose its engine
+POLL_S = 1.0
+
+
+async def outlive(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
+
+    Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
+    if the engine does not come back within rollout.engine.patience_s, or is lost again and again.
+    """
+    engine, config = parts.engine, parts.config.rollout.engine
+    patience = config.patience_s if isinstance(config, VLLMServerConfig | SGLangConfig) else 0
+    if patience is None:
+        patience = PATIENCE_S if parts.config.rollout.max_staleness is None else 0
+    if not patience:
+        return await work()
+    assert isinstance(engine, LastingEngine)
+    for _ in range(TIMES):
+        try:
+            done = await work()
+            await engine.confirm_weights()
+            return done
+        except EngineLost as error:
+            LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
+            began = time.monotonic()
+            await _back(parts, engine, error, began + patience)
+            LOG.warning("the engine is back after %.0f s and has the weights again", time.monotonic() - began)
+    return await work()
+
+
+async def _back(parts: Parts, engine: LastingEngine, lost: EngineLost, end: float) -> None:
+    """Once it is there: is it fit, does its reload work? Then the learner's weights."""
+    assert isinstance(parts.learner, LocalLearner)
+    vocab = parts.learner.model.config.get_text_config().vocab_size
+    while True:
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                await engine.connect()
+                await readopt(engine, vocab=vocab)
+            return await push_weights(parts.learner, *parts.samplers)
+        except (NoEngine, EngineLost, TimeoutError):
+            if time.monotonic() + POLL_S > end:
+                raise lost from None
+            await asyncio.sleep(POLL_S)
+        except UsageError as error:
+            raise TrainingError(f"the engine came back as one this run cannot use: {error}") from error

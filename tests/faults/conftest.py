@@ -1,0 +1,72 @@
+"""One small warmed-up policy and a recipe of a few fast steps for every run that is hurt."""
+
+import os
+
+import pytest
+from faults_support import FAR, FAR_LINK, LINK, NEAR, SPACE, ip
+
+from onepolicy.cli import main
+
+POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128"]
+POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3"]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies") / "small"
+    assert main(["make-policy", "--out", str(folder), *POLICY]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def recipe(policy):
+    path = policy.parent / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "set by the test"
+        steps = 6
+        model = {{ path = "{policy}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
+        optim = {{ lr = 1e-3 }}
+        train = {{ threads = 1, device = "cpu" }}
+        eval = {{ every = 0 }}
+        log = {{ counterfactual_every = 0, tensorboard = false, report = false }}
+        checkpoint = {{ every = 2 }}
+        """
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def whole(recipe, tmp_path_factory):
+    """The recipe's run as it is without a fault."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", str(recipe), f"out={out}"]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def whole_on_ranks(recipe, tmp_path_factory):
+    """The same with train.ranks=2."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", str(recipe), f"out={out}", "train.ranks=2"]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def network():
+    """A network namespace at the other end of a veth."""
+    made = ip("netns", "add", SPACE, check=False) if os.geteuid() == 0 else None
+    if made is None or made.returncode:
+        pytest.skip("no network namespace can be made here (root, iproute2)")
+    try:
+        ip("link", "add", LINK, "type", "veth", "peer", "name", FAR_LINK, "netns", SPACE)
+        ip("addr", "add", f"{NEAR}/30", "dev", LINK)
+        ip("link", "set", LINK, "up")
+        for words in (["addr", "add", f"{FAR}/30", "dev", FAR_LINK], ["link", "set", FAR_LINK, "up"]):
+            ip("-n", SPACE, *words)
+        ip("-n", SPACE, "link", "set", "lo", "up")
+        yield
+    finally:
+        ip("netns", "del", SPACE)

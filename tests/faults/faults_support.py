@@ -1,0 +1,119 @@
+"""What the tests of faults share: runs in processes of their own, when to strike, and what must hold afterwards."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.train import checkpoint
+
+SPACE, LINK, FAR_LINK, NEAR, FAR = "onepolicy-far", "opnear", "opfar", "10.213.7.1", "10.213.7.2"
+LONG = 600  # s; what is waited for comes much earlier on a quiet machine
+
+
+def start(*arguments, **how):
+    """`onepolicy train ...` in a process group of its own."""
+    command = [sys.executable, "-m", "onepolicy.cli", "train", *map(str, arguments)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(command, **pipes | how)
+
+
+def finished(process, status=0):
+    """What it wrote to stderr; it must end in time, with this exit status."""
+    try:
+        _, errors = process.communicate(timeout=LONG)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors, errors
+    return errors
+
+
+def wait_for(condition, process=None, poll=0.005):
+    """`process` must live until then."""
+    end = time.monotonic() + LONG
+    while not (found := condition()):
+        assert process is None or process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(poll)
+    return found
+
+
+def steps_of(out):
+    """Steps in the log so far; a line that is being written does not count."""
+    path = out / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row):
+    """A metrics row without what depends on the clock."""
+    return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def assert_complete(out, steps):
+    """Every step once, in order, each a whole batch; no leftovers of an interrupted save."""
+    assert [row["step"] for row in rows(out)] == list(range(1, steps + 1))
+    problems = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["problem"]) for line in problems] == sorted(
+        {(line["step"], line["problem"]) for line in problems}
+    )
+    assert (out / "summary.json").exists()
+    assert [p for p in (out / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", p.name)] == []
+    checkpoint.verify(checkpoint.latest(out))
+
+
+def assert_same_run(expected, out, step):
+    """To the bit: metrics but for times, samples, and every tensor of the last checkpoint."""
+    assert list(map(timeless, rows(expected))) == list(map(timeless, rows(out)))
+    assert (expected / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
+    folders = [checkpoint.folder_of(run, step) for run in (expected, out)]
+    files = [sorted(str(p.relative_to(f)) for p in f.rglob("*.safetensors")) for f in folders]
+    assert files[0] == files[1] != []
+    for name in files[0]:
+        first, second = (load_file(folder / name) for folder in folders)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[k], second[k]) for k in first), name
+
+
+@contextmanager
+def small_disk(folder, mib):
+    """A file system of its own under `folder`. Skips where one cannot be mounted."""
+    import pytest
+
+    folder.mkdir()
+    size = f"size={mib}m"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield lambda more: subprocess.run(["mount", "-o", f"remount,size={more}m", folder], check=True)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)

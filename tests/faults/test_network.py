@@ -1,0 +1,69 @@
+"""The network between two nodes stalls: nothing is refused, nothing arrives. Learner ranks under torchrun, one in a
+network namespace of its own, whose link is taken down in the middle of a run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from faults_support import (
+    FAR_LINK,
+    LINK,
+    LONG,
+    NEAR,
+    SPACE,
+    assert_complete,
+    assert_same_run,
+    children_of,
+    gone,
+    ip,
+    steps_of,
+    wait_for,
+)
+
+from onepolicy.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def node(rank, port, recipe, out, log):
+    """torchrun on one of two nodes; the far one is rank 1."""
+    there = ["ip", "netns", "exec", SPACE] if rank else []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy.cli"]
+    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.rank_timeout=15"]
+    own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True)
+
+
+def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whole_on_ranks, tmp_path):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    out, logs = tmp_path / "run", [tmp_path / "near.log", tmp_path / "far.log"]
+    nodes = [node(rank, port, recipe, out, log) for rank, log in enumerate(logs)]
+    try:
+        wait_for(lambda: len(steps_of(out)) >= 3 or nodes[0].poll() is not None)
+        assert nodes[0].poll() is None, logs[0].read_text()
+        workers = [pid for each in nodes for pid in children_of(each.pid)]
+        assert len(workers) == 2
+        ip("link", "set", LINK, "down")
+        began = time.monotonic()
+        wait_for(lambda: all(map(gone, workers)), poll=0.1)
+        seconds = time.monotonic() - began
+    finally:
+        for each in nodes:  # torchrun's agents wait for each other
+            os.killpg(each.pid, signal.SIGKILL)
+            each.wait(LONG)
+        ip("link", "set", LINK, "up", check=False)
+    errors = logs[0].read_text()
+    assert seconds < 180
+    assert "onepolicy: " in errors
+    assert "train.rank_timeout" in errors or "the ranks cannot go on together" in errors
+    assert main(["train", "--resume", str(out)]) == 0
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)

@@ -1,0 +1,114 @@
+"""SIGKILL of the driver and of a learner rank: under `--restarts` the run is the one that nobody disturbed."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+from faults_support import (
+    LONG,
+    assert_complete,
+    assert_same_run,
+    children_of,
+    finished,
+    gone,
+    start,
+    steps_of,
+    wait_for,
+)
+
+from onepolicy.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def driver_of(supervisor, not_this=None):
+    """The run's own process, once it is there."""
+    return wait_for(lambda: [c for c in children_of(supervisor.pid) if c != not_this and not gone(c)], supervisor)[0]
+
+
+def saving(out):
+    return list(out.glob("checkpoints/.step_*.writing"))
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
+    """What was being written does not count; the next steps are the same."""
+    whole, out = request.getfixturevalue("whole_on_ranks" if ranks else "whole"), tmp_path / "run"
+    run = start(recipe, f"out={out}", f"train.ranks={ranks}")
+    others = []
+
+    def second_save():
+        others[:] = others or children_of(run.pid)[:ranks]
+        return steps_of(out)[-1:] == [4] and saving(out)
+
+    wait_for(second_save, run, poll=0.0005)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate(timeout=LONG)
+    left = saving(out)
+    assert not (out / "checkpoints" / "step_00004").exists() or not left
+    assert main(["train", "--resume", str(out)]) == 0
+    assert_complete(out, 6)
+    assert_same_run(whole, out, 6)
+
+
+def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
+    """Start-up, rollout, update and save alike. Nobody has to do anything."""
+    steps, kills, generator = 40, 6, random.Random(2)
+    settings = [f"steps={steps}", "checkpoint.every=3"]
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
+    run = start(recipe, f"out={out}", *settings, "--restarts", "9")
+    driver = None
+    for kill in range(kills):
+        driver = driver_of(run, driver)
+        wait_for(lambda before=kill: len(steps_of(out)) > 5 * before, run)
+        time.sleep(generator.uniform(0, 0.5))
+        os.kill(driver, signal.SIGKILL)
+    errors = finished(run)
+    assert errors.count("ended by SIGKILL after step") == kills
+    assert_complete(out, steps)
+    assert_same_run(whole, out, steps)
+
+
+def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
+    """In the middle of a step: the driver says who is gone and ends, both come back."""
+    out = tmp_path / "run"
+    run = start(recipe, f"out={out}", "train.ranks=2", "--restarts", "2")
+    wait_for(lambda: len(steps_of(out)) >= 3, run)
+    (rank,) = children_of(driver_of(run))
+    os.kill(rank, signal.SIGKILL)
+    errors = finished(run)
+    assert re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
+    assert re.search(r"ended by exit status 1 after step \d; restart 1 of 2", errors)
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+    """Stopped, not killed: no connection breaks. train.rank_timeout is the bound."""
+    out = tmp_path / "run"
+    run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=20")
+    wait_for(lambda: len(steps_of(out)) >= 3, run)
+    (rank,) = children_of(run.pid)
+    os.kill(rank, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        errors = finished(run, status=1)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+    assert time.monotonic() - began < 120
+    assert re.search(r"onepolicy: .*(train.rank_timeout|ranks cannot go on together)", errors)
+    assert main(["train", "--resume", str(out)]) == 0
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+def test_a_fault_of_one_step_is_not_restarted_for_ever(recipe, tmp_path):
+    """A learning rate that ends in NaN: the same step every time."""
+    out = tmp_path / "run"
+    errors = finished(start(recipe, f"out={out}", "optim.lr=1e30", "--restarts", "50"), status=1)
+    assert errors.count("; restart ") == 2
+    assert "where it has ended 3 times in a row; not restarted" in errors

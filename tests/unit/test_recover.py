@@ -1,0 +1,156 @@
+"""A server lost in the middle of a run: what was sampled counts for nothing, what comes back gets the weights again."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_vllm import GENERATE, VOCAB, connected, embedding
+from http_support import Reply
+
+from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.loop import recover
+from onepolicy.loop.recover import outlive
+from onepolicy.rollout.collect import together
+from onepolicy.rollout.http import EngineLost
+from onepolicy.sync.check import adopt
+from onepolicy.train.learner import LocalLearner
+from onepolicy.types import Sampling
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix_cache", GENERATE)
+
+
+@pytest.fixture
+def parts(fake, checkpoints, monkeypatch):
+    """A run at step 3, with other weights than the server was started with."""
+    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    engine = {"kind": "vllm-server", "url": fake.server.url, "dtype": "float32", "patience_s": 5.0}
+    tree = {"out": "x", "steps": 9, "model": {"path": fake.model}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    config = resolve(tree | {"rollout": {"engine": engine}})
+    learner = LocalLearner(checkpoints[1][1], config, routers=None)
+    learner.version = 3
+    engine = connected(fake, retries=1)
+    parts = SimpleNamespace(engine=engine, learner=learner, config=config, samplers=[engine])
+    asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
+    asyncio.run(engine.load_weights(learner.named_weights(), 3))
+    return parts
+
+
+async def batch(engine):
+    return [await engine.generate([3, i], Sampling(1.0, 5), seed=i) for i in range(4)]
+
+
+def same(found, expected):
+    assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.logp, b.logp) for a, b in zip(found, expected, strict=True))
+    assert {int(v) for a in found for v in a.version} == {3}
+
+
+def restart(fake):
+    """As another process on its port, with the weights that it starts with."""
+    fake.weights, fake.table, fake.probe = "default", embedding(fake.model), None
+
+
+def down(fake, seconds):
+    """Hangs up on everybody, and is another process afterwards."""
+    end = time.monotonic() + seconds
+
+    def reply(reply, number):
+        if time.monotonic() < end:
+            return Reply(hang_up=True)
+        if fake.spoil:
+            fake.spoil.clear()
+            restart(fake)
+        return Reply(hang_up=True)
+
+    fake.spoil = dict.fromkeys(PATHS, reply)
+
+
+def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right_weights(parts, fake):
+    expected = asyncio.run(batch(parts.engine))
+    fake.spoil[GENERATE] = lambda reply, number: down(fake, 0.3) or Reply(hang_up=True)
+    same(asyncio.run(outlive(parts, lambda: batch(parts.engine))), expected)
+    assert fake.weights.endswith("-3")
+    assert fake.probe is not None  # the next run can check its reload
+
+
+def test_a_restart_that_nobody_saw_is_found_before_the_batch_counts(parts, fake):
+    """Between two requests: no error, and half of the batch from the weights the server started with."""
+    expected, times = asyncio.run(batch(parts.engine)), []
+
+    async def unseen():
+        found = (await batch(parts.engine))[:2]
+        if not times:
+            restart(fake)
+        times.append(1)
+        return found + (await batch(parts.engine))[2:]
+
+    same(asyncio.run(outlive(parts, unseen)), expected)
+    assert len(times) == 2
+
+
+def test_a_server_restarted_while_the_learner_worked_gets_the_new_weights(parts, fake):
+    restart(fake)
+    parts.learner.version = 4
+    asyncio.run(outlive(parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)))
+    assert fake.weights.endswith("-4")
+    assert parts.engine.version == 4
+
+
+def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake):
+    down(fake, 60.0)
+    config = parts.config.rollout.engine.model_copy(update={"patience_s": 0.5})
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"engine": config})}
+    )
+    began = time.monotonic()
+    with pytest.raises(EngineLost, match=r"/generate, 2 times; got RemoteProtocolError.*--resume"):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+    assert 0.4 < time.monotonic() - began < 30
+
+
+def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
+    tries = []
+
+    async def work():
+        tries.append(1)
+        raise EngineLost("gone")
+
+    with pytest.raises(EngineLost, match="gone"):
+        asyncio.run(outlive(parts, work))
+    assert len(tries) == recover.TIMES + 1
+
+
+def test_one_that_comes_back_as_another_is_refused(parts, fake):
+    restart(fake)
+    fake.told = {"dtype": "bfloat16"}
+    with pytest.raises(TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+
+
+def test_no_request_of_a_failed_batch_goes_on():
+    """Or it would sample on while the engine is given its weights."""
+    ended = []
+
+    async def slow():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(1)
+
+    async def fails():
+        raise EngineLost("gone")
+
+    with pytest.raises(EngineLost):
+        asyncio.run(together([slow(), fails(), slow()]))
+    assert len(ended) == 2
+
+
+def test_patience_that_cannot_take_effect_is_refused():
+    engine = {"kind": "vllm-server", "patience_s": 9.0}
+    tree = {"out": "x", "steps": 9, "model": {"path": "m"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    with pytest.raises(UsageError, match=r"rollout.engine.patience_s: has no effect with rollout.max_staleness"):
+        resolve(tree | {"rollout": {"engine": engine, "max_staleness": 1}})
+    assert resolve(tree | {"rollout": {"engine": engine}}).rollout.engine.patience_s == 9.0
