@@ -241,8 +241,8 @@ class RolloutConfig(Frozen):
     def _patience_takes_effect(self) -> Self:
         if self.max_staleness is not None and getattr(self.engine, "patience_s", None):
             raise ValueError(
-                "rollout.engine.patience_s: has no effect with rollout.max_staleness, where a lost server ends the run; "
-                "leave it out (`onepolicy train --restarts N` resumes the run)"
+                "rollout.engine.patience_s: has no effect with rollout.max_staleness: there a lost server ends the "
+                "run; leave it out (`onepolicy train --restarts N` resumes the run)"
             )
         return self
 
