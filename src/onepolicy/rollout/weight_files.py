@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class WeightFiles:
                 index |= dict.fromkeys(shard, name)
             (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
             unfinished.rename(done)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise TrainingError(
                 f"rollout.engine.sync_dir: {self.folder} cannot hold the weights of version {version}: {error}; "
                 "choose a folder with more room"
