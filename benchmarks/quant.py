@@ -2,9 +2,11 @@
 
     python benchmarks/quant.py                                     # tiny and 196M parameters, three response lengths
     python benchmarks/quant.py --models tiny --lengths 16 64 --rounds 5 --formats int8 fp8
+    python benchmarks/quant.py --device cuda                       # and 1.3B parameters
 
 Formats are interleaved: every round samples the same prompts with each; the median of the ratios to bfloat16 of the
-same round counts. One thread is timed in CPU seconds, so that waiting for a core does not count.
+same round counts. On the CPU one thread is timed in CPU seconds, so that waiting for a core does not count; on a GPU
+its own events are, which wait for the host as sampling does.
 """
 
 from __future__ import annotations
@@ -19,13 +21,33 @@ from collections.abc import Callable
 import torch
 from engine import build_model
 from sync import big_model
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, QuantFormat
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Sampling
 
-MODELS = {"tiny": build_model, "big": big_model}
+
+def large_model() -> PreTrainedModel:
+    """1.3B parameters: 24 layers of 32 experts, 4 active."""
+    config = Qwen3MoeConfig(
+        vocab_size=32_768,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        intermediate_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+MODELS = {"tiny": build_model, "big": big_model, "large": large_model}
 FORMATS: dict[str, QuantFormat | None] = {
     "bfloat16": None,
     "int8": Int8(),
@@ -34,17 +56,19 @@ FORMATS: dict[str, QuantFormat | None] = {
     "fp8-weight": Fp8Weight(),
 }
 PROMPT = 26
+WARM_UP = 8  # tokens of a response
 
 
 def main() -> None:
     options = arguments()
-    torch.set_num_threads(1)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     print("| model | format | weights, MB | response | tokens/s | speed / bfloat16 [min, max] |\n|" + " --- |" * 6)
-    for name in options.models:
+    for name in options.models or (["tiny", "big"] if options.device == "cpu" else list(MODELS)):
         model = MODELS[name]()
         engines = {each: build(model, FORMATS[each], options) for each in ["bfloat16", *options.formats]}
         for length in options.lengths:
-            found = speeds(engines, options.batch, length, options.rounds)
+            found = speeds(engines, options.batch, length, options.rounds, options.device)
             for each, values in found.items():
                 ratios = [own / base for own, base in zip(values, found["bfloat16"], strict=True)]
                 speed = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
@@ -54,7 +78,10 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), help="default: what the device is large enough for"
+    )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS)[1:], choices=list(FORMATS)[1:])
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 256], help="tokens of a response")
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded together")
@@ -64,7 +91,8 @@ def arguments() -> argparse.Namespace:
 
 def build(model: PreTrainedModel, quant: QuantFormat | None, options: argparse.Namespace) -> HFEngine:
     config = HFEngineConfig(dtype="bfloat16", slots=options.batch)
-    return HFEngine(copy.deepcopy(model), config, record=True, max_len=PROMPT + max(options.lengths), quant=quant)
+    own = copy.deepcopy(model).to(options.device)
+    return HFEngine(own, config, record=True, max_len=PROMPT + max(WARM_UP, *options.lengths), quant=quant)
 
 
 def megabytes(engine: HFEngine) -> float:
@@ -73,18 +101,20 @@ def megabytes(engine: HFEngine) -> float:
     return sum(parameter.nbytes for parameter in engine.model.parameters()) / 1e6
 
 
-def speeds(engines: dict[str, HFEngine], batch: int, length: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of every round; one round before them warms up and calibrates."""
+def speeds(engines: dict[str, HFEngine], batch: int, length: int, rounds: int, device: str) -> dict[str, list[float]]:
+    """Tokens per second of every round; a short one before them warms up and calibrates."""
     vocabulary = next(iter(engines.values())).model.config.vocab_size
     prompts = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     found: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(rounds + 1):
+    clock = cuda_seconds if device == "cuda" else cpu_seconds
+    for engine in engines.values():
+        asyncio.run(sample(engine, prompts, WARM_UP))
+        if engine.quantised is not None and any(each.scale is None for each in engine.quantised.static.values()):
+            engine.quantised.calibrate()
+    for _ in range(rounds):
         for name, engine in engines.items():
-            seconds = timed(lambda engine=engine: asyncio.run(sample(engine, prompts, length)))
-            if number:
-                found[name].append(batch * length / seconds)
-            elif engine.quantised is not None and any(each.scale is None for each in engine.quantised.static.values()):
-                engine.quantised.calibrate()
+            seconds = clock(lambda engine=engine: asyncio.run(sample(engine, prompts, length)))
+            found[name].append(batch * length / seconds)
     return found
 
 
@@ -94,10 +124,20 @@ async def sample(engine: HFEngine, prompts: list[list[int]], length: int) -> Non
     await asyncio.gather(*requests)
 
 
-def timed(run: Callable[[], None]) -> float:
+def cpu_seconds(run: Callable[[], None]) -> float:
     start = time.process_time()
     run()
     return time.process_time() - start
+
+
+def cuda_seconds(run: Callable[[], None]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 if __name__ == "__main__":

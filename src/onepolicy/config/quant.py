@@ -17,7 +17,10 @@ class _Quant(Frozen):
 
 
 class Int8(_Quant):
-    """Weights and activations in int8, products summed in int32 (W8A8). Weights: one scale per output channel."""
+    """Weights and activations in int8, products summed in int32 (W8A8). Weights: one scale per output channel.
+
+    With vLLM the weights of experts only.
+    """
 
     format: Literal["int8"] = "int8"
     activations: Literal["dynamic", "static"] = "dynamic"

@@ -1,0 +1,74 @@
+"""What share of a training step a format of the rollout saves: a random MoE of 196M parameters, sampled and trained.
+
+    python benchmarks/quant_step.py --formats off int8 --steps 2
+
+Steps are the loop's own; formats go one after another. Seconds are those a clock on the wall shows, so the
+shares say more than the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from sync import big_model
+
+from onepolicy.config import resolve
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import alphabet
+from onepolicy.loop.setup import build_parts
+from onepolicy.loop.step import rl_step
+from onepolicy.train.policy import make_tokenizer
+
+TIMES = ("rollout", "score", "update", "sync", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["off", "int8"])
+    parser.add_argument("--steps", type=int, default=2, help="after one that warms up")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a response")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| rollout.quant | " + " | ".join(f"{name}, s" for name in TIMES) + " | sampling's share |\n|" + " --- |" * 7)
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder) / "model")
+        for quant in options.formats:
+            rows = steps_of(Path(folder), quant, options.steps, options.length)
+            found = [statistics.median(row[f"time/{name}"] for row in rows) for name in TIMES]
+            seconds = " | ".join(f"{each:.2f}" for each in found)
+            print(f"| {quant} | {seconds} | {found[0] / found[-1]:.0%} |", flush=True)
+
+
+def save(folder: Path) -> None:
+    tokenizer = make_tokenizer(alphabet(PolicyConfig().task))
+    model = big_model()  # of more tokens than the tokenizer knows: hardly any response ends early
+    model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def steps_of(folder: Path, quant: str, steps: int, length: int) -> list[dict[str, float]]:
+    """Metrics of each step but the first, which warms up."""
+    tree = {
+        "out": str(folder / "unused"),
+        "steps": steps + 1,
+        "model": {"path": str(folder / "model")},
+        "task": {"kind": "chain", "ops": 1},
+        "rollout": {"prompts_per_step": 4, "group_size": 8, "sampling": {"max_tokens": length}, "quant": quant},
+        "replay": {"mode": "r3"},
+        "correction": {"preset": "tis"},
+        "eval": {"every": 0},
+        "log": {"tensorboard": False, "report": False},
+        "train": {"threads": 1},
+    }
+    parts, _ = build_parts(resolve(tree, []))
+    return [asyncio.run(rl_step(parts, step, probe=False)).metrics for step in range(steps + 1)][1:]
+
+
+if __name__ == "__main__":
+    main()
