@@ -68,4 +68,4 @@ def rows(run):
 
 def timeless(row):
     """A metrics row without what depends on the clock."""
-    return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "async/")) and "per_second" not in k}

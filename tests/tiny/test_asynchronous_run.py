@@ -12,7 +12,7 @@ from test_resume import assert_same_run, finish, next_command, run_and_kill
 from onepolicy.cli import main
 from onepolicy.loop import run as loop
 
-OWN = ("staleness/", "async/", "mismatch/k3_staleness")
+OWN = ("staleness/", "mismatch/k3_staleness")
 
 
 def common(run):

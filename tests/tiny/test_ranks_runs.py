@@ -50,9 +50,11 @@ def children_of(pid):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("whom", ["rank", "driver"])
-def test_killed_in_the_middle_resumes_to_the_same_run(whom, recipe, tmp_path):
+@pytest.mark.parametrize(("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)])
+def test_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, tmp_path):
+    """In the asynchronous loop the learner computes in another thread than the one that a lost rank interrupts."""
     settings = ["steps=6", "checkpoint.every=1", "train.ranks=2", "eval.every=0", "train.device=cpu"]
+    settings += [f"rollout.max_staleness={staleness}"]
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings)
@@ -71,7 +73,9 @@ def test_killed_in_the_middle_resumes_to_the_same_run(whom, recipe, tmp_path):
     else:
         pytest.fail("the rank outlived its driver")
     assert main(["train", "--resume", str(out)]) == 0
-    assert list(map(timeless, rows(whole))) == list(map(timeless, rows(out)))
+    assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
+    if staleness != 1:  # else it is a matter of time which weights sampled what
+        assert list(map(timeless, rows(whole))) == list(map(timeless, rows(out)))
 
 
 @pytest.mark.slow

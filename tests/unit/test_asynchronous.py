@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.loop import asynchronous
+from onepolicy.loop import asynchronous, learner
 from onepolicy.loop.asynchronous import Ahead, staleness
 from onepolicy.loop.probe import per_staleness
 from onepolicy.loop.step import Rollouts
@@ -186,3 +186,16 @@ def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
         resolve(BASE, ["rollout.max_staleness=1", *settings])
     if "-1" not in settings[0]:
         resolve(BASE, ["rollout.max_staleness=0", *settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "threads"),
+    [([], None), (["rollout.max_staleness=2"], 3), (["rollout.max_staleness=2", "train.threads=5"], 5),
+     (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None), (["rollout.max_staleness=0"], None)],
+)  # fmt: skip
+def test_an_engine_and_a_trainer_that_compute_at_once_share_the_cores(settings, threads, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(learner.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(learner.torch, "set_num_threads", chosen.append)
+    learner.use_threads(resolve(BASE, settings))
+    assert chosen == ([] if threads is None else [threads])

@@ -134,5 +134,5 @@ def staleness(groups: list[Group], version: int) -> dict[str, float]:
         "staleness/mean": float(age.mean()),
         "staleness/max": float(age.max()),
         "staleness/tokens": float((age > 0).float().mean()),
-        "staleness/spanning": sum(bool((each != each[0]).any()) for each in samples) / len(samples),
+        "staleness/spanning": sum(len(each.unique()) > 1 for each in samples) / len(samples),
     }
