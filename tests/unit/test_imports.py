@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 
 # A folder may import itself and any folder of a lower rank; siblings (same rank) meet only in loop/.
 RANK = {
-    "cli": 8,
+    "cli": 9,
+    "cluster": 8,
     "loop": 7,
     "audit": 7,
     "plan": 7,
@@ -72,9 +73,10 @@ def test_math_needs_torch_only(path):
     assert not heavy
 
 
-def test_vllm_is_imported_in_its_folder_only():
-    users = {path.parent.name for path in FILES for module in imports(path) if module.split(".")[0] == "vllm"}
-    assert users == {"vllm"}
+@pytest.mark.parametrize(("package", "folder"), [("vllm", "vllm"), ("ray", "cluster")])
+def test_is_imported_in_one_folder_only(package, folder):
+    users = {path.parent.name for path in FILES for module in imports(path) if module.split(".")[0] == package}
+    assert users == {folder}
 
 
 def test_direction_test_sees_a_wrong_import(tmp_path):

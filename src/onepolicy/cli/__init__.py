@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
-from onepolicy.cli.common import EPILOG, command, prepare_process
+from onepolicy.cli.common import EPILOG, command, hosts_of, prepare_process
 from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
@@ -131,8 +131,8 @@ def run_train(arguments: argparse.Namespace) -> int:
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
-    with terminal_progress(config.steps) as progress:
-        summary = run.start(config, progress)
+    with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
+        summary = run.start(config, progress, hosts=hosts)
     return _show(summary)
 
 
@@ -157,23 +157,29 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _resume(path: Path, overrides: list[str]) -> int:
     changed: dict[str, int] = {}
+    placed: list[str] = []
     for override in overrides:
         name, _, value = override.partition("=")
+        if name.startswith("cluster."):
+            placed.append(override)
+            continue
         number = int(value) if value.isascii() and value.isdigit() else -1
         if name not in ("steps", "train.ranks") or number < (name == "steps"):
             raise UsageError(
-                f"--resume: only steps=N and train.ranks=N may change, not {override!r}; change settings with "
-                f"--from {path}"
+                f"--resume: only steps=N, train.ranks=N and cluster.* may change, not {override!r}; change settings "
+                f"with --from {path}"
             )
         changed[name] = number
     steps = changed.get("steps")
     config = read_config(path)
+    if placed:
+        config = resolve(config.model_dump(), placed)
     prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
-    with terminal_progress(steps or config.steps) as progress:
-        summary = run.resume(path, progress, steps, changed.get("train.ranks"))
+    with terminal_progress(steps or config.steps) as progress, hosts_of(config, progress) as hosts:
+        summary = run.resume(path, progress, steps, changed.get("train.ranks"), hosts, config.cluster)
     return _show(summary)
 
 
@@ -191,8 +197,8 @@ def _fork(source: Path, overrides: list[str]) -> int:
     if resolve(implied).correction == parent.correction:
         tree = implied  # it followed replay.mode in the parent, so it follows it in the fork
     config = resolve(tree, overrides)
-    with terminal_progress(config.steps, origin.step) as progress:
-        summary = run.start(config, progress, origin)
+    with terminal_progress(config.steps, origin.step) as progress, hosts_of(config, progress) as hosts:
+        summary = run.start(config, progress, origin, hosts)
     return _show(summary)
 
 

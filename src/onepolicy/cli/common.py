@@ -6,6 +6,15 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from onepolicy.config import RunConfig
+
+if TYPE_CHECKING:
+    from onepolicy.loop.hosts import Hosts
+    from onepolicy.loop.run import Progress
 
 EPILOG = """\
 settings:
@@ -43,3 +52,17 @@ def prepare_process(threads: int | None) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # ours are enough
+
+
+@contextmanager
+def hosts_of(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
+    """What starts the processes of a run."""
+    if config.cluster.kind == "local":
+        from onepolicy.loop.hosts import HERE
+
+        yield HERE
+        return
+    from onepolicy.cluster.start import opened
+
+    with opened(config, progress) as hosts:
+        yield hosts

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from onepolicy.config.asynchronous import check_asynchronous, overlaps
 from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.cluster import ClusterConfig, LocalCluster, RayCluster
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics, check_numerics, dependent_defaults
@@ -63,6 +64,8 @@ class RunConfig(Frozen):
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    cluster: ClusterConfig = LocalCluster()
+    """Without a kind: local."""
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -73,6 +76,8 @@ class RunConfig(Frozen):
         if not isinstance(data, dict):
             return data
         data = dependent_defaults(data)
+        if isinstance(cluster := data.get("cluster"), dict):
+            data = {**data, "cluster": {"kind": "local"} | cluster}
         replay = data.get("replay", {})
         if isinstance(replay, dict):
             replay = {"mode": "r3"} | replay
@@ -145,6 +150,7 @@ class RunConfig(Frozen):
         self._check_clips()
         self._check_anchor()
         self._check_ranks()
+        self._check_cluster()
         if self.train.autocast != "off" and self.model.dtype == "bfloat16":
             raise ValueError(
                 "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
@@ -228,10 +234,10 @@ class RunConfig(Frozen):
         """What cannot be on a learner of several processes."""
         if not self.train.ranks:
             return
-        if self.rollout.engine.kind == "vllm":
+        if self.rollout.engine.kind == "vllm" and self.cluster.kind == "local":
             raise ValueError(
                 "rollout.engine.kind: vllm has its own process groups in this process, which clash with those of "
-                "train.ranks; use vllm-server or hf"
+                "train.ranks; use vllm-server or hf, or cluster.kind = ray, which gives it a process of its own"
             )
         if self.numerics == ON_POLICY:
             raise ValueError(
@@ -241,4 +247,30 @@ class RunConfig(Frozen):
             raise ValueError(
                 "model.dtype: the shards of train.ranks are float32; set train.compute = bfloat16 instead, which "
                 "gathers them rounded"
+            )
+
+    def _check_cluster(self) -> None:
+        """What cannot be where Ray places the engine."""
+        cluster, engine = self.cluster, self.rollout.engine
+        if not isinstance(cluster, RayCluster):
+            return
+        if not isinstance(engine, HFEngineConfig | VLLMEngineConfig):
+            raise ValueError(
+                f"rollout.engine.kind: {engine.kind} is a server of its own, which cluster.kind = ray does not place; "
+                "use hf or vllm, or cluster.kind = local"
+            )
+        if self.rollout.quant is not None:
+            raise ValueError(
+                f"rollout.quant: {self.rollout.quant.format} is made in this process only, not in the replicas of "
+                "cluster.kind = ray; leave one out"
+            )
+        if ":" in self.train.device:
+            raise ValueError(
+                f"train.device: {self.train.device}, but with cluster.kind = ray it is Ray that says which device a "
+                "process gets; use auto, cpu or cuda"
+            )
+        if cluster.auth == "none" and cluster.address is None:
+            raise ValueError(
+                "cluster.auth: none has no effect without cluster.address, where Ray is started with a token; leave it "
+                "out"
             )

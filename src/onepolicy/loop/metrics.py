@@ -135,6 +135,8 @@ METRICS: dict[str, str] = {
     "staleness/spanning": "samples whose tokens were sampled by weights of more than one version [share]",
     "async/learner_busy": "of the step, time in which the learner scored or learned [share]",
     "async/sampler_busy": "of the step, time in which episodes were in play, of whatever step [share]",
+    "rollout/replica_restarts": "processes of rollout replicas that died and were started anew [times]",
+    "rollout/requests_repeated": "requests that a replica lost in a restart and was asked again [requests]",
     "quant/clipped": "activations beyond the calibrated scale of their layer (rollout.quant, static) [share]",
     "quant/drift_mean": "largest activation of the step over the calibrated one, mean over layers [1]",
     "quant/drift_max": "the same, largest of the layers [1]",

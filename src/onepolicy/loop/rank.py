@@ -22,22 +22,30 @@ FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
 
 
 def serve() -> int:
-    """A rank that is not the driver: join, then do what it is told until the run ends. Returns an exit code."""
+    """As `launch_here` or torchrun started this process. Returns an exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the driver decides
     place = Place.of_environment()
     assert place is not None
-    assert place.rank > 0
+    store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)
     try:
-        store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)
-        address, token = read_advertised(store.get(DRIVER).decode())
-        channel = connect(address, token, place.rank, JOIN_LIMIT)
-        _serve(place, store, channel)
+        serve_as(place, store, store.get(DRIVER).decode())
     except RankLost:
         return 1  # the driver has ended, and says why
+    return 0
+
+
+def serve_as(place: Place, store: dist.Store, driver: str) -> None:
+    """Join, then do what the driver says until the run ends. driver: where it listens (channel.advertised).
+
+    RankLost if it has gone, or this rank has told it of an error.
+    """
+    assert place.rank > 0
+    try:
+        address, token = read_advertised(driver)
+        _serve(place, store, connect(address, token, place.rank, JOIN_LIMIT))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 def _serve(place: Place, store: dist.Store, channel: Channel) -> None:

@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from onepolicy.train.sharded.wire import Message
 DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
 WHERE = "ONEPOLICY_RENDEZVOUS"  # environment variable: where ranks that were started here meet
 TORCHRUN = "env://"
+LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 PATIENCE = 5.0
 """Seconds a rank gets to end by itself."""
@@ -103,27 +105,44 @@ def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = F
     return resolve(tree)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The processes of the other ranks, on their way."""
+
+    place: Place  # of this process
+    store: dist.Store  # that all ranks share until they know each other
+    host: str  # where this process listens for them
+    tell: Callable[[str], None]  # them, where it listens and the token it wants (channel.advertised)
+    alive: Callable[[], None]  # RankLost if one of them will never come
+
+
+Launch = Callable[[RunConfig], AbstractContextManager[Launched]]
+
+
 @contextmanager
-def started(config: RunConfig) -> Iterator[Ranks | None]:
-    """The ranks of this run, which this process drives; None if train.ranks is 0. Ends them all on the way out."""
+def started(config: RunConfig, launch: Launch | None = None) -> Iterator[Ranks | None]:
+    """The ranks of this run, which this process drives; None if train.ranks is 0. Ends them all on the way out.
+
+    launch: what starts the other processes; None: `launch_here`.
+    """
     if not config.train.ranks:
         yield None
         return
-    place = Place.of_environment() or Place(0, config.train.ranks, 0, True)
-    limit, device = config.train.rank_timeout, place.device(config.train.device)
-    with _processes(place, config) as (where, children):
-        store = rendezvous(where, place, limit)
-        listener = _listen(place)
-        store.set(DRIVER, advertised(listener.address, listener.token))
+    limit = config.train.rank_timeout
+    with (launch or launch_here)(config) as launched:
+        place = launched.place
+        device = place.device(config.train.device)
+        listener = Listener(launched.host)
+        launched.tell(advertised(listener.address, listener.token))
         try:
-            channels = listener.accept(place.ranks, limit, lambda: _alive(children))
+            channels = listener.accept(place.ranks, limit, launched.alive)
         finally:
             listener.close()
         before = signal.signal(WAKE, signal.default_int_handler)
         team = Team(channels, limit=limit)
         try:
             team.tell_all(Message({"limit": limit, "device": config.train.device}))
-            yield Ranks(device, place.join(store, device, limit), team)
+            yield Ranks(device, place.join(launched.store, device, limit), team)
             team.tell_all(Message({"do": "stop"}))
         except KeyboardInterrupt:
             if team.gone is not None:  # it is what interrupted us
@@ -144,17 +163,19 @@ def rendezvous(where: str, place: Place, limit: float) -> dist.Store:
 
 
 @contextmanager
-def _processes(place: Place, config: RunConfig) -> Iterator[tuple[str, list[subprocess.Popen]]]:
-    """The other ranks' processes, and where they meet: started here, talking over the loopback and a private folder;
-    or by torchrun, which then also ends them."""
-    if Place.of_environment() is not None:
-        yield TORCHRUN, []
+def launch_here(config: RunConfig) -> Iterator[Launched]:
+    """Processes of this machine, talking over the loopback and a private folder; or those of torchrun, which then also
+    ends them."""
+    place, limit = Place.of_environment(), config.train.rank_timeout
+    if place is not None:
+        store = rendezvous(TORCHRUN, place, limit)
+        host = LOOPBACK if place.local else socket.gethostbyname(os.environ["MASTER_ADDR"])
+        yield Launched(place, store, host, partial(store.set, DRIVER), lambda: None)
         return
+    place = Place(0, config.train.ranks, 0, True)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // place.ranks)
-    before = os.environ.get(INTERFACE)
-    os.environ.setdefault(INTERFACE, _loopback())
     children: list[subprocess.Popen] = []
-    with tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
+    with over_loopback(), tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
         where = f"file://{folder}/store"
         shared = {"WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads, WHERE: where}
         try:
@@ -163,21 +184,28 @@ def _processes(place: Place, config: RunConfig) -> Iterator[tuple[str, list[subp
                 children.append(
                     subprocess.Popen([sys.executable, "-m", "onepolicy.cli", "train"], env={**os.environ, **own})
                 )
-            yield where, children
+            store = rendezvous(where, place, limit)
+            yield Launched(place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children))
         finally:
-            if before is None:
-                del os.environ[INTERFACE]
             _end(children)
 
 
-def _loopback() -> str:
+@contextmanager
+def over_loopback() -> Iterator[None]:
+    """Gloo of this process, and of those it starts, talks over the loopback unless told otherwise."""
+    before = os.environ.get(INTERFACE)
+    os.environ.setdefault(INTERFACE, loopback())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[INTERFACE]
+
+
+def loopback() -> str:
+    """Name of its interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
-
-
-def _listen(place: Place) -> Listener:
-    """On this machine's loopback unless ranks are on others, then where torchrun says that this machine is reached."""
-    return Listener("127.0.0.1" if place.local else socket.gethostbyname(os.environ["MASTER_ADDR"]))
 
 
 def _alive(children: list[subprocess.Popen]) -> None:

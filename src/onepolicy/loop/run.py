@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
+from onepolicy.config.cluster import ClusterConfig
 from onepolicy.config.stored import read_config
 from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
@@ -23,6 +24,7 @@ from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.folder import START, Json, Origin
+from onepolicy.loop.hosts import HERE, Hosts
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
 from onepolicy.loop.recover import outlive
@@ -45,8 +47,8 @@ class Progress:
     def note(self, text: str) -> None: ...
 
 
-def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json:
-    """A new run (or a fork, which starts at a parent's checkpoint). Returns the summary."""
+def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE) -> Json:
+    """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
     if isinstance(config.task, PromptsTask):
         raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
     config = ranks.effective(config)
@@ -59,8 +61,8 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
     tokens, turns = config.longest
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
-    with ranks.started(config) as others:
-        parts, tokenizer = setup.build_parts(config, origin.weights, others)
+    with ranks.started(config, hosts.launch) as others:
+        parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
         sizes = getattr(parts.engine, "sizes", None)
         if sizes is not None:
             progress.note(sizes.words())
@@ -69,13 +71,23 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START) -> Json
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
 
-def resume(run: Path, progress: Progress, steps: int | None = None, count: int | None = None) -> Json:
+def resume(
+    run: Path,
+    progress: Progress,
+    steps: int | None = None,
+    count: int | None = None,
+    hosts: Hosts = HERE,
+    cluster: ClusterConfig | None = None,
+) -> Json:
     """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
 
-    steps: to train on to. count: another number of ranks. A run that was killed between its last step and its summary
-    gets its summary and report.
+    steps: to train on to. count: another number of ranks. hosts, cluster: other ones. A run that was killed between its
+    last step and its summary gets its summary and report.
     """
-    config = ranks.effective(read_config(run), count, resuming=True)
+    config = read_config(run)
+    if cluster is not None:
+        config = config.model_copy(update={"cluster": cluster})
+    config = ranks.effective(config, count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with folder.held(run):
@@ -84,8 +96,8 @@ def resume(run: Path, progress: Progress, steps: int | None = None, count: int |
             raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
         if origin.step == config.steps:
             return _finish(config, run, origin)
-        with ranks.started(config) as others:
-            parts, tokenizer = setup.build_parts(config, origin.weights, others)
+        with ranks.started(config, hosts.launch) as others:
+            parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
             with folder.writing(run):
                 folder.write_config(run, config)
             progress.note(f"resuming {run} after step {origin.step}")

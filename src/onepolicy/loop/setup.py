@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from onepolicy.models.quant.install import check_kernels
 from onepolicy.replay.checks import RouteRules, preflight, refuse_router_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.engine import DTYPES, HFEngine, quantise_policy
+from onepolicy.rollout.replicas import Replicas
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.rollout.vllm import quant as vllm_quant
@@ -53,6 +55,9 @@ from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.sync.check import adopt
 from onepolicy.train.learner import LocalLearner
+
+BuildEngine = Callable[..., RolloutEngine]
+"""With the arguments of `build_engine`."""
 
 
 def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
@@ -91,14 +96,20 @@ class Pair:
 
 
 def build_parts(
-    config: RunConfig, weights: Path | None = None, ranks: Ranks | None = None
+    config: RunConfig,
+    weights: Path | None = None,
+    ranks: Ranks | None = None,
+    engine_builder: BuildEngine | None = None,
 ) -> tuple[Parts, PreTrainedTokenizerBase]:
-    """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner."""
+    """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner.
+
+    engine_builder: of the engine that samples; None: `build_engine`.
+    """
     _check_extras(config)
     model = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
     refuse_unreplayable(config, model)
     environment, tokenizer, max_len = open_environment(config, model)
-    pair = build_pair(config, model, max_len, ranks)
+    pair = build_pair(config, model, max_len, ranks, engine_builder)
     reprefill = None
     if from_reprefill(config):
         second = load_copy(model, config.rollout, pair.learner.device)
@@ -127,8 +138,17 @@ def build_unquantised(config: RunConfig, model: ModelConfig, device: torch.devic
     return build_engine(model, own, device, routes=None, max_len=max_len)
 
 
-def build_pair(config: RunConfig, model: ModelConfig, max_len: int, ranks: Ranks | None = None) -> Pair:
+def build_pair(
+    config: RunConfig,
+    model: ModelConfig,
+    max_len: int,
+    ranks: Ranks | None = None,
+    engine_builder: BuildEngine | None = None,
+) -> Pair:
     """Both with the weights of `model`, its reference and critic too."""
+    engine_builder = engine_builder or build_engine
+    if config.cluster.kind == "ray" and engine_builder is build_engine:
+        raise UsageError("cluster.kind: ray, but only `onepolicy train` places processes; give cluster.kind=local here")
     if config.train.ranks and ranks is None:
         raise UsageError(
             f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
@@ -137,7 +157,7 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int, ranks: Ranks
     refuse_quant(config)
     learner = build_learner(config, model, ranks)
     rules = route_rules(config, learner.routers) if learner.routers else None
-    engine = build_engine(
+    engine = engine_builder(
         model,
         config.rollout.engine,
         learner.device,
@@ -148,7 +168,8 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int, ranks: Ranks
         quant=config.rollout.quant,
     )
     if config.numerics == ON_POLICY:
-        assert isinstance(engine, HFEngine)
+        assert isinstance(engine, HFEngine | Replicas)
+        assert engine.contract is not None
         agree(engine.contract, learner.contract)
     return Pair(config, engine, learner, rules)
 

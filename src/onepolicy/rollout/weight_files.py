@@ -8,10 +8,10 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -96,3 +96,14 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder that `WeightFiles` wrote, one at a time."""
+    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text())["weight_map"]
+    for name in sorted(set(index.values())):
+        if Path(name).name != name:
+            raise TrainingError(f"{folder}/{INDEX}: {name!r} is not a file of this folder")
+        with safe_open(Path(folder) / name, framework="pt") as shard:
+            for tensor in shard.keys():  # noqa: SIM118 - it is no dict
+                yield tensor, shard.get_tensor(tensor)

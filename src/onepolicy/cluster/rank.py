@@ -1,0 +1,34 @@
+"""A learner rank's process under Ray."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+
+from onepolicy.cluster.about import about
+
+
+class RankProcess:
+    """A Ray actor. It is never restarted: its shards would be gone, and the run goes on from a checkpoint."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """environment: variables to be set before torch is imported."""
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.update(environment)
+
+    def about(self) -> str:
+        return about()
+
+    def serve(self, rank: int, ranks: int, store: tuple[str, int], driver: str) -> None:
+        """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
+        token it wants (channel.advertised)."""
+        import torch.distributed as dist
+
+        from onepolicy.loop.rank import JOIN_LIMIT, serve_as
+        from onepolicy.loop.ranks import Place
+        from onepolicy.train.sharded.channel import RankLost
+
+        met = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=JOIN_LIMIT))
+        with suppress(RankLost):  # the driver knows, and says why
+            serve_as(Place(rank, ranks, 0, False), met, driver)

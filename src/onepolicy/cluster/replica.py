@@ -1,0 +1,120 @@
+"""What a rollout replica's process does: an engine of its own, asked in messages.
+
+Imported by every worker before its settings are known, so torch and the engines are imported when an engine is built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from onepolicy.cluster.about import about
+
+if TYPE_CHECKING:
+    from onepolicy.cluster.wire import Request
+    from onepolicy.interfaces import RolloutEngine
+    from onepolicy.types import Completion
+
+
+class NotBuilt(Exception):
+    """This process was restarted, and has no engine yet."""
+
+
+class ReplicaProcess:
+    """A Ray actor. Ray starts it anew when its process dies; it then knows nothing, and is built again."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._engine: RolloutEngine | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._done: dict[int, Completion | BaseException] = {}
+        self._some = asyncio.Event()
+
+    async def about(self) -> str:
+        return about()
+
+    async def build(self, text: str) -> str:
+        """With the model's own weights. Asked again, it keeps its engine and drops what it was doing."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+        self._done.clear()
+        if self._engine is None:
+            self._engine = build_engine(json.loads(text))
+        contract = getattr(self._engine, "contract", None)
+        parts = {"caps": self._engine.caps, "contract": contract}
+        return json.dumps({name: None if part is None else dataclasses.asdict(part) for name, part in parts.items()})
+
+    async def submit(self, data: bytes) -> None:
+        """Requests that meet in one message start together, in their order."""
+        from onepolicy.cluster.wire import decode_requests
+
+        engine = self._built
+        for number, request in decode_requests(data).items():
+            task = asyncio.create_task(self._run(engine, number, request))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def collect(self, limit: float) -> bytes:
+        """All answers there are, as soon as there is one, but after `limit` seconds at the latest."""
+        from onepolicy.cluster.wire import encode_answers
+
+        _ = self._built
+        if not self._done:
+            self._some.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    await self._some.wait()
+        answers, self._done = self._done, {}
+        return encode_answers(answers)
+
+    async def load(self, folder: str, version: int) -> int:
+        """Returns the version it holds afterwards."""
+        from onepolicy.rollout.weight_files import read_weights
+
+        await self._built.load_weights(read_weights(folder), version)
+        return self._built.version
+
+    async def reset_cache(self) -> None:
+        await self._built.reset_cache()
+
+    @property
+    def _built(self) -> RolloutEngine:
+        if self._engine is None:
+            raise NotBuilt
+        return self._engine
+
+    async def _run(self, engine: RolloutEngine, number: int, request: Request) -> None:
+        asked = engine.generate(request.prompt_ids.tolist(), request.sampling, seed=request.seed)
+        (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        self._done[number] = answer
+        self._some.set()
+
+
+def build_engine(settings: dict[str, Any]) -> RolloutEngine:
+    """settings: what cluster.hosts sends, from JSON."""
+    import torch
+    from pydantic import TypeAdapter
+
+    from onepolicy.config import EngineConfig, ModelConfig
+    from onepolicy.loop import setup
+    from onepolicy.models.load import device_of
+    from onepolicy.replay.checks import RouteRules
+
+    torch.set_num_threads(settings["threads"])
+    routes = settings["routes"]
+    return setup.build_engine(
+        ModelConfig.model_validate(settings["model"]),
+        TypeAdapter(EngineConfig).validate_python(settings["engine"]),
+        device_of("cuda" if settings["cuda"] else "cpu"),
+        routes=None if routes is None else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
+        max_len=settings["max_len"],
+        weights=settings["weights"],
+        numerics=settings["numerics"],
+    )

@@ -1,0 +1,120 @@
+"""Ray, for as long as a run lasts: connected to or started, with room for all processes of the run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.cluster import RayCluster
+
+if TYPE_CHECKING:
+    from onepolicy.loop.hosts import Hosts
+    from onepolicy.loop.run import Progress
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or it warns of what it will not do one day
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's switch for "this machine only": its processes then listen on the loopback."""
+OBJECTS = 2**30
+"""Bytes of shared memory for messages, of a Ray that is started here."""
+
+
+@contextmanager
+def opened(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
+    """Ray with the room that the run needs; its processes end with it. UsageError if there is no Ray, or no room."""
+    cluster = config.cluster
+    assert isinstance(cluster, RayCluster)
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("cluster.kind: ray is not installed; pip install 'onepolicy[ray]'")
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise UsageError("cluster.kind: ray starts the learner's ranks itself; start this without torchrun")
+    with _connected(cluster):
+        from onepolicy.cluster.hosts import hosts_of
+
+        with hosts_of(config, cluster, progress) as hosts:
+            yield hosts
+
+
+@contextmanager
+def _connected(cluster: RayCluster) -> Iterator[None]:
+    """Environment first: Ray reads some of it when it is imported."""
+    own = cluster.address is None
+    wanted = QUIET | (_protected() if own else {}) | (ON_LOOPBACK if own else {})
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+    if cluster.address is not None:
+        check_address(cluster.address, cluster.auth)
+    import ray
+    from ray.exceptions import RaySystemError
+
+    limits: dict[str, Any] = {} if cluster.address else {"num_cpus": _cpus(cluster), "object_store_memory": OBJECTS}
+    try:
+        ray.init(
+            address=cluster.address or "local",
+            include_dashboard=None if cluster.address else False,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+            **limits,
+        )
+    except (ConnectionError, RuntimeError, RaySystemError, ValueError) as error:
+        where = f"no Ray at {cluster.address}" if cluster.address else "Ray does not start"
+        raise UsageError(f"cluster.address: {where}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_address(address: str, auth: str) -> None:
+    """UsageError for what is no address of a Ray, or one that everybody can command."""
+    host, colon, port = address.rpartition(":")
+    if (address != "auto" and not (colon and host and port.isdecimal())) or "://" in address:
+        raise UsageError(
+            f"cluster.address: {address!r} is not host:port of a running Ray, nor auto; this machine must be "
+            "one of its nodes (`ray start --address=...`)"
+        )
+    if auth == "token" and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise UsageError(
+            "cluster.auth: a Ray without token authentication runs code for everybody who reaches its ports; start it "
+            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file> on all nodes and set both here, or set "
+            "cluster.auth=none"
+        )
+
+
+@cache  # Ray reads the token once in a process
+def _token_file() -> str:
+    """In a private folder that goes when this process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="onepolicy-ray-")
+    _KEPT.append(folder)
+    path = Path(folder.name) / "token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return str(path)
+
+
+_KEPT: list[tempfile.TemporaryDirectory] = []
+
+
+def _protected() -> dict[str, str]:
+    """What makes Ray ask every connection for a token."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return {"RAY_AUTH_MODE": "token"}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": _token_file()}
+
+
+def _cpus(cluster: RayCluster) -> int:
+    """CPUs are what Ray counts, not what it binds to: on one's own machine everything that is asked for fits."""
+    return max(os.cpu_count() or 1, 1 + cluster.replicas * cluster.cpus_per_replica)

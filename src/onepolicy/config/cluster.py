@@ -1,0 +1,47 @@
+"""Where the processes of a run live: on this machine, or where Ray places them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from onepolicy.config.base import Frozen
+
+
+class LocalCluster(Frozen):
+    """This machine: engine and learner in this process, other ranks started by it or by torchrun."""
+
+    kind: Literal["local"] = "local"
+
+
+class RayCluster(Frozen):
+    """Ray places rollout replicas and learner ranks and restarts replicas. The loop itself stays in this process."""
+
+    kind: Literal["ray"] = "ray"
+    address: str | None = None
+    """host:port of a running Ray, or auto: the one that this machine is a node of. Unset: one is started on this
+    machine for the run, reachable from this machine only."""
+    auth: Literal["token", "none"] = "token"
+    """none: the Ray at `address` was started without token authentication, so who reaches its ports can run code."""
+    replicas: PositiveInt = 1
+    """Rollout engines, each in a process of its own."""
+    cpus_per_replica: PositiveInt = 1
+    """CPUs that Ray reserves for a replica, and threads it computes with."""
+    gpus_per_replica: float | None = Field(None, ge=0)
+    """GPUs that Ray reserves for a replica; a part of one shares it. Unset: 1 if train.device is CUDA, else 0."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Replicas and ranks on as few nodes as possible, or on as many."""
+    shared_dir: str | None = None
+    """Folder that all nodes see, for a step's weights; unset: this machine's temporary folder."""
+    start_timeout: PositiveFloat = 300.0
+    """Seconds that Ray gets to find room for all processes, and a replica to load its model."""
+    reply_timeout: PositiveFloat = 300.0
+    """Seconds after which a replica that says nothing is killed; a busy one answers between two steps of its engine."""
+    restarts: int = Field(3, ge=0)
+    """Of each replica, by Ray. Afterwards the other replicas take over; the run ends when none is left."""
+    restart_timeout: PositiveFloat = 600.0
+    """Seconds that a restart may take, model and weights included, before the replica counts as lost."""
+
+
+ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="kind")]

@@ -1,0 +1,158 @@
+"""`Replicas`: one RolloutEngine made of several of a kind, which share the requests and all follow the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from onepolicy.config import TrainingError
+from onepolicy.interfaces import EngineCaps, Metered, Weights
+from onepolicy.invariant.contract import Contract
+from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.types import Completion, Sampling
+
+LOG = logging.getLogger(__name__)
+
+
+class EngineLost(TrainingError):
+    """This engine will not answer any more; another one may be asked."""
+
+
+class Replica(Protocol):
+    """A RolloutEngine that takes weights over from a folder."""
+
+    name: str
+    caps: EngineCaps
+    version: int
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion: ...
+
+    async def reset_cache(self) -> None: ...
+
+    async def load_folder(self, path: str | None, version: int) -> None:
+        """Tensors under transformers' names in memory, in safetensors files; None: those it was started with."""
+        ...
+
+
+class Replicas:
+    """A request's engine is a function of the first prompt of its episode: siblings and later turns find their prefixes
+    in one cache, and a repeated run asks the same engines. An engine that is lost leaves its requests to the others."""
+
+    def __init__(self, engines: Sequence[Replica], files: WeightFiles, *, contract: Contract | None = None) -> None:
+        """files: where the weights are written, once for all engines. contract: of each of them (on-policy)."""
+        assert engines
+        self.version, self.contract = 0, contract
+        self.caps = common_caps([engine.caps for engine in engines])
+        self._living = list(engines)
+        self._files = files
+        self._roots = Roots()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the engines that are left."""
+        return [engine.name for engine in self._living]
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+        """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
+        asked, root = self.version, self._roots.of(prompt_ids)
+        while True:
+            engine = chosen(self._living, root)
+            try:
+                completion = await engine.generate(prompt_ids, sampling, seed=seed)
+            except EngineLost as error:
+                self._remove(engine, error)
+                continue
+            found = completion.version
+            if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self.version:
+                raise TrainingError(
+                    f"{engine.name} answered a request of weight version {asked} with tokens of versions "
+                    f"{int(found.min())} to {int(found.max())}, while the newest is {self.version}"
+                )
+            return completion
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        folder = str(self._files.write(weights, version))
+        self.version = -1
+
+        async def load(engine: Replica) -> None:
+            await engine.load_folder(folder, version)
+            if engine.version != version:
+                raise TrainingError(f"{engine.name} holds weight version {engine.version} after loading {version}")
+
+        await self._on_all(load)
+        self._roots.clear()
+        self.version = version
+
+    async def reset_cache(self) -> None:
+        self._roots.clear()
+        await self._on_all(lambda engine: engine.reset_cache())
+
+    def take_metrics(self) -> dict[str, float]:
+        """Sums over the engines."""
+        total: Counter[str] = Counter()
+        for engine in self._living:
+            if isinstance(engine, Metered):
+                total.update(engine.take_metrics())
+        return dict(total)
+
+    async def _on_all(self, act: Callable[[Replica], Awaitable[None]]) -> None:
+        """At once; an engine that is lost meanwhile is left out."""
+        engines = list(self._living)
+        results = await asyncio.gather(*(act(engine) for engine in engines), return_exceptions=True)
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, EngineLost):
+                self._remove(engine, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _remove(self, engine: Replica, error: EngineLost) -> None:
+        """TrainingError if it was the last one."""
+        if engine in self._living:
+            self._living.remove(engine)
+            LOG.warning("%s; %d replicas are left", error, len(self._living))
+        if not self._living:
+            raise TrainingError(f"no rollout replica is left: {error}; `--resume` continues after the last checkpoint")
+
+
+class Roots:
+    """First prompts of the episodes since the caches were last emptied."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+        self._lengths: set[int] = set()
+
+    def of(self, prompt_ids: Sequence[int]) -> bytes:
+        """The shortest known prompt that this one begins with, as bytes; itself if there is none."""
+        whole = np.asarray(prompt_ids, dtype=np.int64).tobytes()
+        for length in sorted(self._lengths):
+            if length <= len(whole) and whole[:length] in self._known:
+                return whole[:length]
+        self._known.add(whole)
+        self._lengths.add(len(whole))
+        return whole
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._lengths.clear()
+
+
+def chosen(engines: Sequence[Replica], root: bytes) -> Replica:
+    """Rendezvous hashing: what another engine's end moves are only its own requests."""
+    return max(engines, key=lambda engine: hashlib.blake2b(root + engine.name.encode(), digest_size=8).digest())
+
+
+def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
+    """What all of them can do."""
+    return EngineCaps(
+        routing=all(each.routing for each in caps),
+        max_len=min(each.max_len for each in caps),
+        routing_weights=all(each.routing_weights for each in caps),
+        top_logprobs=min(each.top_logprobs for each in caps),
+        seeded=all(each.seeded for each in caps),
+    )

@@ -1,0 +1,144 @@
+"""Several engines as one: who is asked, what happens when one is lost, and that none answers with old weights."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.config import TrainingError
+from onepolicy.interfaces import EngineCaps
+from onepolicy.rollout.replicas import EngineLost, Replicas, Roots, chosen, common_caps
+from onepolicy.rollout.weight_files import WeightFiles, read_weights
+from onepolicy.types import Completion, Sampling
+
+GREEDY = Sampling(0.0, 4)
+
+
+class Engine:
+    """Its completion is its prompt's last token, under the version it holds."""
+
+    def __init__(self, name, *, lost_after=None, stale=False, seeded=True, max_len=8):
+        self.name, self.version, self.asked, self.loaded = name, 0, [], []
+        self.caps = EngineCaps(True, max_len, seeded=seeded)
+        self.lost_after, self.stale = lost_after, stale
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        await asyncio.sleep(0)
+        if self.lost_after is not None and len(self.asked) >= self.lost_after:
+            raise EngineLost(f"{self.name} is gone")
+        self.asked.append((tuple(prompt_ids), seed))
+        tokens = torch.tensor([prompt_ids[-1]], dtype=torch.int32)
+        return Completion(tokens, torch.zeros(1), torch.full_like(tokens, self.version - self.stale), "stop")
+
+    async def load_folder(self, path, version):
+        if self.lost_after is not None and len(self.asked) >= self.lost_after:
+            raise EngineLost(f"{self.name} is gone")
+        self.loaded.append(dict(read_weights(path)))
+        self.version = version
+
+    async def reset_cache(self):
+        pass
+
+
+def replicas(tmp_path, *engines):
+    return Replicas(engines, WeightFiles(str(tmp_path)))
+
+
+def play(engine, prompts):
+    async def all_of():
+        return await asyncio.gather(*(engine.generate(p, GREEDY, seed=i) for i, p in enumerate(prompts)))
+
+    return asyncio.run(all_of())
+
+
+def test_siblings_and_later_turns_ask_one_engine_and_a_repeated_run_the_same_ones(tmp_path):
+    prompts = [[problem, 50, 51] for problem in range(32) for _ in range(2)]
+    turns = [[*p, 7, 8] for p in prompts]
+    seen = []
+    for _ in range(2):
+        engines = [Engine(f"replica {i}") for i in range(3)]
+        play(replicas(tmp_path, *engines), prompts + turns)
+        of = {path: engine.name for engine in engines for path, _ in engine.asked}
+        assert len([1 for engine in engines for _ in engine.asked]) == 128
+        for problem in range(32):
+            assert of[problem, 50, 51] == of[problem, 50, 51, 7, 8]
+        assert set(of.values()) == {engine.name for engine in engines}
+        seen.append(of)
+    assert seen[0] == seen[1]
+
+
+@given(st.binary(min_size=8, max_size=64), st.integers(2, 6), st.data())
+def test_what_a_lost_engine_leaves_moves_and_nothing_else(root, count, data):
+    engines = [Engine(f"replica {i}") for i in range(count)]
+    lost = data.draw(st.sampled_from(engines))
+    first = chosen(engines, root)
+    then = chosen([engine for engine in engines if engine is not lost], root)
+    assert then is first or first is lost
+
+
+def test_requests_of_a_lost_engine_are_asked_again_with_their_seeds(tmp_path, caplog):
+    engines = [Engine("replica 0"), Engine("replica 1", lost_after=3)]
+    prompts = [[problem, 9] for problem in range(40)]
+    together = replicas(tmp_path, *engines)
+    done = play(together, prompts)
+    assert [c.token_ids.tolist() for c in done] == [[9]] * 40
+    asked = engines[0].asked + engines[1].asked
+    assert sorted(asked) == sorted((tuple(p), i) for i, p in enumerate(prompts))  # each once, none twice
+    assert len(engines[1].asked) == 3
+    assert together.names == ["replica 0"]
+    assert "1 replicas are left" in caplog.text
+
+
+def test_the_last_engine_lost_ends_the_run(tmp_path):
+    with pytest.raises(TrainingError, match="no rollout replica is left: replica 0 is gone; `--resume`"):
+        play(replicas(tmp_path, Engine("replica 0", lost_after=0)), [[1]])
+
+
+def test_weights_reach_all_and_an_engine_lost_meanwhile_is_left_out(tmp_path):
+    engines = [Engine("replica 0"), Engine("replica 1"), Engine("replica 2", lost_after=0)]
+    together = replicas(tmp_path, *engines)
+    weights = {"a": torch.arange(3.0), "b.c": torch.ones(2, 2)}
+    asyncio.run(together.load_weights(iter(weights.items()), 5))
+    assert together.version == 5
+    assert together.names == ["replica 0", "replica 1"]
+    for engine in engines[:2]:
+        (loaded,) = engine.loaded
+        assert loaded.keys() == weights.keys()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_an_answer_of_old_weights_is_an_error(tmp_path):
+    together = replicas(tmp_path, Engine("replica 0", stale=True))
+    with pytest.raises(TrainingError, match="answered a request of weight version 0 with tokens of versions -1"):
+        play(together, [[1]])
+
+
+def test_an_engine_that_keeps_old_weights_is_an_error(tmp_path):
+    class Keeps(Engine):
+        async def load_folder(self, path, version):
+            pass
+
+    with pytest.raises(TrainingError, match="replica 0 holds weight version 0 after loading 3"):
+        asyncio.run(replicas(tmp_path, Keeps("replica 0")).load_weights(iter([("a", torch.ones(1))]), 3))
+
+
+def test_caps_are_those_that_all_have():
+    caps = common_caps([EngineCaps(True, 8, True, 5), EngineCaps(False, 4, True, 3, seeded=False)])
+    assert caps == EngineCaps(False, 4, True, 3, seeded=False)
+
+
+def test_roots_are_forgotten_with_the_caches():
+    roots = Roots()
+    first = roots.of([1, 2])
+    assert roots.of([1, 2, 3]) == first
+    assert roots.of([1, 3]) != first
+    roots.clear()
+    assert roots.of([1, 2, 3]) != first
+
+
+def test_a_weight_file_outside_its_folder_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    with pytest.raises(TrainingError, match="is not a file of this folder"):
+        list(read_weights(str(tmp_path)))
