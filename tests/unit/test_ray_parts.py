@@ -19,7 +19,7 @@ from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # no
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.invariant.contract import Contract  # noqa: E402
-from onepolicy.rollout.replicas import EngineLost  # noqa: E402
+from onepolicy.rollout.http import EngineLost  # noqa: E402
 from onepolicy.rollout.weight_files import WeightFiles  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.replicas import EngineLost, Replicas, Roots, chosen, common_caps
+from onepolicy.rollout.http import EngineLost
+from onepolicy.rollout.replicas import Replicas, Roots, chosen, common_caps
 from onepolicy.rollout.weight_files import WeightFiles, read_weights
 from onepolicy.types import Completion, Sampling
 

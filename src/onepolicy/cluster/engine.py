@@ -21,7 +21,7 @@ from onepolicy.cluster.wire import Request, decode_answers, encode_requests
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.replicas import EngineLost
+from onepolicy.rollout.http import EngineLost
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)

@@ -14,14 +14,11 @@ import numpy as np
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps, Metered, Weights
 from onepolicy.invariant.contract import Contract
+from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
-
-
-class EngineLost(TrainingError):
-    """This engine will not answer any more; another one may be asked."""
 
 
 class Replica(Protocol):
