@@ -27,6 +27,12 @@ def shared(folders):
     return open_engine(folders[0])
 
 
+@pytest.fixture(scope="session")
+def fresh(folders):
+    """Engines that loaded the first and the second checkpoint at their start and never others."""
+    return [open_engine(folder) for folder in folders]
+
+
 @pytest.fixture
 def engine(shared, models):
     """The session's engine, holding the first checkpoint and nothing cached."""

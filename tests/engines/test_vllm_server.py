@@ -11,13 +11,33 @@ import time
 
 import pytest
 import torch
-from vllm_support import BLOCK, CONFIG, MAX_LEN, VOCAB, FakeLearner, open_engine, play, prompts, ragged, rules_of, stock
+from safetensors.torch import load_file, save_file
+from vllm_support import (
+    BLOCK,
+    CONFIG,
+    MAX_LEN,
+    VOCAB,
+    FakeLearner,
+    alone,
+    cached_requests,
+    followed,
+    play,
+    prompts,
+    ragged,
+    rules_of,
+    same,
+    stock,
+)
 
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.vllm import handover
+from onepolicy.rollout.vllm import server as served
+from onepolicy.sync import broadcast as module
+from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.check import checked_push
 from onepolicy.types import Sampling
 
@@ -79,18 +99,6 @@ def remote(server, folders):
     return connect(server, folders[0])
 
 
-def same(ours, theirs):
-    """Bit for bit."""
-    assert torch.equal(ours.token_ids, theirs.token_ids)
-    assert torch.equal(ours.logp, theirs.logp)
-    assert torch.equal(ours.routing.ids, theirs.routing.ids)
-
-
-def alone(engine, requests):
-    """One request at a time: what else is in the batch moves the last bits."""
-    return [play(engine, [request])[0] for request in requests]
-
-
 def test_served_at_its_start_as_in_this_process(remote, engine):
     """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
@@ -125,27 +133,97 @@ def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
     assert min(agreeing) > 0.97
 
 
-def test_synced_server_equals_a_fresh_engine_of_the_saved_checkpoint(remote, models, folders):
-    requests = ragged(prompts(4))
-    before = alone(remote, requests)
-    for version in (1, 2):  # the second reload starts from packed experts of the first
-        asyncio.run(remote.load_weights(models[1].state_dict().items(), version))
-    fresh = open_engine(folders[1])
-    for ours, theirs, old in zip(alone(remote, requests), alone(fresh, requests), before, strict=True):
-        same(ours, theirs)
-        assert not torch.equal(ours.logp, old.logp)
-        assert (ours.version == 2).all()
-        assert {span.version for span in ours.routing.spans} == {2}
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(server, folders, models, fresh, sync):
+    """Also where the one before left packed experts and cached prefixes."""
+    remote, requests = connect(server, folders[0], sync=sync), cached_requests()
+    for version, index in enumerate((1, 1, 0, 1), start=1):
+        asyncio.run(remote.load_weights(models[index].state_dict().items(), version))
+        followed(remote, fresh, index, version, requests)
+
+
+class FlipsAByte:
+    """Of the fourth bucket, after its checksum was computed: some layers are loaded before it."""
+
+    def __init__(self, original):
+        self.original, self.buckets = original, 0
+
+    def __call__(self, tensors, **where):
+        flat = self.original(tensors, **where).clone()
+        self.buckets += 1
+        if self.buckets == 4:
+            flat[0] ^= 1
+        return flat
+
+
+class SendsAnOldVersion(Sender):
+    def send(self, weights, version):
+        return super().send(weights, version - 1)
+
+
+def rewritten(change, original=handover.written):
+    """`change` is made to the files of a step before the server reads them."""
+
+    def written(*args):
+        folder, sums = original(*args)
+        path = next(folder.glob("*.safetensors"))
+        tensors = load_file(path)
+        change(tensors, next(name for name in tensors if "experts.7" in name))
+        save_file(tensors, path)
+        return folder, sums
+
+    return written
+
+
+def flip(tensors, name):
+    tensors[name].view(torch.uint8)[0, 3] ^= 1
+
+
+FAULTS = {
+    "broadcast, a flipped byte": (
+        "gloo",
+        module,
+        "flattened",
+        FlipsAByte(module.flattened),
+        r"receiver 1 .*bytes of '",
+    ),
+    "broadcast, an old version": ("gloo", handover, "Sender", SendsAnOldVersion, "version 4 came instead of version 5"),
+    "files, a flipped byte": ("disk", served, "written", rewritten(flip), r"the bytes of '.*experts\.7.*' are not"),
+    "files, no such tensor": ("disk", served, "written", rewritten(dict.pop), r"1 tensors are missing, .*experts\.7"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_altered_on_its_way_is_never_sampled_from(server, folders, models, fresh, monkeypatch, fault):
+    """An error at the driver that says what; nothing is answered until a complete set came."""
+    sync, where, name, planted, problem = FAULTS[fault]
+    remote = connect(server, folders[0], sync=sync)
+    monkeypatch.setattr(module, "BUCKET_BYTES", 2**15)
+    with monkeypatch.context() as fault_only:
+        fault_only.setattr(where, name, planted)
+        with pytest.raises(TrainingError, match=problem):
+            asyncio.run(remote.load_weights(models[0].state_dict().items(), 5))
+    assert remote.version == -1
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        play(remote, ragged(prompts(1)))
+    if sync == "disk":  # another run comes: it must not take what it finds for what the server was started with
+        followed(connect(server, folders[0]), fresh, 0, 0, ragged(prompts(3)))
+        return
+    asyncio.run(remote.load_weights(models[1].state_dict().items(), 6))
+    followed(remote, fresh, 1, 6, ragged(prompts(3)))
 
 
 def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, folders, models):
     """Which packs no experts: also in a server that an earlier run has left with other weights."""
-    remote = connect(server, folders[0])
+    remote = connect(server, folders[0], sync="disk")
     asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
     mended = remote.call_workers
 
     async def unmended(method, *args):
-        return await mended("reload_weights", *([None, *args] if method == "onepolicy_load" else args))
+        if method != "onepolicy_load_files":
+            return await mended(method, *args)
+        await mended("reload_weights", None, args[0])
+        return [{"difference": None}]
 
     try:
         remote.call_workers = unmended

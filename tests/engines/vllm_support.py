@@ -85,6 +85,37 @@ def play(engine, requests):
     return asyncio.run(together())
 
 
+def alone(engine, requests):
+    """One request at a time, nothing cached at first: what else is in the batch moves the last bits."""
+    asyncio.run(engine.reset_cache())
+    return [play(engine, [request])[0] for request in requests]
+
+
+def same(ours, theirs):
+    """Bit for bit."""
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert torch.equal(ours.logp, theirs.logp)
+    assert torch.equal(ours.routing.ids, theirs.routing.ids)
+
+
+def followed(engine, fresh, index, version, requests):
+    """An engine that was given checkpoint `index` answers as one that loaded it at its start, from nothing cached."""
+    assert engine.version == version
+    ours = [play(engine, [request])[0] for request in requests]  # what an update left in the cache would show
+    for done, theirs in zip(ours, alone(fresh[index], requests), strict=True):
+        same(done, theirs)
+        assert (done.version == version).all()
+        assert {span.version for span in done.routing.spans} == {version}
+    for done, theirs in zip(ours, alone(fresh[1 - index], requests), strict=True):
+        assert not torch.equal(done.logp, theirs.logp)
+
+
+def cached_requests():
+    """Some with a prompt of several blocks, of which the second finds the first's in the cache."""
+    long = (prompts(1)[0] * 40)[: 2 * BLOCK + 5]
+    return [*ragged(prompts(3)), (long, Sampling(1.0, 8), 7), (long, Sampling(0.7, 8), 8)]
+
+
 def ragged(paths, temperature=1.0):
     return [(p, Sampling(temperature, 5 + 3 * i), i) for i, p in enumerate(paths)]
 

@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from http_support import Reply, Request, Server
 from safetensors.numpy import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from onepolicy.config import ModelConfig, VLLMServerConfig
+from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.rollout.weight_files import read_files
+from onepolicy.sync.broadcast import Receiver
+from onepolicy.sync.checksum import Checksums, difference
 from onepolicy.types import Sampling
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
@@ -182,9 +185,27 @@ class FakeVLLM:
             (self.probe,) = args
         elif name == "onepolicy_load":
             self.table = embedding(args[0] if args else self.model)
+        elif name == "onepolicy_load_files":
+            return {"results": [self._take_files(*args)]}
+        elif name == "onepolicy_receive":
+            self._receive(*args)
         else:
             return Reply({"error": {"message": f"no attribute {name!r}"}}, 500)
         return {"results": [None]}
+
+    def _take_files(self, folder, sent):
+        checksums = Checksums()
+        self._take(checksums.passing(read_files(folder)))
+        return {"difference": difference(sent, checksums.take())}
+
+    def _receive(self, invitation, version):
+        with suppress(TrainingError), Receiver(invitation, 1, version=version) as weights:
+            self._take(weights)
+
+    def _take(self, weights):
+        for name, tensor in weights:
+            if name == TABLE:
+                self.table = tensor.numpy()
 
     def _generate(self, request: Request):
         prompt, sampling = request.body["token_ids"], request.body["sampling_params"]

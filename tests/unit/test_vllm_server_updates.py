@@ -2,6 +2,7 @@
 
 import asyncio
 
+import fake_vllm
 import numpy as np
 import pytest
 import torch
@@ -11,6 +12,9 @@ from http_support import Reply
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm.reply import continued
+from onepolicy.rollout.weight_files import read_files
+from onepolicy.sync import broadcast
+from onepolicy.sync.buckets import split
 from onepolicy.sync.check import adopt, checked_push
 from onepolicy.types import Sampling
 
@@ -106,14 +110,45 @@ def test_only_abort_keeps_versions_apart(fake):
         asyncio.run(connected(fake).pause("keep"))
 
 
-def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints):
-    engine = connected(fake, retries=0)
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
+    engine = connected(fake, retries=0, sync=sync)
+    asyncio.run(engine.remember([0.0]))
     fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "out of memory"}, 500)
     with pytest.raises(TrainingError, match="out of memory"):
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
     with pytest.raises(RuntimeError, match="failed half-way"):
         one(engine)
     assert fake.paused.is_set()
+    assert fake.weights.endswith("-incomplete")
+    assert not engine.holds(fake.model)
+    fake.spoil.clear()
+    next_run = connected(fake)  # gives it back what it was started with before asking it for anything
+    assert np.array_equal(fake.table, checkpoints[0][1].state_dict()[TABLE].numpy())
+    assert len(one(next_run).token_ids) == 6
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_weights_reach_the_server_and_what_is_altered_is_refused(fake, checkpoints, sync, monkeypatch):
+    engine = connected(fake, sync=sync)
+    asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+    assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
+    assert engine.version == 1
+
+    def altered(weights):
+        for name, tensor in weights:
+            yield name, tensor * 2 if name == TABLE else tensor
+
+    if sync == "disk":
+        monkeypatch.setattr(fake_vllm, "read_files", lambda folder: altered(read_files(folder)))
+    else:
+        monkeypatch.setattr(broadcast, "split", lambda *args: dict(altered(split(*args).items())))
+    with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):
+        asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 2))
+    assert engine.version == -1
+    monkeypatch.undo()
+    asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 3))
+    assert (one(engine).version == 3).all()
 
 
 def test_a_server_serves_one_run_after_another(fake, checkpoints):

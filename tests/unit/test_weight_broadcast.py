@@ -19,6 +19,11 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.group import join_store
 
 
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
+
+
 def tensors(seed=0):
     generator = torch.Generator().manual_seed(seed)
     made = {"a": (3, 5), "b": (0,), "big": (300, 40), "c": (), "d": (7,)}
@@ -29,7 +34,7 @@ def tensors(seed=0):
     return weights
 
 
-def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=20.0, bucket_bytes=4096):
+def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=20.0):
     """What the sender and every receiver ended with: a value or an exception."""
 
     def receive(invitation, rank):
@@ -43,7 +48,7 @@ def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=20.
             return error
 
     source = weights.items() if isinstance(weights, dict) else weights
-    sender = Sender(receivers=receivers, timeout_s=timeout_s, bucket_bytes=bucket_bytes)
+    sender = Sender(receivers=receivers, timeout_s=timeout_s)
     with sender, ThreadPoolExecutor(1 + receivers) as pool:
         sending = pool.submit(ended, sender.send, source, sent)
         got = [pool.submit(ended, receive, sender.invitation, rank + 1) for rank in range(receivers)]
@@ -51,9 +56,10 @@ def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=20.
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 2**20])
-def test_every_byte_dtype_and_shape_arrives_at_all(bucket_bytes):
+def test_every_byte_dtype_and_shape_arrives_at_all(bucket_bytes, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     weights = tensors()
-    digest, copies = update(weights, receivers=2, bucket_bytes=bucket_bytes)
+    digest, copies = update(weights, receivers=2)
     assert isinstance(digest, str)
     assert len(digest) == 64
     for copy in copies:
@@ -133,7 +139,7 @@ def test_a_failing_source_ends_the_receivers():
         yield "a", torch.ones(2)
         raise TrainingError("the learner lost a rank")
 
-    sender, receivers = update(weights(), receivers=2, bucket_bytes=1)
+    sender, receivers = update(weights(), receivers=2)
     with pytest.raises(TrainingError, match=r"^the learner lost a rank"):
         raise sender
     for error in receivers:
@@ -146,7 +152,7 @@ def test_an_engine_that_fails_or_stops_early_is_an_error_at_the_sender():
         next(arriving)
         raise OSError("no memory left")
 
-    sender, (receiver,) = update(tensors(), take=fails, bucket_bytes=1)
+    sender, (receiver,) = update(tensors(), take=fails)
     assert isinstance(receiver, OSError)
     with pytest.raises(TrainingError, match=r"receiver 1 failed: OSError: no memory left|receiver is gone"):
         raise sender
@@ -180,7 +186,7 @@ with Receiver(sys.stdin.readline(), 1, version=1) as arriving:
 
 def test_a_receiver_that_is_killed_is_an_error_at_once():
     child = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, text=True)
-    with Sender(receivers=1, timeout_s=60, bucket_bytes=1) as sender:
+    with Sender(receivers=1, timeout_s=60) as sender:
         child.stdin.write(sender.invitation + "\n")
         child.stdin.flush()
         ending = threading.Thread(target=lambda: (child.wait(), sender.give_up()), daemon=True)

@@ -93,12 +93,16 @@ class VLLMServerConfig(Frozen):
     patience_s: float | None = Field(None, ge=0)
     """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
     again and the rollouts of the step are repeated. 0: the run ends. Unset: 300, or 0 with rollout.max_staleness."""
+    sync: Literal["gloo", "nccl", "disk"] = "gloo"
+    """How weights reach the server: broadcast through the host's memory, broadcast from the trainer's GPU to others, or
+    files in sync_dir."""
     sync_dir: str | None = None
-    """Folder that server and trainer both see, for a step's weights; unset: the system's temporary folder."""
+    """Folder that server and trainer both see, for sync = disk; unset: the system's temporary folder."""
 
     @model_validator(mode="after")
-    def _head_takes_effect(self) -> Self:
+    def _settings_take_effect(self) -> Self:
         refuse_idle_head(self)
+        refuse_idle_folder(self)
         return self
 
 
@@ -139,11 +143,7 @@ class SGLangConfig(Frozen):
     @model_validator(mode="after")
     def _settings_take_effect(self) -> Self:
         refuse_idle_head(self)
-        if self.sync_dir is not None and self.sync != "disk":
-            raise ValueError(
-                f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {self.sync}; leave it out or set "
-                "sync to disk"
-            )
+        refuse_idle_folder(self)
         return self
 
 
@@ -173,6 +173,15 @@ def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
     if dtype != "bfloat16":
         raise ValueError(
             f"rollout.engine.dtype: {dtype}, but vLLM quantises bfloat16 engines only; leave it out with rollout.quant"
+        )
+
+
+def refuse_idle_folder(config: VLLMServerConfig | SGLangConfig) -> None:
+    """ValueError if sync_dir has no effect."""
+    if config.sync_dir is not None and config.sync != "disk":
+        raise ValueError(
+            f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {config.sync}; leave it out or set "
+            "sync to disk"
         )
 
 

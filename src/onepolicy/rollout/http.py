@@ -220,6 +220,12 @@ class EngineClient:
             yield client
 
 
+def place_of(url: str) -> tuple[str, int]:
+    """Host and port."""
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

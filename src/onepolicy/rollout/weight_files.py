@@ -67,6 +67,14 @@ class WeightFiles:
         return done
 
 
+def read_files(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder that `WeightFiles.write` made, one at a time."""
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                yield name, file.get_tensor(name)
+
+
 def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0

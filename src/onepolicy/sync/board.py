@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from onepolicy.config import TrainingError
 
 FAILED = "failed"  # the message that there will be no other, and why
-POLL_S = 0.2
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,16 @@ class Board:
 
     def wait(self, names: Sequence[str], meanwhile: Callable[[], None]) -> bool:
         """Whether all come within the limit. `meanwhile` is called now and then."""
-        end = time.monotonic() + self._limit
+        end, pause = time.monotonic() + self._limit, POLL_S / 64
         while time.monotonic() < end:
             try:
-                self.store.wait(list(names), timedelta(seconds=POLL_S))
-                return True
-            except dist.DistStoreError:  # not yet
-                meanwhile()
+                if self.store.check(list(names)):  # store.wait writes a warning for every wait that ends in vain
+                    return True
             except RuntimeError as error:
                 raise TrainingError(f"weight sync: the other side is gone (waiting for {names[0]}): {error}") from None
+            meanwhile()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
         return False
 
     def _refuse_failed(self) -> None:

@@ -19,7 +19,6 @@ import hashlib
 import json
 import secrets
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.board import FAILED, POLL_S, Board, Invitation
+from onepolicy.sync.board import FAILED, Board, Invitation
 from onepolicy.sync.buckets import flattened, in_buckets, likes, places, split
 from onepolicy.sync.checksum import Checksums, Sums, difference
 from onepolicy.sync.group import finish, join_store, open_store, own_address, process_group, start_broadcast
@@ -49,7 +48,6 @@ class Sender:
         backend: str = "gloo",
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs."""
         store = open_store(host, timeout_s)
@@ -59,7 +57,6 @@ class Sender:
         self._store, self._board, self._checksums = store, Board(store, key, timeout_s), Checksums(key)
         self._group: Any = None
         self._ranks = range(1, 1 + receivers)
-        self._bucket_bytes = bucket_bytes
         self._given_up = threading.Event()
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -71,7 +68,7 @@ class Sender:
         buckets, digest = 0, hashlib.sha256()
         try:
             self._group = self._gathered()
-            for bucket in in_buckets(weights, self._bucket_bytes):
+            for bucket in in_buckets(weights, BUCKET_BYTES):
                 self._refuse_failed()
                 digest.update(self._send_bucket(buckets, bucket, version))
                 buckets += 1
@@ -127,7 +124,6 @@ class Sender:
         try:
             finish(work, flat.device)
         except RuntimeError as error:
-            time.sleep(POLL_S)  # for the word of whose end broke it
             self._refuse_failed()
             raise TrainingError(f"weight sync: a receiver is gone or too slow: {error}") from None
         return json.dumps(sums).encode()

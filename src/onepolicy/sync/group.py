@@ -3,14 +3,19 @@ torch.distributed's global state, so it meets no group of an engine or a learner
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 CONNECT_S = 60.0
 
 
@@ -71,3 +76,17 @@ def finish(work: Any, device: torch.device) -> None:
         work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Like asyncio.to_thread, but a process may end while the work hangs: the other end is gone, or refused."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # for who waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="onepolicy weight sync").start()
+    return await asyncio.wrap_future(done)

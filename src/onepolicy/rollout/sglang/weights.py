@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.http import EngineClient, Malformed, place_of
+from onepolicy.sync.group import finish, in_thread, open_store, own_address, process_group, start_broadcast
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**28  # the server holds this much beside its weights
@@ -56,9 +53,10 @@ async def broadcast(
     a server that was restarted knows nothing of an old one, so every update has a group of its own.
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
-    store = dist.TCPStore("localhost", 0, None, True, timedelta(seconds=JOIN_S), wait_for_workers=False)
+    host = own_address(*place_of(client.url))
+    store = open_store(host, JOIN_S)
     joining = {
-        "master_address": own_address(client.url),
+        "master_address": host,
         "master_port": store.port,
         "rank_offset": 1,
         "world_size": 1 + ranks,
@@ -67,7 +65,7 @@ async def broadcast(
     }
     _, group = await asyncio.gather(
         client.post("/init_weights_update_group", joining, parse=done),
-        in_thread(lambda: _group(store, group_name, backend, 1 + ranks, timeout_s)),
+        _watched(lambda: _group(store, group_name, backend, 1 + ranks, host, timeout_s)),
     )
     await client.post("/begin_weight_update", {}, parse=done)
     try:
@@ -77,7 +75,7 @@ async def broadcast(
             body = update_body(bucket, group_name, name if last else None, flush=flush and last)
             await asyncio.gather(
                 client.post("/update_weights_from_distributed", body, parse=done),
-                in_thread(partial(_send, group, bucket)),
+                _watched(partial(_send, group, bucket)),
             )
     except BaseException:
         with suppress(TrainingError):  # what went wrong first is what to tell
@@ -119,56 +117,23 @@ def in_buckets(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-def own_address(url: str) -> str:
-    """This machine's address as the server sees it."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with socket.create_connection((parts.hostname or "", port), timeout=JOIN_S) as connection:
-        return connection.getsockname()[0]
+async def _watched(work: Callable[[], T]) -> T:
+    try:
+        return await in_thread(work)
+    except (RuntimeError, OSError) as error:  # what torch.distributed raises
+        raise TrainingError(f"rollout.engine.sync: the broadcast of the weights failed: {error}") from error
 
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, but a process may end while the work hangs: the other end is gone, or refused."""
-    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
-
-    def run() -> None:
-        setter: Callable[[Any], None] = future.set_result
-        value: T | TrainingError
-        try:
-            value = work()
-        except (RuntimeError, OSError) as error:  # what torch.distributed raises
-            setter = future.set_exception
-            value = TrainingError(f"rollout.engine.sync: the broadcast of the weights failed: {error}")
-        with suppress(RuntimeError):  # nobody waits any more, the loop is closed
-            loop.call_soon_threadsafe(settle, setter, value)
-
-    threading.Thread(target=run, daemon=True, name="onepolicy weight broadcast").start()
-    return await future
-
-
-def _group(store: dist.TCPStore, name: str, backend: str, size: int, timeout_s: float) -> Any:
-    """Rank 0 of the group that the server joins by torch's init_process_group. Not the default group, and not known to
-    torch.distributed's global state. The prefixes are those under which torch keeps a group's keys in a store."""
+def _group(store: dist.Store, name: str, backend: str, size: int, host: str, limit: float) -> Any:
+    """Rank 0 of the group that the server joins by torch's init_process_group. The prefixes are those under which torch
+    keeps a group's keys in a store."""
     device = "cpu" if backend == "gloo" else "cuda"
     prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(prefixed, 0, size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(prefixed, 0, size, options)
+    return process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
 
 
 def _send(group: Any, tensors: Mapping[str, Tensor]) -> None:
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
     if isinstance(group, dist.ProcessGroupGloo):
         flat = flat.cpu()
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([flat], options).wait()
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
+    finish(start_broadcast(group, flat), flat.device)

@@ -84,9 +84,8 @@ class VLLMEngine:
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.clear("load_weights")
-        tensors = self._names.of(weights)
         self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
-        reload(self.llm, tensors)
+        self.llm.collective_rpc(reload, args=(self._names.stream(weights),))
         self._driver.clear("load_weights")
         self.version = version
 

@@ -34,6 +34,7 @@ class Served:
     weights: str  # their name, FIRST if nobody has given it others since it started
     first_probe: list[float] | None  # what a run kept of a probe of these weights
     top_logprobs: int
+    workers: int
     reader: Reader
     sizes: Sizes | None  # of quantised weights
 
@@ -49,7 +50,7 @@ async def handshake(
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
     version = await client.get("/version", parse=lambda reply: field(reply, "version", str))
     await _check_endpoints(client)
-    told = await describe(client)
+    told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
     most = told.max_logprobs if told.max_logprobs >= 0 else reader.vocab  # the sampled token takes one of them
@@ -58,26 +59,27 @@ async def handshake(
         weights=await stamp_of(client),
         first_probe=told.first_probe,
         top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
+        workers=workers,
         reader=reader,
         sizes=None if quant is None else sizes_of(quant, (Held(**each) for each in told.held), config.dtype),
     )
 
 
-async def describe(client: EngineClient) -> Description:
-    """What the server's first worker says. UsageError if it has no worker of ours, or one of another onepolicy."""
+async def describe(client: EngineClient) -> tuple[Description, int]:
+    """What the server's first worker says, and how many there are. UsageError if they are not of this onepolicy."""
 
-    def parse(reply: Any) -> dict[str, Any]:
+    def parse(reply: Any) -> tuple[dict[str, Any], int]:
         results = field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
             raise Malformed(f"no description: {str(reply)[:100]}")
-        return results[0]
+        return results[0], len(results)
 
     try:
-        told = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
+        told, workers = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
     except UsageError as error:
         raise UsageError(f"{error} Without our worker extension no weights can be given to it: {START}") from error
     try:
-        return Description(**told)
+        return Description(**told), workers
     except TypeError as error:
         raise UsageError(
             f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({error}); {START} "
@@ -133,6 +135,8 @@ def _check_settings(
             f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in {told.head_dtypes}; "
             "start it with the same lm_head"
         )
+    if config.sync == "nccl" and told.device != "cuda":
+        raise UsageError(f"rollout.engine.sync: nccl, but the server computes on {told.device}; use gloo or disk")
     if told.max_len < caps.max_len:
         raise UsageError(
             f"rollout.engine.max_len: {caps.max_len}, but the server takes {told.max_len} tokens; lower it, or "

@@ -25,11 +25,13 @@ from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
 from onepolicy.rollout.traffic import Traffic, here
 from onepolicy.rollout.vllm.engine import check_temperature
+from onepolicy.rollout.vllm.handover import by_broadcast, from_files, written
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
 from onepolicy.rollout.vllm.reply import continued, parameters
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
+INCOMPLETE = "incomplete"  # ends the name of weights of which some may have come
 ABORT_EVERY = 0.1  # s, while requests that reached a paused server are waited for
 
 
@@ -52,16 +54,19 @@ class VLLMServer:
         text = hf_config.get_text_config()
         self.version = 0
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
-        self.client = EngineClient(
-            config.url,
-            token_env=config.token_env,
-            timeout_s=config.timeout_s,
-            retries=config.retries,
-            server="the vLLM server",
+        self.client, self._once = (
+            EngineClient(
+                config.url,
+                token_env=config.token_env,
+                timeout_s=config.timeout_s,
+                retries=retries,
+                server="the vLLM server",
+            )
+            for retries in (config.retries, 0)
         )
         self.config, self._text, self._routes, self._quant = config, text, routes, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
-        self._files = WeightFiles(config.sync_dir)
+        self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
         self._run = secrets.token_hex(4)
         self._pauses = 0
         self._resumed = 0
@@ -79,6 +84,8 @@ class VLLMServer:
             served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
             self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
             self._served, self._weights = served, served.weights
+            if served.weights.endswith(INCOMPLETE):  # an update broke off: it cannot be asked for anything
+                await self.load_folder(None, 0)
             await check_probabilities(self)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
@@ -133,11 +140,20 @@ class VLLMServer:
         self._here().open.set()
 
     async def load_weights(self, weights: Weights, version: int) -> None:
-        """Hand these tensors over as files. All of the model's must be there, in its shapes."""
-        folder = await asyncio.to_thread(self._files.write, self._names.stream(weights), version)
+        """Give these tensors to the server. All of the model's must be there, in its shapes.
+
+        TrainingError if what arrives is not what was sent; the engine then has no version and answers nothing.
+        """
+        tensors, files = self._names.stream(weights), self._files
+        ready = None if files is None else await asyncio.to_thread(written, files, tensors, version)
         async with self._between_requests():
             await self.confirm_weights()
-            await self.load_folder(str(folder), version)
+            async with self._replacing(version):
+                if ready is not None:
+                    await from_files(self.call_workers, *ready, version)
+                else:
+                    call, workers = partial(self.call_workers, client=self._once), self._known.workers
+                    await by_broadcast(call, tensors, version, config=self.config, workers=workers)
 
     def holds(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
@@ -161,13 +177,8 @@ class VLLMServer:
 
     async def load_folder(self, path: str | None, version: int) -> None:
         """A checkpoint both processes see; None: the one the server was started with. No request may be running."""
-        assert not self._here().running
-        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
-        await self.call_workers("onepolicy_load", *([] if path is None else [path]))
-        await self._drop_caches()
-        self._weights = f"onepolicy-{self._run}-{version}"
-        await self.client.post("/update_weight_version", {"new_version": self._weights})
-        self.version = version
+        async with self._replacing(version):
+            await self.call_workers("onepolicy_load", *([] if path is None else [path]))
 
     async def reset_cache(self) -> None:
         """Forget every cached prefix."""
@@ -186,10 +197,12 @@ class VLLMServer:
                 "with `onepolicy train --resume RUN`"
             )
 
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+    async def call_workers(self, method: str, *args: Any, client: EngineClient | None = None) -> list[Any]:
         """Call a method of rollout/vllm/worker.py on every worker."""
         body = {"method": method, "args": list(args)}
-        return await self.client.post("/collective_rpc", body, parse=lambda reply: field(reply, "results", list))
+        return await (client or self.client).post(
+            "/collective_rpc", body, parse=lambda reply: field(reply, "results", list)
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call; see loop/metrics.py."""
@@ -239,6 +252,21 @@ class VLLMServer:
         except BaseException:
             traffic.open.set()  # whoever waits finds out
             raise
+
+    @asynccontextmanager
+    async def _replacing(self, version: int) -> AsyncIterator[None]:
+        """The server is given weights meanwhile; none of its caches outlives them. No request may be running."""
+        assert not self._here().running
+        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        await self._rename(f"onepolicy-{self._run}-{INCOMPLETE}")
+        yield
+        await self._drop_caches()
+        await self._rename(f"onepolicy-{self._run}-{version}")
+        self.version = version
+
+    async def _rename(self, weights: str) -> None:
+        await self.client.post("/update_weight_version", {"new_version": weights})
+        self._weights = weights
 
     async def _drop_caches(self) -> None:
         def dropped(reply: Any) -> None:

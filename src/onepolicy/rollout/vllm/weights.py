@@ -1,16 +1,32 @@
-"""The learner's tensors into a running vLLM, by its own reload of checkpoint tensors, plus one mend for the CPU."""
+"""The learner's tensors into a running vLLM, by its own reload of checkpoint tensors, plus two mends."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+
+from onepolicy.interfaces import Weights
 
 
-def reload(llm: Any, weights: dict[str, Tensor]) -> None:
-    """llm: a vLLM LLMEngine whose workers live in this process. weights: under their checkpoint names."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-    llm.apply_model(pack_experts)
+def reload(worker: Any, weights: Weights) -> None:
+    """worker: one of vLLM's. weights: under their checkpoint names, a layer's together; read once."""
+    try:
+        worker.reload_weights(weights_iterator=iter(weights))
+    except BaseException:
+        end_reload(worker)
+        raise
+    pack_experts(worker.get_model())
+
+
+def end_reload(worker: Any) -> None:
+    """After a reload that broke off: vLLM 0.30.0's next one would start from its leftovers, and fail or keep tensors of
+    both."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
 
 
 def pack_experts(model: nn.Module) -> None:

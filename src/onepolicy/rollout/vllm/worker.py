@@ -10,10 +10,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from onepolicy.config import TrainingError
 from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import held_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
-from onepolicy.rollout.vllm.weights import pack_experts
+from onepolicy.rollout.vllm.weights import pack_experts, reload
+from onepolicy.rollout.weight_files import read_files
+from onepolicy.sync.broadcast import Receiver
+from onepolicy.sync.checksum import Checksums, Sums, difference
 
 TOKEN = "VLLM_API_KEY"  # the variable vLLM reads the same token from
 SHAPE = (
@@ -60,6 +66,8 @@ class Description:
 class WorkerExtension:
     """Methods that vLLM adds to its workers, called through /collective_rpc. Names must not clash with a worker's."""
 
+    rank: int  # among the server's workers
+    device: torch.device
     vllm_config: Any
     reload_weights: Callable[..., None]
     get_model: Callable[[], Any]
@@ -95,6 +103,20 @@ class WorkerExtension:
     def onepolicy_remember(self, first_probe: list[float]) -> None:
         """Keep what the weights this server started with answered, for a run that comes when they are long replaced."""
         self.onepolicy_first_probe = first_probe
+
+    def onepolicy_receive(self, invitation: str, version: int) -> None:
+        """Take over what a Sender sends. A failure is told to it."""
+        try:
+            with Receiver(invitation, 1 + self.rank, version=version, device=self.device) as weights:
+                reload(self, weights)
+        except TrainingError:
+            return
+
+    def onepolicy_load_files(self, folder: str, sent: Sums) -> dict[str, str | None]:
+        """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
+        checksums = Checksums()
+        reload(self, checksums.passing(read_files(folder)))
+        return {"difference": difference(sent, checksums.take())}
 
     def onepolicy_load(self, path: str | None = None) -> None:
         """Take over a checkpoint, by default the one the server was started with. Caches are the caller's business."""
