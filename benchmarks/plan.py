@@ -56,6 +56,7 @@ class Case:
     checkpointing: bool = False
     ranks: int = 0
     compute: str = "same"
+    numerics: str = "fast"
 
     @property
     def slots(self) -> int:
@@ -75,7 +76,8 @@ class Case:
             "compute": self.compute,
         }
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
-        return resolve(tree | {"model": {"path": "unused", "dtype": self.dtype}, "replay": {"min_agreement": 0}})
+        tree |= {"model": {"path": "unused", "dtype": self.dtype}, "numerics": self.numerics}
+        return resolve(tree | {"replay": {"min_agreement": 0}})
 
 
 def measured(name: str, case: Case) -> float:
@@ -163,7 +165,12 @@ def sample(learner: LocalLearner, case: Case, seed: int) -> Sample:
 
 def predicted(name: str, case: Case) -> float:
     config = case.config()
-    dry = DryModel(MODELS[name]().config, dtype=getattr(torch, compute_dtype(config)), cpu=True)
+    dry = DryModel(
+        MODELS[name]().config,
+        dtype=getattr(torch, compute_dtype(config)),
+        cpu=True,
+        invariant=case.numerics == "on-policy",
+    )
     first = case.micro_batches == 1
     held = dry.held(case.micro, checkpointing=case.checkpointing, first=first and not case.ranks)
     dims = read_dims(dry.model, "unused")
@@ -178,6 +185,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--ranks", type=int, default=0, help="processes that share the learner; 0: one, unsharded")
+    parser.add_argument("--numerics", choices=("fast", "on-policy"), default="fast")
     parser.add_argument("--compute", choices=("same", "bfloat16"), default="same", help="train.compute of ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,7 +193,7 @@ def main() -> None:
         for micro_batches in (1, 2):
             for checkpointing in (False, True):
                 case = replace(
-                    Case(dtype=args.dtype, ranks=args.ranks, compute=args.compute),
+                    Case(dtype=args.dtype, ranks=args.ranks, compute=args.compute, numerics=args.numerics),
                     micro_batches=micro_batches,
                     checkpointing=checkpointing,
                 )

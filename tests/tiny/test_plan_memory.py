@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS
+from engine_support import prompts, ragged, run
+from families import TABLE
+from models import CONFIGS, make
 
 from onepolicy.cli import main
-from onepolicy.config import ModelConfig, load
-from onepolicy.plan import dry
+from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
+from onepolicy.models import experts
+from onepolicy.plan import dry, stand_ins
 from onepolicy.plan.dims import config_of, read_dims, route_bytes
 from onepolicy.plan.dry import DryModel, Micro
+from onepolicy.plan.engine import slab_bytes, weights_of
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.mends import mends
 from onepolicy.plan.planner import Planner, best
+from onepolicy.rollout.hf.engine import HFEngine, quantise_policy
 
+TREE = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -38,11 +44,6 @@ def test_known_models_are_counted_exactly(name):
     assert dims.active / 1e9 == pytest.approx(facts["active"], rel=0.02)
     assert 2 * dims.kv_elements(1) == facts["cached"]
     assert route_bytes(dims) == facts["routes"]
-
-
-def test_latent_attention_is_kept_whole_by_the_embedded_engine():
-    model = DryModel(config_of(ModelConfig(path="DeepSeek-V3")), dtype=torch.bfloat16, cpu=False).model
-    assert read_dims(model, "x").kv_elements(1, expanded=True) == 61 * 128 * (128 + 64 + 128)
 
 
 def test_hub_ids_of_shipped_models_need_no_download():
@@ -79,7 +80,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
     how = {"checkpointing": True, "entropy_graph": False, "first": False}
     first = model._run_anew(Micro((10,), (5,)), 1, **how)
     assert len(model._list) == 3
-    assert dry.experts.layout is dry.LAYOUT
+    assert experts.layout is stand_ins.LAYOUT
     assert not model.model.is_gradient_checkpointing
     assert model._run_anew(Micro((10,), (5,)), 1, **how) == first
 
@@ -92,6 +93,44 @@ def test_samples_add_up_and_only_projected_slots_make_logits():
     assert model.held(Micro((40,), (1,)), checkpointing=False).logits == 0
 
 
+@pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight", "simulated"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_quantised_weights_take_what_the_engine_says(name, quant):
+    own = resolve(TREE, [f"rollout.quant={quant}"])
+    dims = read_dims(DryModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
+    weights = weights_of(dims, own, CONFIGS[name])
+    sizes = quantise_policy(make(name, dtype=torch.bfloat16), own.rollout.quant).sizes()
+    parts = {part.part: part for part in sizes.parts}
+    assert weights.total == sum(part.bytes_after for part in parts.values())
+    assert weights.embedding == parts["embeddings"].bytes_after
+    assert 0 < weights.routed <= parts["experts"].bytes_after
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_slab_takes_what_was_predicted(name):
+    engine = HFEngine(make(name), HFEngineConfig(dtype="bfloat16", slots=3), record=True, max_len=40)
+    run(engine, ragged(prompts(2)))
+    slab = engine.batch.forward.slab
+    found = sum(t.nbytes for t in (*slab.keys.values(), *slab.values.values(), slab.routes))
+    own = resolve(TREE, ["rollout.engine.slots=3", "rollout.engine.max_len=40"])
+    dims = read_dims(DryModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
+    assert slab_bytes(dims, own, parse_cluster("1xcpu")) == found
+
+
+def test_families_that_name_their_dimensions_otherwise():
+    gemma = read_dims(DryModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma")
+    assert [a.cached for a in gemma.attention] == [2 * 2 * 8, 2 * 2 * 512, 2 * 2 * 512]
+    assert (gemma.experts, gemma.top_k) == (8, 3)
+    aria = read_dims(DryModel(TABLE["aria_text"].config(), dtype=torch.float32, cpu=False).model, "aria")
+    assert (aria.experts, aria.top_k, aria.moe_layers) == (8, 3, 3)
+
+
+@pytest.mark.parametrize(("name", "words"), [("dbrx", "makes shapes of its"), ("mistral4", "makes no causal LM")])
+def test_families_that_cannot_be_run_dry_are_refused(name, words):
+    with pytest.raises(UsageError, match=words):
+        DryModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(Micro((9,), (4,)), checkpointing=False)
+
+
 @pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, False), (2, False), (2, True)])
 def test_predicted_memory_is_that_of_a_step(micro_batches, checkpointing):
     within_tenth(benchmark.Case(micro_batches=micro_batches, checkpointing=checkpointing), "tiny")
@@ -100,6 +139,14 @@ def test_predicted_memory_is_that_of_a_step(micro_batches, checkpointing):
 @pytest.mark.slow
 def test_predicted_memory_in_bfloat16():
     within_tenth(benchmark.Case(dtype="bfloat16"), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("samples", "dtype"),
+    [(2, "float32"), *(pytest.param(8, dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
+)
+def test_predicted_memory_of_on_policy_numerics(samples, dtype):
+    within_tenth(benchmark.Case(samples=samples, dtype=dtype, numerics="on-policy"), "tiny")
 
 
 @pytest.mark.slow

@@ -15,14 +15,15 @@ from onepolicy.config import UsageError, resolve
 from onepolicy.plan import hardware
 from onepolicy.plan.dims import Attention, Dims, known, route_bytes
 from onepolicy.plan.dry import Held
+from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
 from onepolicy.plan.hardware import Constant, parse_cluster
-from onepolicy.plan.memory import cache_bytes, engine_memory, gathered, learner_memory
+from onepolicy.plan.memory import gathered, learner_memory, start_memory
 from onepolicy.plan.times import decode, learning, rollout, sync
 from onepolicy.plan.traffic import traffic_of
 from onepolicy.plan.work import Work, work_of
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
-FULL = Attention(cached=20, expanded=20, heads=2, width=40, window=None)
+FULL = Attention(cached=20, heads=2, width=40, window=None)
 NEAR = dataclasses.replace(FULL, window=4)
 DIMS = Dims(
     name="toy",
@@ -40,8 +41,10 @@ DIMS = Dims(
     attention=(FULL, NEAR),
 )
 WORK = Work(prompts=2, group=4, prompt=6, response=10, shared=True)
+WEIGHTS = Weights(total=4000, routed=1600, embedding=1000)  # bfloat16
 HELD = Held(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
 HOW = {"slots": 30, "graphs": 1, "first": False, "cpu": True}
+ON_POLICY = ["numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -171,24 +174,69 @@ SERVER = {"engine": {"kind": "vllm-server"}}
 
 def test_cache_of_a_server_is_what_weights_leave():
     own = cluster(memory=10_000.0, engine_share=0.9, engine_reserve=1000.0)
-    memory = engine_memory(DIMS, config(rollout=SERVER), own, WORK, 1)
+    memory = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 1)
     assert (memory.weights, memory.cache) == (4000, 4000)
     assert memory.sequences == 4000 // (2 * (16 * 20 + 4 * 20))
-    two = engine_memory(DIMS, config(rollout=SERVER), own, WORK, 2)
+    two = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 2)
     assert (two.weights, two.cache) == (2000, 6000)
-    assert cache_bytes(DIMS, config(rollout=SERVER), 16, 2) == 400  # two key-value heads, one on each device
-    assert cache_bytes(DIMS, config(rollout=SERVER), 16, 4) == 400  # no more than that
+    assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400  # two key-value heads, one on each device
+    assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 4) == 400  # no more than that
 
 
 def test_embedded_engine_takes_its_slab_whatever_is_used():
     own = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}})
-    memory = engine_memory(DIMS, own, cluster(), WORK, 1)
-    assert memory.cache == 3 * (2 * (32 * 20 + 4 * 20) + 32 * 2)
+    memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
+    assert memory.cache == 3 * (2 * 2 * 64 * 20 + 32 * 2)  # rows of a multiple of 64, in layers with a window too
     assert (memory.tokens, memory.sequences) == (96, 3)
 
 
+def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_but_no_latents():
+    own, cpu = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}), parse_cluster("1xcpu")
+    assert slab_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
+    latent = dataclasses.replace(FULL, latent=True)
+    assert slab_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (2 * 64 * 20 + 32 * 2)
+    weighted = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"})
+    assert slab_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
+
+
+def test_another_engine_evaluates_unquantised_weights():
+    engine = {"engine": {"kind": "hf", "slots": 3, "max_len": 32}, "quant": "int8"}
+    own = config(rollout=engine)
+    memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
+    assert memory.evaluator == 2 * 2000 + memory.cache
+    for settings in ({"every": 0}, {"quantised": True}):
+        assert engine_memory(DIMS, config(rollout=engine, eval=settings), cluster(), WORK, WEIGHTS, 1).evaluator == 0
+
+
+def test_weights_read_by_a_forward():
+    assert WEIGHTS.read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
+    codes = Weights(total=2500, routed=800, embedding=1000, converted=900)
+    assert codes.read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
+    assert codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900  # all experts of a layer, whatever is met
+
+
+def test_a_rank_reads_what_is_spread_later():
+    plain = start_memory(DIMS, config(), cluster(16), 16)
+    assert (plain.host, plain.device) == (8000, 0)  # rank 0 alone
+    tied = start_memory(dataclasses.replace(DIMS, embedding=0), config(), cluster(16), 16)
+    assert (tied.host, tied.device) == (8 * 8000, 0)
+    critic = start_memory(DIMS, config(objective={"preset": "ppo"}), cluster(16), 16)
+    assert (critic.host, critic.device) == (8 * 8000, 8000 + 500)
+    assert start_memory(DIMS, config(objective={"preset": "ppo"}), cluster(), 1).device == 0
+
+
+def test_on_policy_numerics_take_as_long_as_measured():
+    both = [config(numerics=mode, rollout={"engine": {"dtype": "float32"}}) for mode in ("fast", "on-policy")]
+    cpu = parse_cluster("1xcpu", ["on_policy_rollout=2", "on_policy_train=3"])
+    fast, slow = (learning(DIMS, own, cpu, WORK, 1) for own in both)
+    assert (slow.score, slow.update) == (pytest.approx(3 * fast.score), pytest.approx(3 * fast.update))
+    how = {"engines": 1, "tensor_parallel": 1, "capacity": 8}
+    fast, slow = (rollout(DIMS, own, cpu, WORK, WEIGHTS, **how) for own in both)
+    assert (slow.prefill, slow.decode) == (pytest.approx(2 * fast.prefill), pytest.approx(2 * fast.decode))
+
+
 def test_decoding_reads_weights_and_cache_while_it_multiplies():
-    step = decode(DIMS, config(rollout=SERVER), cluster(), batch=2, context=10, tensor_parallel=1)
+    step = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1)
     read = 2000 - 800 - 500 + 800 * (1 - 0.75**2)
     assert step.weights == pytest.approx(2 * read / 50)
     assert step.cache == pytest.approx(2 * 2 * (200 + 80) / 50)
@@ -199,8 +247,8 @@ def test_decoding_reads_weights_and_cache_while_it_multiplies():
 
 
 def test_tensor_parallel_divides_reading_and_adds_all_reduces():
-    step = decode(DIMS, config(rollout=SERVER), cluster(), batch=2, context=10, tensor_parallel=2)
-    alone = decode(DIMS, config(rollout=SERVER), cluster(), batch=2, context=10, tensor_parallel=1)
+    step = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=2)
+    alone = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1)
     assert step.weights == alone.weights / 2
     assert step.cache == alone.cache / 2
     assert step.tensor_parallel == 2 * 2 * (0.125 + 2 * 10 * 2 / 25)  # two a layer, half of it to and fro
@@ -208,8 +256,8 @@ def test_tensor_parallel_divides_reading_and_adds_all_reduces():
 
 def test_rollout_takes_turns_where_the_cache_is_small():
     own = config(rollout=SERVER)
-    whole = rollout(DIMS, own, cluster(), WORK, engines=1, tensor_parallel=1, capacity=8)
-    half = rollout(DIMS, own, cluster(), WORK, engines=1, tensor_parallel=1, capacity=4)
+    whole = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=8)
+    half = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=4)
     assert (whole.batch, half.batch) == (8, 4)
     assert whole.decode == pytest.approx(10 * whole.step.seconds)
     assert half.decode == pytest.approx(2 * 10 * half.step.seconds)
@@ -253,12 +301,14 @@ def test_collectives_between_nodes_use_all_adapters():
 
 def test_sync_by_way():
     own = config(rollout=SERVER)
-    assert sync(DIMS, own, cluster(), 1, "files") == 4000 / 10
-    assert sync(DIMS, own, cluster(), 1, "gloo") == 4000 / 10
-    assert sync(DIMS, own, cluster(), 1, "nccl") == 4000 / 25
-    assert sync(DIMS, own, cluster(16), 1, "nccl") == 4000 / 2.5  # to another node: one adapter
-    assert sync(DIMS, own, cluster(), 2, "nccl") == 4000 / 25 + 8000 / 25  # gathered in float32 before
-    assert sync(DIMS, config(), cluster(), 1, "memory") == (8000 + 4000) / 100
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "gloo") == 4000 / 10
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "nccl") == 4000 / 25
+    assert sync(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5  # to another node: one adapter
+    assert sync(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25  # gathered in float32 before
+    assert sync(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
+    codes = dataclasses.replace(WEIGHTS, total=2500)
+    assert sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory") == (8000 + 2500) / 100
 
 
 def test_routes_as_engines_send_them():
@@ -269,6 +319,10 @@ def test_routes_as_engines_send_them():
     assert vllm.routes == 384 * 120
     assert vllm.routes_sent == pytest.approx(512 * 120)
     assert sglang.routes_sent == pytest.approx(2048 * 120)
+    assert vllm.weights == 2 * 2000
+    assert (
+        traffic_of(qwen, config(rollout={"quant": "int8"}), WORK, 1).weights == 4 * 2000
+    )  # it quantises unrounded ones
     off = traffic_of(qwen, config(rollout=SERVER, replay={"mode": "off"}), WORK, 1)
     assert (off.routes, off.routes_sent) == (0, 0)
 
@@ -326,11 +380,12 @@ def test_constants_that_are_given_are_marked():
     assert found.constants["flops"].origin == "cited"
 
 
-def test_every_device_has_every_constant_and_says_where_from():
+def test_every_constant_says_where_it_is_from():
     names = set(parse_cluster("1xH100").constants)
     for device in hardware.devices():
         constants = parse_cluster(f"1x{device}").constants
-        assert set(constants) == names, device
+        own = {"on_policy_rollout", "on_policy_train"} if device == "cpu" else {"host_memory"}
+        assert set(constants) == names - {"host_memory"} | own, device
         for constant in constants.values():
             assert constant.value > 0
             assert constant.origin in ("measured", "cited", "assumed")
@@ -359,7 +414,10 @@ def test_a_bad_cluster_is_refused_before_torch_is_loaded():
     [
         (["model.path=./nowhere"], "no folder ./nowhere.*known without a download: DeepSeek-V3"),
         (["--json", "nowhere/plan.json"], "--json: no folder nowhere"),
-        (["rollout.quant.format=int8", "model.path=Qwen3-30B-A3B"], "rollout.quant: a plan counts"),
+        (
+            ["--cluster", "1xH100", "numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"],
+            "numerics: on-policy was run on CPUs only",
+        ),
         (["--sync", "nccl", "model.path=Qwen3-30B-A3B"], "--sync: the engine is in the learner's process"),
     ],
 )

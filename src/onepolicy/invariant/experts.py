@@ -67,7 +67,7 @@ def _by_experts(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tens
     expert = None
     if up_bias is not None:
         counts = torch.tensor(ends).diff(prepend=torch.tensor([0]))
-        expert = torch.arange(len(up)).repeat_interleave(counts).to(hidden.device)
+        expert = torch.arange(len(up)).repeat_interleave(counts, output_size=len(token)).to(hidden.device)
     inner = _activate(module, inner, up_bias, expert)
     spread = scale.new_zeros(len(token)).index_copy(0, place.view(-1), scale.reshape(-1))
     return Down.apply(inner * spread[:, None], down.float(), token, place, ends, multiply)

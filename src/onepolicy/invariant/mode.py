@@ -28,6 +28,7 @@ from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
 
 _STATE = "_onepolicy_invariant"
+FEW = 5  # tokens that a model is looked at with
 _LOCK = RLock()
 
 
@@ -162,10 +163,14 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
             return func(*args, **(kwargs or {}))
 
     with watched({module: module for module in model.modules()}, inside):
-        ids = torch.arange(2, 7, device=model.device) % int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
-        packing = Packing.of(bounds, model.device, multiple=TILE)
-        positions = torch.arange(len(ids), device=model.device)
+        positions = torch.arange(FEW, device=model.device)
+        ids = (positions + 2) % int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        packing = few_tokens(model.device)
         with torch.no_grad(), Watch():
             model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing)
     return found
+
+
+def few_tokens(device: torch.device) -> Packing:
+    """One sample of FEW tokens."""
+    return Packing.of(torch.tensor([0, FEW], dtype=torch.int32), device, multiple=TILE)

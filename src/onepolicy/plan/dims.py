@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.load import read_config
 from onepolicy.models.prepare import ATTENTION_LAYERS
+from onepolicy.replay.layers import find_routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,10 @@ class Attention:
     """One decoder layer's attention, per token."""
 
     cached: int  # elements an engine keeps: keys and values, or the latent of MLA
-    expanded: int  # elements where keys and values are kept whole, as the embedded engine does
     heads: int  # key-value heads the cache can be split over; 1 where it cannot
     width: int  # multiply-adds of a query with one key and its value: heads * (key width + value width)
     window: int | None  # tokens a query sees; None: all
+    latent: bool = False  # MLA
 
     def seen(self, length: float) -> float:
         """Tokens of a context of `length` that are kept and read."""
@@ -45,7 +46,7 @@ class Dims:
     largest_layer: int  # of one decoder layer
     experts: int  # routed experts of a MoE layer, 0 if dense
     top_k: int
-    moe_layers: int
+    moe_layers: int  # routers
     attention: tuple[Attention, ...]  # of every decoder layer
 
     @property
@@ -75,9 +76,9 @@ class Dims:
         """Expected share of the routed experts that `tokens` tokens meet if routers choose evenly: 1 - (1 - k/E)^n."""
         return 1 - (1 - self.share) ** tokens
 
-    def kv_elements(self, length: float, *, expanded: bool = False) -> float:
+    def kv_elements(self, length: float) -> float:
         """Elements of keys and values that a sequence of `length` tokens keeps."""
-        return sum((a.expanded if expanded else a.cached) * a.seen(length) for a in self.attention)
+        return sum(a.cached * a.seen(length) for a in self.attention)
 
     def attention_flops(self, length: float) -> float:
         """Of the attention of one sequence's forward, causal: 2 per multiply-add, a token sees half of the others."""
@@ -117,7 +118,8 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
     layers = decoder_layers(model)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     routed = {path: p.numel() for path, p in model.named_parameters() if is_routed(path)}
-    experts, top_k = _experts(text) if routed else (0, 0)
+    routers = find_routers(model) if routed else ()
+    experts, top_k = (routers[0].num_experts, routers[0].top_k) if routers else (0, 0)
     total = sum(p.numel() for p in model.parameters())
     table, head = (getattr(get(), "weight", None) for get in (model.get_input_embeddings, model.get_output_embeddings))
     assert isinstance(table, Tensor)
@@ -133,7 +135,7 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
         largest_layer=max(sizes),
         experts=experts,
         top_k=top_k,
-        moe_layers=sum(any(is_routed(path) for path, _ in layer.named_parameters()) for layer in layers),
+        moe_layers=len(routers),
         attention=tuple(_attention(text, i) for i in range(len(layers))),
     )
 
@@ -154,16 +156,9 @@ def is_routed(path: str) -> bool:
     return ".experts." in path
 
 
-def _experts(text: PreTrainedConfig) -> tuple[int, int]:
-    counts = [getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts")]
-    chosen = [getattr(text, name, None) for name in ("num_experts_per_tok", "top_k_experts", "moe_top_k")]
-    count, top_k = (next((v for v in values if isinstance(v, int)), None) for values in (counts, chosen))
-    if count is None or top_k is None:
-        raise UsageError(f"model.path: how many experts {text.model_type} has and chooses is not known; cannot plan it")
-    return count, top_k
-
-
 def _attention(text: PreTrainedConfig, layer: int) -> Attention:
+    if per_layer := getattr(text, "per_layer_config", None):
+        text = per_layer[layer]
     kinds = getattr(text, "layer_types", None)
     kind = kinds[layer] if kinds else "full_attention"
     if kind not in ATTENTION_LAYERS:
@@ -174,11 +169,11 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
     heads = text.num_attention_heads
     if latent := getattr(text, "kv_lora_rank", None):
         key, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-        return Attention(latent + text.qk_rope_head_dim, heads * (key + value), 1, heads * (key + value), window)
+        return Attention(latent + text.qk_rope_head_dim, 1, heads * (key + value), window, latent=True)
     shared = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     both = 2 * shared * size
-    return Attention(both, both, shared, 2 * heads * size, window)
+    return Attention(both, shared, 2 * heads * size, window)
 
 
 def route_bytes(dims: Dims) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -18,18 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from onepolicy.config import UsageError
+from onepolicy.invariant import mode
+from onepolicy.invariant.ops import TILE
 from onepolicy.models import experts, fp32_head, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.plan.dims import decoder_layers
 from onepolicy.plan.peak import Peak
-from onepolicy.replay.checks import is_moe
+from onepolicy.plan.stand_ins import stand_ins
 from onepolicy.train.forward import Places, forward
 from onepolicy.types import TokenBatch
 
-LAYOUT = experts.layout
 ALL_LAYERS = 16  # a deeper model is run with its first layers only
 
 
@@ -57,20 +63,31 @@ class Held:
 
 
 class DryModel:
-    """cpu: run our CPU functions, else what a GPU runs. dtype: what layers compute in."""
+    """cpu: run our CPU functions, else what a GPU runs. dtype: what layers compute in. invariant: on-policy mode."""
 
-    def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, cpu: bool, fp32_lm_head: bool = False) -> None:
-        self.cpu = cpu
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype,
+        cpu: bool,
+        fp32_lm_head: bool = False,
+        invariant: bool = False,
+    ) -> None:
+        self.cpu, self._multiple = cpu, TILE if invariant else 1
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self.fake:
-            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).train()
+            self.model = _causal_lm(config, dtype)
             if fp32_lm_head:
                 fp32_head.Fp32Head(self.model, field="model.lm_head")
             self.model.set_attn_implementation(packed_attention.NAME)
-            if is_moe(config):
-                self.model.set_experts_implementation(experts.NAME if cpu else "grouped_mm")
+            if cpu and getattr(self.model, "set_experts_implementation", None) is not None:
+                self.model.set_experts_implementation(experts.NAME)
             if cpu:
                 linear.prepare(self.model, torch.device("cpu"))
+            if invariant:
+                with stand_ins(cpu=cpu):
+                    mode.install(self.model)
         self._list = decoder_layers(self.model)
         self._layers = list(self._list)
         self._kinds = _kinds(self.model, self._layers)
@@ -111,9 +128,9 @@ class DryModel:
         return self._run(micro, depth, **how, first=False).saved
 
     def _run_anew(self, micro: Micro, depth: int, *, checkpointing: bool, entropy_graph: bool, first: bool) -> _Run:
-        places = _places(micro)
+        places = _places(micro, self._multiple)
         parameters = list(self.model.parameters())
-        with self.fake, self._first_layers(depth), self._stand_ins():
+        with self.fake, self._first_layers(depth), stand_ins(cpu=self.cpu):
             batch = _batch(micro)
             for parameter in parameters:
                 parameter.grad = None if first else torch.empty_like(parameter)
@@ -127,21 +144,16 @@ class DryModel:
                     loss = scored.logp.sum() + (scored.entropy.sum() if entropy_graph else 0)
                     loss.backward()
                 return _Run(saved, marks[0], peak.peak)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise UsageError(
+                    f"model.path: {type(self.model).__name__} makes shapes of its tensors' values ({error}), which a "
+                    "plan does not have, so it cannot be planned"
+                ) from error
             finally:
                 if checkpointing:
                     self.model.gradient_checkpointing_disable()
                 for parameter in parameters:
                     parameter.grad = None
-
-    @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.cpu:
-                stack.enter_context(_replaced(experts, "layout", _even_layout))
-            else:
-                stack.enter_context(_replaced(packed_attention, "scaled_dot_product_attention", _flash))
-                stack.enter_context(_replaced(torch.nn.functional, "grouped_mm", _grouped_mm))
-            yield
 
     @contextmanager
     def _first_layers(self, depth: int) -> Iterator[None]:
@@ -163,11 +175,19 @@ class _Run:
     late: float  # most after that
 
 
-def _places(micro: Micro) -> Places:
+def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).train()
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"model.path: transformers makes no causal LM of {config.model_type}: {reason}") from error
+
+
+def _places(micro: Micro, multiple: int) -> Places:
     """What a forward reads of a batch's values: real, where the batch is fake."""
     bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
     own = [torch.arange(n) >= n - new for n, new in zip(micro.slots, micro.trainable, strict=True)]
-    return Places(torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu")))
+    return Places(torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu"), multiple=multiple))
 
 
 def _batch(micro: Micro) -> TokenBatch:
@@ -208,70 +228,6 @@ def _marking(last: nn.Module, peak: Peak) -> Iterator[list[float]]:
         yield marks
     finally:
         handle.remove()
-
-
-@contextmanager
-def _replaced(module: Any, name: str, stand_in: Any) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
-
-
-def _even_layout(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Our CPU experts lay out rows by the values of routes, which fake tensors lack: every expert gets equally many.
-
-    Only the first computes, which holds as much as each of the others would after it.
-    """
-    with unset_fake_temporarily():
-        chosen = torch.arange(top_k_index.numel()).remainder(num_experts).view(top_k_index.shape)
-        token, place, ends = LAYOUT(chosen, num_experts)
-    return torch.empty_like(token), torch.empty_like(place), ends[:1] * num_experts
-
-
-class _Flash(torch.autograd.Function):
-    """What flash attention holds on a GPU, whatever kernel torch would choose for tensors of the CPU.
-
-    Its backward sums queries' gradients in float32, and makes those of keys and values for every query head.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, _, _ = ctx.saved_tensors
-        total = torch.empty_like(query, dtype=torch.float32)
-        whole = [query.new_empty(*query.shape[:-1], x.shape[-1]) for x in (key, value)]
-        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del total, whole
-        return grads
-
-
-class _Grouped(torch.autograd.Function):
-    """What a grouped matmul holds, in any dtype: the one for fake tensors knows bfloat16 only."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return rows.new_empty(len(rows), weight.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
-
-
-def _grouped_mm(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-    return _Grouped.apply(rows, weight)
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    return _Flash.apply(query, key, value)
 
 
 def _kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:

@@ -1,16 +1,14 @@
-"""Bytes on a learner's rank and on an engine's device."""
+"""Bytes on a learner's rank."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import FromRollout, RunConfig, VLLMEngineConfig
-from onepolicy.models.decode_attention import BLOCK
+from onepolicy.config import FromRollout, RunConfig, WeightsReplay
 from onepolicy.plan.dims import Dims, route_bytes
 from onepolicy.plan.dry import Held
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.work import Work, in_process, keeps_whole_keys
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -74,7 +72,7 @@ def learner_memory(
         gathered=layers,
         activations=working - logits,
         logits=logits,
-        routes=slots * route_bytes(dims) * graphs if config.replay.mode != "off" else 0.0,
+        routes=slots * kept_per_token(dims, config) * graphs if config.replay.mode != "off" else 0.0,
         others=critic + reference + again,
     )
 
@@ -100,38 +98,23 @@ def from_reprefill(config: RunConfig) -> bool:
     return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 
+def kept_per_token(dims: Dims, config: RunConfig) -> int:
+    """Bytes of a token's routes, with replay.mode = weights of their combine weights too."""
+    combine = isinstance(config.replay, WeightsReplay) * FLOAT32 * dims.moe_layers * dims.top_k
+    return route_bytes(dims) + combine
+
+
 @dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """Of one device of an engine, in bytes; what the cache holds, in tokens and sequences of an engine."""
+class StartMemory:
+    """What exists for a moment before the first step, in bytes."""
 
-    weights: float
-    cache: float
-    tokens: float  # of all sequences together
-    sequences: int  # of the planned length
+    host: float  # of the first rank's node: whole models as they are read
+    device: float  # of a rank: its shard, and the critic before it is spread
 
 
-def engine_memory(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, tensor_parallel: int) -> EngineMemory:
-    """A cache: of a server what the weights leave, an engine in the learner's process what the recipe says."""
-    engine = config.rollout.engine
-    size = BYTES[engine.dtype]
-    weights = dims.total * size / tensor_parallel
-    per_sequence = cache_bytes(dims, config, work.length, tensor_parallel)
-    if isinstance(engine, VLLMEngineConfig):
-        cache = engine.cache_gib * 2**30
-    elif in_process(config):
-        length = engine.max_len or dims.context
-        rows = -(-length // BLOCK) * BLOCK if cluster.is_cpu else length
-        routes = length * route_bytes(dims) if config.replay.mode != "off" else 0
-        cache = engine.slots * (dims.kv_elements(rows, expanded=True) * size + routes)
-        return EngineMemory(weights, cache, engine.slots * length, engine.slots)
-    else:
-        cache = cluster["memory"] * cluster["engine_share"] - weights - cluster["engine_reserve"]
-    sequences = max(0, math.floor(cache / per_sequence))
-    return EngineMemory(weights, cache, max(0.0, cache / per_sequence * work.length), sequences)
-
-
-def cache_bytes(dims: Dims, config: RunConfig, length: float, tensor_parallel: int) -> float:
-    """Keys and values of one sequence on one device. MLA's latent is on all of them."""
-    size, whole = BYTES[config.rollout.engine.dtype], keeps_whole_keys(config)
-    heads = 1 if whole else min(tensor_parallel, max(a.heads for a in dims.attention))
-    return dims.kv_elements(length, expanded=whole) * size / heads
+def start_memory(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) -> StartMemory:
+    """Rank 0 alone reads the policy, unless the head is tied to the embedding; every rank reads a critic."""
+    size, critic = BYTES[config.model.dtype], config.objective.critic is not None
+    readers = min(ranks, cluster.per_node) if critic or not dims.embedding else 1
+    whole = dims.total * size
+    return StartMemory(readers * whole, whole + whole / ranks if critic and ranks > 1 else 0.0)

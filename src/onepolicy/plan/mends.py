@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onepolicy.config import RunConfig
-from onepolicy.plan.memory import engine_memory
+from onepolicy.plan.dims import billions
 from onepolicy.plan.planner import PARALLEL, Option, Planner, Split
 
 MOST = 2**14  # devices looked for
@@ -16,6 +16,11 @@ def mends(planner: Planner, chosen: Option) -> list[str]:
         found += _of_learner(planner, chosen)
     if not chosen.engine_fits:
         found += _of_engine(planner, chosen)
+    if not chosen.host_fits:
+        found.append(
+            f"nodes with more than {chosen.start.host / 1e9:,.0f} GB of memory: the model is read whole in "
+            f"model.dtype = {planner.config.model.dtype} before it is spread (--constant host_memory=BYTES if they do)"
+        )
     return found
 
 
@@ -42,7 +47,7 @@ def _of_learner(planner: Planner, chosen: Option) -> list[str]:
     ranks = _more(planner, split, tried)
     with_these = " with these" if lines else ""
     if ranks is None:
-        lines.append(f"no number of learner devices is enough{with_these}: one layer is too large to gather")
+        lines.append(f"no number of learner devices is enough{with_these}: {_too_large(planner, tried)}")
     else:
         lines.append(f"at least {ranks} devices that learn{with_these}")
     return lines
@@ -90,11 +95,24 @@ def _more(planner: Planner, split: Split, config: RunConfig) -> int | None:
     return None
 
 
+def _too_large(planner: Planner, config: RunConfig) -> str:
+    """What a rank holds that more ranks do not divide."""
+    memory, dims = planner.learner(MOST, config), planner.dims
+    rest = memory.gathered + memory.activations + memory.logits
+    return (
+        f"a layer of {billions(dims.largest_layer)} parameters, gathered whole by every rank, takes "
+        f"{memory.gathered / 1e9:.0f} GB with its gradients, activations and logits take "
+        f"{(memory.activations + memory.logits) / 1e9:.0f}; devices of more than "
+        f"{rest / planner.room_share / 1e9:.0f} GB would do, or experts divided over devices (expert parallelism), "
+        "which onepolicy does not have"
+    )
+
+
 def _of_engine(planner: Planner, chosen: Option) -> list[str]:
     for parallel in PARALLEL:
         if parallel <= chosen.split.tensor_parallel:
             continue
-        memory = engine_memory(planner.dims, planner.config, planner.cluster, planner.work, parallel)
+        memory = planner.engine(parallel)
         if memory.sequences >= 1:
             return [f"engines of {parallel} devices (tensor parallel): {memory.sequences} sequences fit in the cache"]
     return [f"no engine of up to {PARALLEL[-1]} devices holds the weights and one sequence: quantise, or other devices"]

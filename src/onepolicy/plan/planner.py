@@ -9,16 +9,12 @@ from functools import cached_property
 import torch
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims, config_of, read_dims
 from onepolicy.plan.dry import DryModel, Held, Micro
+from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_of
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import (
-    EngineMemory,
-    LearnerMemory,
-    compute_dtype,
-    engine_memory,
-    learner_memory,
-)
+from onepolicy.plan.memory import LearnerMemory, StartMemory, compute_dtype, learner_memory, start_memory
 from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
 from onepolicy.plan.work import Work, in_process, work_of
 
@@ -44,17 +40,24 @@ class Option:
     rollout: Rollout
     learning: Learning
     sync: float
+    start: StartMemory
     learner_room: float  # bytes a rank may use
+    host_room: float  # bytes of a node's own memory
     engine_on_learner: bool
+    overlaps: bool  # rollout.max_staleness lets sampling and learning run at the same time, each on its own devices
 
     @property
     def learner_used(self) -> float:
         engine = self.engine.weights + self.engine.cache if self.engine_on_learner else 0.0
-        return self.learner.total + engine
+        return max(self.learner.total + engine + self.engine.evaluator, self.start.device)
 
     @property
     def learner_fits(self) -> bool:
         return self.learner_used <= self.learner_room
+
+    @property
+    def host_fits(self) -> bool:
+        return self.start.host <= self.host_room
 
     @property
     def engine_fits(self) -> bool:
@@ -62,7 +65,7 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        return self.learner_fits and self.engine_fits
+        return self.learner_fits and self.engine_fits and self.host_fits
 
     @property
     def parts(self) -> dict[str, float]:
@@ -77,11 +80,11 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        return sum(self.parts.values())
+        return self.overlapped if self.overlaps else sum(self.parts.values())
 
     @property
     def overlapped(self) -> float:
-        """If sampling and learning ran at the same time, one step apart."""
+        """Sampling and learning at the same time: a step waits for the longer of them, and for its weights."""
         return max(self.rollout.seconds, self.learning.score + self.learning.update) + self.sync
 
     @property
@@ -107,7 +110,7 @@ class Planner:
         way: str | None = None,
     ) -> None:
         """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
-        _refuse_unplanned(config)
+        _refuse_unplanned(config, cluster)
         self.config, self.cluster = config, cluster
         self._hf_config = config_of(model)
         self._models: dict[str, DryModel] = {}  # by the dtype that layers compute in
@@ -119,7 +122,7 @@ class Planner:
     def option(self, split: Split, config: RunConfig | None = None) -> Option:
         """This split, with these settings of train instead of the recipe's."""
         config = config or self.config
-        engine = engine_memory(self.dims, config, self.cluster, self.work, split.tensor_parallel)
+        engine = self.engine(split.tensor_parallel)
         return Option(
             split,
             self.learner(split.learners, config),
@@ -129,15 +132,26 @@ class Planner:
                 config,
                 self.cluster,
                 self.work,
+                self.weights,
                 engines=split.engines,
                 tensor_parallel=split.tensor_parallel,
                 capacity=max(1, engine.sequences),
             ),
             learning(self.dims, config, self.cluster, self.work, split.learners),
-            sync(self.dims, config, self.cluster, split.learners, self.way),
+            sync(self.dims, config, self.cluster, self.weights, split.learners, self.way),
+            start_memory(self.dims, config, self.cluster, split.learners),
             self.room,
+            float("inf") if self.cluster.is_cpu else self.cluster["host_memory"],
             in_process(config),
+            config.rollout.overlaps and not in_process(config),
         )
+
+    def engine(self, tensor_parallel: int) -> EngineMemory:
+        return engine_memory(self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel)
+
+    @cached_property
+    def weights(self) -> Weights:
+        return weights_of(self.dims, self.config, self._hf_config)
 
     def micro_slots(self, ranks: int) -> int:
         """Slots of the fullest micro-batch."""
@@ -180,6 +194,7 @@ class Planner:
                 dtype=getattr(torch, dtype),
                 cpu=self.cluster.is_cpu,
                 fp32_lm_head=self.config.model.lm_head == "float32",
+                invariant=self.config.numerics == ON_POLICY,
             )
         return self._models[dtype]
 
@@ -215,21 +230,21 @@ class Planner:
                 if rest % parallel == 0:
                     yield Split(ranks, rest // parallel, parallel)
 
-    @cached_property
+    @property
+    def room_share(self) -> float:
+        """Of a device's memory that a rank may use."""
+        return 1 - self.cluster["learner_reserve"]
+
+    @property
     def room(self) -> float:
-        return self.cluster["memory"] * (1 - self.cluster["learner_reserve"])
+        return self.cluster["memory"] * self.room_share
 
 
-def _refuse_unplanned(config: RunConfig) -> None:
-    if config.rollout.quant is not None:
+def _refuse_unplanned(config: RunConfig, cluster: Cluster) -> None:
+    if config.numerics == ON_POLICY and not cluster.is_cpu:
         raise UsageError(
-            "rollout.quant: a plan counts the engine's weights in rollout.engine.dtype, so it would be wrong about "
-            "quantised ones; leave it out here"
-        )
-    if config.numerics != "fast":
-        raise UsageError(
-            f"numerics: {config.numerics} has kernels of its own, whose memory and time a plan does not know; leave it "
-            "out here"
+            f"numerics: {config.numerics} was run on CPUs only, so what its kernels hold and how long they take on "
+            f"{cluster.device} is not known; plan it for --cluster 1xcpu, or numerics=fast"
         )
 
 

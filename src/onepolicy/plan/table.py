@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 from rich.console import RenderableType
@@ -67,6 +68,7 @@ def _option_tree(option: Option) -> Tree:
         "fits": option.fits,
         "learner_bytes": learner,
         "engine": asdict(option.engine),
+        "start_bytes": asdict(option.start),
         "seconds": option.parts | {"step": option.seconds, "overlapped": option.overlapped},
         "decode_step": asdict(option.rollout.step),
         "learning": asdict(option.learning),
@@ -110,8 +112,9 @@ def size(count: float) -> str:
 
 def _memory(option: Option) -> Table:
     table = _table("memory", "learner rank", "bytes", "engine device", "bytes ")
-    left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
     engine = option.engine
+    left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
+    left += [("engine that evaluates", engine.evaluator)] if engine.evaluator else []
     right = [("weights", size(engine.weights)), ("keys and values", size(max(0.0, engine.cache)))]
     right += [("  tokens in it", f"{engine.tokens:,.0f}"), ("  sequences in it", f"{engine.sequences:,}")]
     for i in range(max(len(left), len(right))):
@@ -123,17 +126,23 @@ def _memory(option: Option) -> Table:
     style = "green" if option.learner_fits else "bold red"
     fits = Text("fits", "green") if option.engine_fits else Text("does not fit", "bold red")
     table.add_row(f"total{both}", Text(f"{size(used)} of {size(option.learner_room)}", style), "", fits)
+    start = option.start
+    if start.device:
+        table.add_row("  at the start, with a whole critic", size(start.device))
+    if option.host_room < inf:
+        style = "green" if option.host_fits else "bold red"
+        table.add_row("host of rank 0 at the start", Text(f"{size(start.host)} of {size(option.host_room)}", style))
     return table
 
 
 def _time(option: Option) -> Table:
     table = _table("time of a step", "part", "seconds", "share")
     for name, seconds in option.parts.items():
-        table.add_row(name, _seconds(seconds), f"{seconds / option.seconds:.0%}")
+        table.add_row(name, _seconds(seconds), f"{seconds / sum(option.parts.values()):.0%}")
     table.add_section()
-    table.add_row("step", _seconds(option.seconds), "")
-    if not option.engine_on_learner:
-        table.add_row("  if sampling and learning overlapped", _seconds(option.overlapped), "")
+    table.add_row("step, sampling while learning" if option.overlaps else "step", _seconds(option.seconds), "")
+    if not option.engine_on_learner and not option.overlaps:
+        table.add_row("  with rollout.max_staleness=1", _seconds(option.overlapped), "")
     table.add_row("bottleneck", "", option.bottleneck)
     return table
 

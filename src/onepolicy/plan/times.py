@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, SGLangConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims
+from onepolicy.plan.engine import Weights, cache_bytes, sent_dtype
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import BYTES, FLOAT32, cache_bytes, gather_dtype
+from onepolicy.plan.memory import BYTES, FLOAT32, gather_dtype
 from onepolicy.plan.work import Work, in_process, slots_of
 
 
@@ -34,14 +36,21 @@ class Decode:
 
 
 def decode(
-    dims: Dims, config: RunConfig, cluster: Cluster, *, batch: float, context: float, tensor_parallel: int
+    dims: Dims,
+    config: RunConfig,
+    cluster: Cluster,
+    weights: Weights,
+    *,
+    batch: float,
+    context: float,
+    tensor_parallel: int,
 ) -> Decode:
     """One token each for `batch` sequences with `context` tokens behind them.
 
     Weights: all that every token meets, and of the routed experts those that a batch is expected to touch.
     """
     size = BYTES[config.rollout.engine.dtype]
-    read = dims.total - dims.routed - dims.embedding + dims.routed * dims.touched(batch)
+    read = weights.read(dims.touched(batch), converts=cluster.is_cpu)
     speed = cluster["bandwidth"] * cluster["decode_efficiency"]
     flops = batch * (2 * dims.multiplied + dims.decode_flops(context)) / tensor_parallel
     sent = 0.0
@@ -49,8 +58,8 @@ def decode(
         one = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * size
         sent = 2 * dims.layers * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
     return Decode(
-        weights=read * size / tensor_parallel / speed,
-        cache=batch * cache_bytes(dims, config, context, tensor_parallel) / speed,
+        weights=read / tensor_parallel / speed,
+        cache=batch * cache_bytes(dims, config, cluster, context, tensor_parallel) / speed,
         flops=flops / (cluster["flops"] * cluster["prefill_efficiency"]),
         tensor_parallel=sent,
         overhead=dims.layers * cluster["decode_overhead"],
@@ -70,14 +79,24 @@ class Rollout:
 
 
 def rollout(
-    dims: Dims, config: RunConfig, cluster: Cluster, work: Work, *, engines: int, tensor_parallel: int, capacity: int
+    dims: Dims,
+    config: RunConfig,
+    cluster: Cluster,
+    work: Work,
+    weights: Weights,
+    *,
+    engines: int,
+    tensor_parallel: int,
+    capacity: int,
 ) -> Rollout:
     """capacity: sequences one engine's cache holds. A finished sequence makes room for the next."""
+    slower = cluster["on_policy_rollout"] if config.numerics == ON_POLICY else 1.0
     batch = max(1, min(slots_of(config, work, engines), capacity))
     step = decode(
         dims,
         config,
         cluster,
+        weights,
         batch=batch,
         context=work.prompt + work.response / 2,
         tensor_parallel=tensor_parallel,
@@ -86,7 +105,7 @@ def rollout(
     devices = engines * tensor_parallel
     flops = work.prefilled * (2 * dims.multiplied + dims.attention_flops(work.prompt) / work.prompt)
     prefill = flops / (devices * cluster["flops"] * cluster["prefill_efficiency"])
-    return Rollout(prefill, turns * work.response * step.seconds, batch, step)
+    return Rollout(slower * prefill, slower * turns * work.response * step.seconds, batch, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +128,12 @@ def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks:
     """A forward is 2 FLOPs per parameter a token is multiplied with, and its attention; a backward twice that."""
     head = 2 * dims.head * work.sequences * (work.slots - work.response)  # only trainable slots are projected
     flops = 2 * dims.multiplied * work.all_slots - head + work.sequences * dims.attention_flops(work.slots)
-    forward = flops / (ranks * cluster["flops"] * cluster["train_efficiency"])
+    slower = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
+    forward = slower * flops / (ranks * cluster["flops"] * cluster["train_efficiency"])
     rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
     speed, low = cluster.collective(ranks) if ranks > 1 else 1.0, BYTES[gather_dtype(config)]
     moved = dims.total * (ranks - 1) / ranks * rounds / speed  # seconds per byte of a parameter
-    launch = rounds * dims.layers * cluster["train_overhead"]
+    launch = slower * rounds * dims.layers * cluster["train_overhead"]
 
     scored = config.scores_old
     passes = 3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
@@ -145,16 +165,16 @@ class Pass:
         return Pass(self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead)
 
 
-def sync(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int, way: str) -> float:
-    """Seconds until the engines have the new weights, sent in the engine's dtype.
+def sync(dims: Dims, config: RunConfig, cluster: Cluster, weights: Weights, ranks: int, way: str) -> float:
+    """Seconds until the engines have the new weights, sent in the engine's dtype, unrounded where it quantises them.
 
     memory: into an engine in the same process; files: written and read again; gloo: through the host; nccl: broadcast
     from rank 0. Sharded learners gather every tensor first.
     """
-    sent = dims.total * BYTES[config.rollout.engine.dtype]
+    sent = dims.total * BYTES[sent_dtype(config)]
     gather = 0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
     if way == "memory":
-        return gather + (dims.total * BYTES[config.model.dtype] + sent) / cluster["bandwidth"]
+        return gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
     speeds = {"files": cluster["disk"] / 2, "gloo": cluster["host"], "nccl": cluster.point_to_point()}
     return gather + sent / speeds[way]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import HFEngineConfig, RunConfig, UsageError
+from onepolicy.config import RunConfig, UsageError
 from onepolicy.plan.dry import Micro
 
 PROMPT = 512
@@ -83,8 +83,3 @@ def slots_of(config: RunConfig, work: Work, engines: int) -> int:
 def in_process(config: RunConfig) -> bool:
     """Whether the engine lives on the learner's device."""
     return config.rollout.engine.kind in ("hf", "vllm")
-
-
-def keeps_whole_keys(config: RunConfig) -> bool:
-    """The embedded engine expands MLA's latents."""
-    return isinstance(config.rollout.engine, HFEngineConfig)

@@ -1,0 +1,119 @@
+"""Bytes on an engine's device: its copy of the weights, and its cache."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
+from onepolicy.config.quant import Fp8, Fp8Weight
+from onepolicy.models.decode_attention import BLOCK
+from onepolicy.plan.dims import Dims
+from onepolicy.plan.hardware import Cluster
+from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
+from onepolicy.plan.stand_ins import stand_ins
+from onepolicy.plan.work import Work
+from onepolicy.rollout.hf.engine import quantise_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """An engine's copy of them, in bytes, over all its devices."""
+
+    total: float
+    routed: float  # of these in routed experts
+    embedding: float  # of these in the input embedding, of which a token reads one row
+    converted: float = 0.0  # parameters that become floats again at every use
+
+    def read(self, touched: float, *, converts: bool) -> float:
+        """Bytes of one forward in which `touched` of the routed experts are met. converts: all experts of a layer."""
+        if converts and self.converted:
+            return self.total - self.embedding + 2 * FLOAT32 * self.converted
+        return self.total - self.embedding - self.routed * (1 - touched)
+
+
+def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> Weights:
+    engine, quant = config.rollout.engine, config.rollout.quant
+    size = BYTES[engine.dtype]
+    head = FLOAT32 * dims.head if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32" else 0  # a copy
+    embedding: float = dims.embedding * size
+    if quant is None:
+        return Weights(dims.total * size + head, dims.routed * size, embedding)
+    parts = quantised_parts(hf_config, quant, engine.dtype)
+    experts, parameters = parts.pop("experts", (0.0, 0))
+    total = math.fsum(size for size, _ in parts.values()) + experts + head
+    converted = isinstance(quant, Fp8 | Fp8Weight) * (dims.total - sum(count for _, count in parts.values()))
+    embedding = parts["embeddings"][0] if embedding else 0.0
+    return Weights(total, experts * dims.routed / max(1, parameters), embedding, converted)
+
+
+def quantised_parts(config: PreTrainedConfig, quant: QuantFormat, dtype: str) -> dict[str, tuple[float, int]]:
+    """part -> bytes, parameters; by quantising the model as the embedded engine does, without its numbers."""
+    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(cpu=True):
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=getattr(torch, dtype)).eval()
+        return {part.part: (part.bytes_after, part.parameters) for part in quantise_policy(model, quant).sizes().parts}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Of one device of an engine, in bytes; what the cache holds, in tokens and sequences of an engine."""
+
+    weights: float
+    cache: float
+    tokens: float  # of all sequences together
+    sequences: int  # of the planned length
+    evaluator: float  # of a second engine, on the learner's device, that evaluates unquantised weights
+
+
+def engine_memory(
+    dims: Dims, config: RunConfig, cluster: Cluster, work: Work, weights: Weights, tensor_parallel: int
+) -> EngineMemory:
+    """A cache: of a server what the weights leave, of the embedded engine its slab, of vLLM in this process as said."""
+    engine, own = config.rollout.engine, weights.total / tensor_parallel
+    evaluator = 0.0
+    if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
+        evaluator = dims.total * BYTES[engine.dtype] + slab_bytes(dims, config, cluster)
+    if isinstance(engine, HFEngineConfig):
+        tokens = engine.slots * (engine.max_len or dims.context)
+        return EngineMemory(own, slab_bytes(dims, config, cluster), tokens, engine.slots, evaluator)
+    if isinstance(engine, VLLMEngineConfig):
+        cache = engine.cache_gib * 2**30
+    else:
+        cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
+    per_sequence = cache_bytes(dims, config, cluster, work.length, tensor_parallel)
+    sequences = max(0, math.floor(cache / per_sequence))
+    return EngineMemory(own, cache, max(0.0, cache / per_sequence * work.length), sequences, evaluator)
+
+
+def slab_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
+    """The embedded engine's keys, values and routes: whole rows for every slot and layer, whatever a layer's window."""
+    engine = config.rollout.engine
+    length = engine.max_len or dims.context
+    rows = -(-length // BLOCK) * BLOCK
+    elements = sum(a.cached for a in dims.attention) * rows
+    routes = length * kept_per_token(dims, config) if config.replay.mode != "off" else 0
+    return engine.slots * (elements * cache_itemsize(dims, config, cluster) + routes)
+
+
+def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
+    """Of a cached key: the engine's dtype; of the embedded engine on a CPU float32, but for latent attention."""
+    plain = not any(a.latent for a in dims.attention)
+    wide = isinstance(config.rollout.engine, HFEngineConfig) and cluster.is_cpu and plain
+    return FLOAT32 if wide else BYTES[config.rollout.engine.dtype]
+
+
+def cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int) -> float:
+    """Keys and values of one sequence on one device. MLA's latent is on all of them."""
+    heads = min(tensor_parallel, max(a.heads for a in dims.attention))
+    return dims.kv_elements(length) * cache_itemsize(dims, config, cluster) / heads
+
+
+def sent_dtype(config: RunConfig) -> str:
+    """Of the weights that a sync sends: the engine's, but unrounded ones where it quantises them itself."""
+    unrounded = config.rollout.quant is not None and isinstance(config.rollout.engine, HFEngineConfig)
+    return config.model.dtype if unrounded else config.rollout.engine.dtype
