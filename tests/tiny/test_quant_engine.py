@@ -8,8 +8,11 @@ from engine_support import check_against_stock, prompts, ragged, run
 from models import MOE, make
 from torch import nn
 
-from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, Simulated, UsageError
+from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, ModelConfig, RolloutConfig, Simulated, UsageError
+from onepolicy.loop.setup import load_copy
+from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.install import check_kernels, quantise
+from onepolicy.models.quant.layers import Int8Linear
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.hf.engine import HFEngine, quantise_policy
 
@@ -101,6 +104,22 @@ def test_what_is_asked_for_besides():
     assert engine.model.model.embed_tokens(torch.tensor([1])).dtype == torch.bfloat16
     rounded = quantised("qwen3_moe", Simulated(bits=3, also=("router",)))
     assert len(rounded.model.layers[0].mlp.gate.weight[0].unique()) <= 7
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
+    """vLLM: rounded to bfloat16 first; int8 rounds experts only, to 255 values a row."""
+    model = make("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    rollout = RolloutConfig.model_validate({"engine": {"kind": kind}, "quant": "int8"})
+    copy = load_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
+    assert isinstance(copy.model.layers[0].self_attn.q_proj, Int8Linear) == (kind == "hf")
+    if kind == "vllm":
+        made, given = copy.model.layers[0].mlp.experts.down_proj, model.model.layers[0].mlp.experts.down_proj
+        codes, scale = int8_rows(given.detach().bfloat16())
+        assert torch.equal(made.float(), (codes * scale).bfloat16().float())
+        q_proj = [m.model.layers[0].self_attn.q_proj.weight.detach().bfloat16() for m in (copy, model)]
+        assert torch.equal(*q_proj)
 
 
 def test_routers_that_are_linear_layers_stay_in_high_precision():

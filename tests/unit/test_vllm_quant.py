@@ -102,6 +102,8 @@ class Worker(nn.Module):
             "model.layers.0.self_attn.qkv_proj.weight": (16, 8),
             "model.layers.0.self_attn.q_norm.weight": (8,),
             "model.layers.0.mlp.gate.weight": (4, 8),
+            "model.layers.0.mlp.shared_expert_gate.weight": (1, 8),
+            "model.layers.0.linear_attn.conv1d.weight": (4, 1, 4),
             "model.layers.0.mlp.shared_expert.down_proj.weight": (8, 4),
             "model.layers.0.mlp.experts.routed_experts.w13_weight": (4, 8, 8),
             "model.layers.0.mlp.experts.routed_experts.w2_weight": (4, 8, 4),
@@ -130,12 +132,13 @@ def test_bytes_per_part_are_those_of_the_kernels_tensors():
     experts = found["experts"]
     assert (experts.parameters, experts.bytes_before) == (weights + biases, 2 * (weights + biases))
     assert experts.bytes_after == weights + 2 * biases + 4 * rows
-    assert found["attention"].bytes_after == 16 * 8 + 4 * 16
+    assert found["attention"].bytes_after == 16 * 8 + 4 * 16 + 2 * 16
+    assert found["router"].parameters == 5 * 8
     assert found["shared experts"].bytes_after == 8 * 4 + 4 * 8
     for part in ("router", "embeddings", "norms"):
         assert found[part].bytes_after == found[part].bytes_before == 2 * found[part].parameters
     int8 = sizes(Int8(), Worker(torch.int8))
-    assert {part.part: part.bytes_after for part in int8.parts}["attention"] == 2 * 16 * 8  # as it was
+    assert {part.part: part.bytes_after for part in int8.parts}["attention"] == 2 * (16 * 8 + 16)  # as it was
     assert "rollout.quant int8 (int8_per_channel_weight_only), bytes in the engine: experts 832 to 704" in int8.words()
     assert int8.report()["method"] == "int8_per_channel_weight_only"
 
@@ -144,6 +147,7 @@ def test_bytes_per_part_are_those_of_the_kernels_tensors():
     ("quant", "model", "message"),
     [
         (Fp8(), Worker(torch.float8_e4m3fn, left=("w2_weight",)), "left 128 weights of experts in torch.bfloat16"),
+        (Fp8(), Worker(torch.float8_e4m3fn, left=("qkv_proj",)), r"left 144 weights of attention in torch\.bfloat16"),
         (Fp8(), Worker(torch.int8), "left 384 weights of experts in torch.int8|weights of attention in torch.bf"),
         (Int8(), Worker(torch.int8, left=("w13_weight", "w2_weight")), "left 384 weights of experts"),
         (Int8(), nn.Linear(4, 4), "quantises experts, which this model does not have"),
@@ -157,7 +161,7 @@ def test_weights_left_in_high_precision_are_refused(quant, model, message):
 def test_routers_in_codes_are_refused():
     model = Worker(torch.float8_e4m3fn)
     model.tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(4, 8, dtype=torch.float8_e4m3fn)
-    with pytest.raises(UsageError, match=r"weights of router in torch\.float8_e4m3fn"):
+    with pytest.raises(UsageError, match="quantised routers"):
         sizes(Fp8(), model)
 
 

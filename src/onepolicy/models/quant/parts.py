@@ -54,10 +54,11 @@ class Sizes:
 
 def part_of(name: str) -> str:
     """The kind of part that a weight or module belongs to, by its path."""
+    if ROUTER_NAMES & set(name.split(".")):
+        return "router"
     words = name.replace("_", ".").split(".")
     for part, marks in (
         ("norms", {"norm", "layernorm", "ln"}),
-        ("router", {"router"}),
         ("experts", {"experts", "expert"}),
         ("attention", {"attn", "attention", "self"}),
         ("embeddings", {"embed", "embeddings", "wte"}),
@@ -65,6 +66,4 @@ def part_of(name: str) -> str:
     ):
         if marks & set(words):
             return part
-    if {"gate"} & set(name.split(".")):
-        return "router"
     return "mlp" if {"mlp", "feed", "ffn"} & set(words) else "other"

@@ -111,17 +111,22 @@ def _part(name: str) -> str:
 
 
 def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> Sizes:
-    """What the parts take. dtype: the engine's. UsageError unless all that the format stands for is really in codes."""
+    """What the parts take. dtype: the engine's. UsageError unless what the format stands for is really in codes: all of
+    the experts, most of every other part (hybrids keep small convolutions), no router."""
     held = list(held)
     where, codes = f"rollout.quant: vLLM's {METHODS[quant.format]}", CODES[quant.format]
     made = [each for each in held if each.part in MADE[quant.format] and each.weights]
     if not made:
         raise UsageError(f"{where} quantises {', '.join(sorted(MADE[quant.format]))}, which this model does not have")
-    wrong = [each for each in made if each.dtype != codes] + [
-        each for each in held if each.part == "router" and each.dtype == codes
-    ]
-    if wrong:
-        raise UsageError(f"{where} left {wrong[0].weights:,} weights of {wrong[0].part} in {wrong[0].dtype}; use hf")
+    for each in made:
+        most = 0 if each.part == "experts" else sum(m.weights for m in made if (m.part, m.dtype) == (each.part, codes))
+        if each.dtype != codes and each.weights > most:
+            raise UsageError(f"{where} left {each.weights:,} weights of {each.part} in {each.dtype}; use hf")
+    if any(each.part == "router" and each.dtype == codes for each in held):
+        raise UsageError(
+            f"{where} quantised routers, which should keep their dtype; start a server with `onepolicy engine serve "
+            f"MODEL quant={quant.format}`, or use rollout.engine.kind = hf"
+        )
     itemsize = getattr(torch, dtype).itemsize
     parts = [
         PartSize(each.part, each.weights + each.others, (each.weights + each.others) * itemsize, each.nbytes)
