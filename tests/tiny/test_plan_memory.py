@@ -106,6 +106,14 @@ def test_quantised_weights_take_what_the_engine_says(name, quant):
     assert 0 < weights.routed <= parts["experts"].bytes_after
 
 
+def test_vllms_int8_is_of_experts_only():
+    dims = read_dims(DryModel(CONFIGS["qwen3_moe"], dtype=torch.bfloat16, cpu=True).model, "qwen3_moe")
+    own = resolve(TREE, ["rollout.quant=int8", "rollout.engine.kind=vllm"])
+    weights = weights_of(dims, own, CONFIGS["qwen3_moe"])
+    assert weights.total - weights.routed == 2 * (dims.total - dims.routed)
+    assert weights.routed < 1.4 * dims.routed
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_slab_takes_what_was_predicted(name):
     engine = HFEngine(make(name), HFEngineConfig(dtype="bfloat16", slots=3), record=True, max_len=40)

@@ -19,6 +19,7 @@ from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.stand_ins import stand_ins
 from onepolicy.plan.work import Work
 from onepolicy.rollout.hf.engine import quantise_policy
+from onepolicy.rollout.vllm.quant import imitation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> We
     embedding: float = dims.embedding * size
     if quant is None:
         return Weights(dims.total * size + head, dims.routed * size, embedding)
-    parts = quantised_parts(hf_config, quant, engine.dtype)
+    experts_only = not isinstance(engine, HFEngineConfig) and imitation(quant)[1]
+    parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
     experts, parameters = parts.pop("experts", (0.0, 0))
     total = math.fsum(size for size, _ in parts.values()) + experts + head
     converted = isinstance(quant, Fp8 | Fp8Weight) * (dims.total - sum(count for _, count in parts.values()))
@@ -52,11 +54,17 @@ def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> We
     return Weights(total, experts * dims.routed / max(1, parameters), embedding, converted)
 
 
-def quantised_parts(config: PreTrainedConfig, quant: QuantFormat, dtype: str) -> dict[str, tuple[float, int]]:
-    """part -> bytes, parameters; by quantising the model as the embedded engine does, without its numbers."""
+def quantised_parts(
+    config: PreTrainedConfig, quant: QuantFormat, dtype: str, *, experts_only: bool = False
+) -> dict[str, tuple[float, int]]:
+    """part -> bytes, parameters; by quantising the model as the embedded engine does, without its numbers.
+
+    experts_only: as vLLM's int8 does.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(cpu=True):
         model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=getattr(torch, dtype)).eval()
-        return {part.part: (part.bytes_after, part.parameters) for part in quantise_policy(model, quant).sizes().parts}
+        made = quantise_policy(model, quant, experts_only=experts_only).sizes()
+        return {part.part: (part.bytes_after, part.parameters) for part in made.parts}
 
 
 @dataclass(frozen=True, slots=True)
