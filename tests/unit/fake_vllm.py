@@ -21,7 +21,7 @@ from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.rollout.vllm.worker import shape_of
-from onepolicy.rollout.weight_files import read_files
+from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, difference
 from onepolicy.types import Sampling
@@ -195,7 +195,7 @@ class FakeVLLM:
 
     def _take_files(self, folder, sent):
         checksums = Checksums()
-        self._take(checksums.passing(read_files(folder)))
+        self._take(checksums.passing(read_weights(folder)))
         return {"difference": difference(sent, checksums.take())}
 
     def _receive(self, invitation, version):

@@ -153,8 +153,8 @@ def test_other_requests_in_flight_are_named_as_dropped_and_a_cancelled_one_hangs
     ("url", "token_env", "message"),
     [
         ("localhost:8000", None, "is not the address of a server"),
-        ("http://127.0.0.1:1/?a=b", None, "is not the address of a server"),
-        ("http://me:pw@127.0.0.1:1", None, "has a password in it"),
+        ("http://127.0.0.1:1/?a=b", None, "has a user, a password or a query in it"),
+        ("http://me:pw@127.0.0.1:1", None, "has a user, a password or a query in it"),
         ("http://10.1.2.3:8000", None, "on another machine; protect it"),
         ("http://localhost:8000", "NOT_SET_ANYWHERE", "variable NOT_SET_ANYWHERE is not set"),
     ],

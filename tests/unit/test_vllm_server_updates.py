@@ -12,7 +12,7 @@ from http_support import Reply
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm.reply import continued
-from onepolicy.rollout.weight_files import read_files
+from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync import broadcast
 from onepolicy.sync.buckets import split
 from onepolicy.sync.check import adopt, checked_push
@@ -140,7 +140,7 @@ def test_weights_reach_the_server_and_what_is_altered_is_refused(fake, checkpoin
             yield name, tensor * 2 if name == TABLE else tensor
 
     if sync == "disk":
-        monkeypatch.setattr(fake_vllm, "read_files", lambda folder: altered(read_files(folder)))
+        monkeypatch.setattr(fake_vllm, "read_weights", lambda folder: altered(read_weights(folder)))
     else:
         monkeypatch.setattr(broadcast, "split", lambda *args: dict(altered(split(*args).items())))
     with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):

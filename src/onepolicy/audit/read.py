@@ -52,6 +52,9 @@ def _files(path: Path) -> list[Path]:
         found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
         if not found:
             raise UsageError(f"{path}: no dump in this folder; a file of one ends in {known}")
+        for file in found:
+            if not file.resolve().is_relative_to(path.resolve()):
+                raise UsageError(f"{file}: a link out of the dump's folder; name the folder it leads to instead")
         return found
     if path.suffix not in READERS:
         raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {known}")

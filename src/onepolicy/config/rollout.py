@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import Frozen, UsageError
 from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 
 Head = Literal["same", "float32"]
@@ -103,6 +103,7 @@ class VLLMServerConfig(Frozen):
     def _settings_take_effect(self) -> Self:
         refuse_idle_head(self)
         refuse_idle_folder(self)
+        refuse_secret_url(self.url)
         return self
 
 
@@ -144,6 +145,7 @@ class SGLangConfig(Frozen):
     def _settings_take_effect(self) -> Self:
         refuse_idle_head(self)
         refuse_idle_folder(self)
+        refuse_secret_url(self.url)
         return self
 
 
@@ -173,6 +175,15 @@ def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
     if dtype != "bfloat16":
         raise ValueError(
             f"rollout.engine.dtype: {dtype}, but vLLM quantises bfloat16 engines only; leave it out with rollout.quant"
+        )
+
+
+def refuse_secret_url(url: str) -> None:
+    """UsageError, which does not repeat it, for an address that may hold a secret: config.json and errors show it."""
+    if any(mark in url for mark in "@?#"):
+        raise UsageError(
+            "rollout.engine.url: has a user, a password or a query in it, which files and messages of the run would "
+            "show; put a token in an environment variable and name that in rollout.engine.token_env"
         )
 
 

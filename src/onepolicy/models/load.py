@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from onepolicy.config import ModelConfig, UsageError
 
@@ -83,11 +85,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Weights in `dtype` on `device`, in eval mode. An incomplete checkpoint is an error, not random weights."""
     opened: Any
+    _refuse_foreign_files(Path(model.path))
     with _reading("the weights", model):
         opened = AutoModelForCausalLM.from_pretrained(
             model.path,
             dtype=dtype,
             trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,  # the other format is a pickle
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are an error below, with a name
         )
@@ -101,6 +105,20 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     if info["missing_keys"]:
         raise UsageError(f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
     return loaded.to(device).eval()
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """UsageError for an index that names a file outside of its folder, which transformers would read."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not index.is_file():
+        return
+    try:
+        files = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"model.path: {index} is damaged: {error!r}") from None
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UsageError(f"model.path: {index} names {file!r}, which is not a file of this folder")
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.config.rollout import refuse_secret_url
 
 if TYPE_CHECKING:
     import httpx2
@@ -71,13 +72,10 @@ class EngineClient:
 
         UsageError for a URL that is none, a variable that is not set, or without httpx2.
         """
+        refuse_secret_url(url)
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"rollout.engine.url: {url!r} is not the address of a server; e.g. http://127.0.0.1:8000")
-        if parts.username or parts.password:
-            raise UsageError(
-                "rollout.engine.url: has a password in it; put a token in a variable and name it in token_env"
-            )
         if importlib.util.find_spec("httpx2") is None:
             raise UsageError("rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'")
         self.url, self.server, self.counters = url.rstrip("/"), server, Counters()

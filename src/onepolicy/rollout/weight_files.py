@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,9 @@ class WeightFiles:
         """folder: one that the engine's process sees too; None: the system's temporary one."""
         base = Path(folder) if folder else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            base.mkdir(mode=0o777 if folder else 0o700, parents=True, exist_ok=True)
+            if not folder:
+                _refuse_foreign(base)
             _remove_orphans(base)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base))
         except OSError as error:
@@ -67,14 +70,6 @@ class WeightFiles:
         return done
 
 
-def read_files(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder that `WeightFiles.write` made, one at a time."""
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no dict
-                yield name, file.get_tensor(name)
-
-
 def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     size = 0
@@ -86,6 +81,16 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]
             shard, size = {}, 0
     if shard:
         yield shard
+
+
+def _refuse_foreign(base: Path) -> None:
+    """UsageError for a folder that somebody else put at this name, where everybody may put one."""
+    about = base.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise UsageError(
+            f"rollout.engine.sync_dir: {base} belongs to somebody else, or others may write to it, and could give the "
+            "engine other weights; remove it, or set sync_dir to a folder of yours"
+        )
 
 
 def _remove_orphans(base: Path) -> None:

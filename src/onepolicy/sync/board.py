@@ -7,7 +7,7 @@ import hmac
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ POLL_S = 0.1
 class Invitation:
     host: str
     port: int
-    key: str  # hex; who has it may take part
+    key: str = field(repr=False)  # hex; who has it may take part
     size: int  # receivers and the sender
     backend: str
     limit: float  # seconds of every wait

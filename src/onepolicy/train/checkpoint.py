@@ -148,6 +148,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: not valid JSON; {MEND}") from None
     if not isinstance(state, dict) or not {"step", "updates", "files"} <= state.keys():
         raise UsageError(f"{path}: lacks step, updates or files; {MEND}")
+    for name in (*state["files"], *state.get("sha256", ())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UsageError(f"{path}: names {name!r}, which is not in this folder; {MEND}")
     if (own := state.pop(SELF, None)) is not None and own != _own_sum(state):
         raise UsageError(f"{path}: damaged, it is not what was written; {MEND}")
     return state

@@ -23,6 +23,8 @@ from onepolicy.rollout.vllm.start import engine_arguments
 from onepolicy.rollout.vllm.worker import TOKEN, RequireToken, WorkerExtension
 
 PATIENCE_S = 1800.0  # until a server that neither answers nor ends is given up
+OWN = ("--host", "--port", "--uds", "--middleware", "--api-key", "--trust-remote-code", "--worker-extension-cls")
+"""Arguments of vLLM that say who may reach the server and whose code it runs."""
 
 
 def serve(
@@ -56,6 +58,7 @@ def serve(
             f"--host: {host} is open to other machines, and whoever reaches the server can load weights into it; set a "
             "variable to a secret and name it with --token-env"
         )
+    _check_extra(extra)
     _check_free(host, port)
     settings = engine_arguments(
         config,
@@ -151,6 +154,14 @@ def _running(command: list[str], environment: dict[str, str]) -> Iterator[subpro
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _check_extra(extra: Sequence[str]) -> None:
+    """UsageError for an argument that would undo what was checked here. vLLM also takes the start of a name."""
+    for argument in extra:
+        flag = argument.split("=")[0].replace("_", "-")
+        if flag.startswith("--") and any(own.startswith(flag) for own in OWN):
+            raise UsageError(f"--vllm: {flag} is set by onepolicy engine serve; use its own arguments")
 
 
 def _check_free(host: str, port: int) -> None:

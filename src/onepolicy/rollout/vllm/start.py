@@ -104,6 +104,7 @@ def engine_arguments(
     return {
         "model": path,
         "trust_remote_code": trust_remote_code,
+        "load_format": "safetensors",  # the others that vLLM would try are pickles
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # no sampling defaults from the model's folder
         "dtype": config.dtype,

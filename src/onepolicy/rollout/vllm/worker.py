@@ -17,7 +17,7 @@ from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import held_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import pack_experts, reload
-from onepolicy.rollout.weight_files import read_files
+from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, Sums, difference
 
@@ -115,7 +115,7 @@ class WorkerExtension:
     def onepolicy_load_files(self, folder: str, sent: Sums) -> dict[str, str | None]:
         """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
         checksums = Checksums()
-        reload(self, checksums.passing(read_files(folder)))
+        reload(self, checksums.passing(read_weights(folder)))
         return {"difference": difference(sent, checksums.take())}
 
     def onepolicy_load(self, path: str | None = None) -> None:

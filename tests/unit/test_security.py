@@ -1,0 +1,127 @@
+"""What docs/security.md says of the source: no call that runs what a file or a network says, no port open to all."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+UNPICKLE = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "jsonpickle"}
+"""Modules whose readers build whatever objects the bytes name."""
+CALLS = {
+    "pickle.load": "",
+    "pickle.loads": "",
+    "pickle.Unpickler": "",
+    "pandas.read_pickle": "",
+    "os.system": "",
+    "os.popen": "",
+    "tempfile.mktemp": "",
+    "eval": "",
+    "exec": "",
+    "__import__": "",
+    # pickles between ranks
+    "all_gather_object": "",
+    "gather_object": "",
+    "scatter_object_list": "",
+    "broadcast_object_list": "",
+    "send_object_list": "",
+    "recv_object_list": "",
+    # only so:
+    "torch.load": "weights_only=True",
+    "np.load": "allow_pickle=False",
+    "numpy.load": "allow_pickle=False",
+}
+
+
+def name_of(function: ast.expr) -> str:
+    """`a.b.c` of an expression that is such a name."""
+    match function:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            return f"{name_of(value)}.{attr}"
+    return "?"
+
+
+def literal(call: ast.Call, name: str) -> object:
+    given = [k.value for k in call.keywords if k.arg == name]
+    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+
+
+def faults(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            found += [f"imports {name}" for name in names if name.split(".")[0] in UNPICKLE]
+            if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+                found += [f"imports pickle.{alias.name}" for alias in node.names if f"pickle.{alias.name}" in CALLS]
+        if not isinstance(node, ast.Call):
+            continue
+        name = name_of(node.func)
+        last = name.rpartition(".")[2]
+        for forbidden, only in CALLS.items():
+            if forbidden not in (name, last if "." not in forbidden and forbidden not in ("eval", "exec") else None):
+                continue
+            argument, _, value = only.partition("=")
+            if not only or str(literal(node, argument)) != value:
+                found.append(f"calls {name}" + (f" without {only}" if only else ""))
+        if literal(node, "shell") is True:
+            found.append(f"calls {name} with a shell")
+        if literal(node, "trust_remote_code") is True:
+            found.append(f"calls {name} with trust_remote_code=True")
+        own_socket = "master_listen_fd" in {keyword.arg for keyword in node.keywords}  # torch's listens everywhere
+        if last == "TCPStore" and literal(node, "is_master") is not False and not own_socket:
+            found.append(f"calls {name} without a socket of ours")
+        if last in ("create_server", "bind") and any(
+            isinstance(part, ast.Constant) and part.value in ("", "0.0.0.0", "::") for part in ast.walk(node)
+        ):
+            found.append(f"calls {name} for every address")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_source_makes_no_forbidden_call(path):
+    assert faults(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle\npickle.loads(data)",
+        "from pickle import loads",
+        "import torch\ntorch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "import yaml",
+        "from cloudpickle import loads",
+        "dist.broadcast_object_list(x)",
+        "eval(text)",
+        "exec(compile(text, 'a', 'exec'))",
+        "subprocess.run(text, shell=True)",
+        "AutoConfig.from_pretrained(path, trust_remote_code=True)",
+        "dist.TCPStore('localhost', 0, None, True)",
+        "socket.create_server(('', 0))",
+        "probe.bind(('0.0.0.0', 80))",
+    ],
+)
+def test_the_walk_sees_it(source):
+    assert faults(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "np.load(path, allow_pickle=False)",
+        "from pickle import UnpicklingError",
+        "dist.TCPStore(host, port, is_master=True, master_listen_fd=fd)",
+        "socket.create_server(('127.0.0.1', 0))",
+    ],
+)
+def test_the_walk_lets_the_rest_through(source):
+    assert faults(source) == []
