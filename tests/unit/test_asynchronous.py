@@ -191,7 +191,8 @@ def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
 @pytest.mark.parametrize(
     ("settings", "threads"),
     [([], None), (["rollout.max_staleness=2"], 3), (["rollout.max_staleness=2", "train.threads=5"], 5),
-     (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None), (["rollout.max_staleness=0"], None)],
+     (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None),
+     (["rollout.max_staleness=2", "cluster.kind=ray"], None), (["rollout.max_staleness=0"], None)],
 )  # fmt: skip
 def test_an_engine_and_a_trainer_that_compute_at_once_share_the_cores(settings, threads, monkeypatch):
     chosen = []

@@ -116,6 +116,36 @@ def test_an_answer_of_old_weights_is_an_error(tmp_path):
         play(together, [[1]])
 
 
+def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new_ones(tmp_path):
+    """One engine has taken the update, the other has not yet; requests from before it and from meanwhile."""
+
+    class Slow(Engine):
+        async def load_folder(self, path, version):
+            await loaded.wait()
+            await super().load_folder(path, version)
+
+    async def main():
+        engines = [Engine("replica 0"), Slow("replica 1")]
+        together = replicas(tmp_path, *engines)
+        roots = [[problem] for problem in range(8)]
+        before = [asyncio.create_task(together.generate(root, GREEDY, seed=0)) for root in roots]
+        await asyncio.sleep(0)
+        update = asyncio.create_task(together.load_weights(iter([("a", torch.ones(1))]), 1))
+        done = [int(each.version[0]) for each in await asyncio.gather(*before)]
+        while engines[0].version == 0:
+            await asyncio.sleep(0)
+        done += [int((await together.generate(root, GREEDY, seed=0)).version[0]) for root in roots]
+        loaded.set()
+        await update
+        after = [int((await together.generate(root, GREEDY, seed=0)).version[0]) for root in roots]
+        return done, after
+
+    loaded = asyncio.Event()
+    done, after = asyncio.run(main())
+    assert set(done) == {0, 1}
+    assert set(after) == {1}
+
+
 def test_an_engine_that_keeps_old_weights_is_an_error(tmp_path):
     class Keeps(Engine):
         async def load_folder(self, path, version):

@@ -26,7 +26,7 @@ def check_asynchronous(config: RunConfig) -> None:
     mend = "set rollout.max_staleness to 0 or off"
     if rollout.engine.kind == "vllm":
         raise ValueError(
-            "rollout.max_staleness: vLLM in this process takes weights only between requests, so that nothing could "
+            "rollout.max_staleness: an engine of kind vllm takes weights only between requests, so that nothing could "
             "be sampled over an update; use rollout.engine.kind = vllm-server"
         )
     if config.numerics == ON_POLICY:

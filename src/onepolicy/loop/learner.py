@@ -76,10 +76,15 @@ def use_threads(config: RunConfig) -> None:
     """train.threads for the trainer and every engine in this process, each of them if they compute at the same time."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    elif config.rollout.overlaps and config.rollout.engine.kind == "hf" and not config.train.ranks:
+    elif config.rollout.overlaps and _embedded(config) and not config.train.ranks:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # two teams on the same cores wait for each other
     elif config.train.ranks and "RANK" not in os.environ:  # torchrun and `ranks.started` have set it for theirs
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.train.ranks))
+
+
+def _embedded(config: RunConfig) -> bool:
+    """Whether the engine computes in this process."""
+    return config.rollout.engine.kind == "hf" and config.cluster.kind == "local"
 
 
 def build_reference(

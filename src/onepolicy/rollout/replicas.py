@@ -48,6 +48,7 @@ class Replicas:
         self.caps = common_caps([engine.caps for engine in engines])
         self._living = list(engines)
         self._files = files
+        self._oldest = self._newest = 0  # versions that engines hold; they differ while weights are loaded
         self._roots = Roots()
 
     @property
@@ -57,7 +58,7 @@ class Replicas:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
-        asked, root = self.version, self._roots.of(prompt_ids)
+        asked, root = self._oldest, self._roots.of(prompt_ids)
         while True:
             engine = chosen(self._living, root)
             try:
@@ -66,16 +67,17 @@ class Replicas:
                 self._remove(engine, error)
                 continue
             found = completion.version
-            if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self.version:
+            if len(found) and not asked <= int(found.min()) <= int(found.max()) <= self._newest:
                 raise TrainingError(
                     f"{engine.name} answered a request of weight version {asked} with tokens of versions "
-                    f"{int(found.min())} to {int(found.max())}, while the newest is {self.version}"
+                    f"{int(found.min())} to {int(found.max())}, while the newest is {self._newest}"
                 )
             return completion
 
     async def load_weights(self, weights: Weights, version: int) -> None:
+        """Requests that are running go on with them, each when its engine has them."""
         folder = str(self._files.write(weights, version))
-        self.version = -1
+        self.version, self._newest = -1, version
 
         async def load(engine: Replica) -> None:
             await engine.load_folder(folder, version)
@@ -84,7 +86,7 @@ class Replicas:
 
         await self._on_all(load)
         self._roots.clear()
-        self.version = version
+        self.version = self._oldest = version
 
     async def reset_cache(self) -> None:
         self._roots.clear()
