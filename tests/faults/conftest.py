@@ -8,7 +8,7 @@ from faults_support import FAR, FAR_LINK, LINK, NEAR, SPACE, ip
 from onepolicy.cli import main
 
 POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128"]
-POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3"]
+POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=2"]
 
 
 @pytest.fixture(scope="session")
