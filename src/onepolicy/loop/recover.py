@@ -35,20 +35,22 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
     patience = config.patience_s if isinstance(config, VLLMServerConfig | SGLangConfig) else 0
     if patience is None:
         patience = PATIENCE_S if parts.config.rollout.max_staleness is None else 0
-    if not patience:
+    if not patience or not isinstance(engine, LastingEngine):  # several engines as one look after themselves
         return await work()
-    assert isinstance(engine, LastingEngine)
-    for _ in range(TIMES):
+    lost = 0
+    while True:
         try:
             done = await work()
             await engine.confirm_weights()
             return done
         except EngineLost as error:
+            lost += 1
+            if lost > TIMES:
+                raise
             LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
             began = time.monotonic()
             await _back(parts, engine, error, began + patience)
             LOG.warning("the engine is back after %.0f s and has the weights again", time.monotonic() - began)
-    return await work()
 
 
 async def _back(parts: Parts, engine: LastingEngine, lost: EngineLost, end: float) -> None:
