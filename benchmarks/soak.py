@@ -1,6 +1,6 @@
 """A run of many steps whose processes are killed at random moments, beside the same run that nobody disturbs.
 
-    python benchmarks/soak.py --steps 500 --kills 30 --out runs/soak
+    python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak
 
 A small policy is made and trained twice with `train.ranks=2`: once in peace, once under `onepolicy train --restarts`
 while SIGKILL strikes the driver or a rank at seeded moments, start-up, save and resume included. Prints, and writes to
@@ -24,14 +24,14 @@ out = "set below"
 steps = {steps}
 model = {{ path = "{policy}" }}
 task = {{ kind = "chain", ops = 3 }}
-rollout = {{ prompts_per_step = 4, group_size = 8, sampling = {{ max_tokens = 24 }}, engine = {{ slots = 32 }} }}
+rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 24 }}, engine = {{ slots = 8 }} }}
 optim = {{ lr = 3e-4 }}
 train = {{ threads = 1, device = "cpu", ranks = {ranks} }}
 eval = {{ every = 0 }}
 log = {{ counterfactual_every = 0, tensorboard = false, report = false }}
-checkpoint = {{ every = 5, keep = 2 }}
+checkpoint = {{ every = 10, keep = 2 }}
 """
-POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128", "steps=150", "tokens_per_step=512"]
+POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128", "steps=500", "tokens_per_step=1024"]
 POLICY += ["warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=3"]
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
@@ -39,7 +39,7 @@ COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
