@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak
 
-A small policy is made and trained twice with `train.ranks=2`: once in peace, once under `onepolicy train --restarts`
+A small policy is made and trained twice with `train.ranks=2`, at once: in peace, and under `onepolicy train --restarts`
 while SIGKILL strikes the driver or a rank at seeded moments, start-up, save and resume included. Prints, and writes to
 OUT/soak.json, what was lost and how long it took to be back, and fails unless the second run has every step once, the
 first run's numbers and weights to the bit, and a reward that rose.
@@ -33,6 +33,7 @@ checkpoint = {{ every = 10, keep = 2 }}
 """
 POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128", "steps=500", "tokens_per_step=1024"]
 POLICY += ["warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=3"]
+TAIL = 1 << 16  # bytes, more than a line
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
 
@@ -54,11 +55,10 @@ def main() -> int:
     if not policy.exists():
         subprocess.run([*COMMAND, "make-policy", "--out", str(policy), *POLICY], check=True)
     recipe.write_text(RECIPE.format(steps=args.steps, policy=policy, ranks=args.ranks))
-    if not (whole / "summary.json").exists():
-        resume = ["--resume", str(whole)] if whole.exists() else [str(recipe), f"out={whole}"]
-        subprocess.run([*COMMAND, "train", *resume], check=True, stdout=subprocess.DEVNULL)
     began = time.monotonic()
-    strikes = strike(recipe, killed, args)
+    with subprocess.Popen([*COMMAND, "train", str(recipe), f"out={whole}"], stdout=subprocess.DEVNULL) as in_peace:
+        strikes = strike(recipe, killed, args)
+        assert in_peace.wait() == 0
     result = compare(whole, killed, args.steps) | recovery(strikes) | {"minutes": (time.monotonic() - began) / 60}
     (args.out / "soak.json").write_text(json.dumps(result | {"strikes": strikes}, indent=1))
     print(json.dumps(result, indent=1))
@@ -74,11 +74,12 @@ def strike(recipe: Path, out: Path, args: argparse.Namespace) -> list[dict]:
         for number in range(args.kills):
             due = round(args.steps * (number + generator.random()) / args.kills)
             while run.poll() is None and last_step(out) < due:
-                time.sleep(0.02)
+                time.sleep(0.05)
             time.sleep(generator.uniform(0, 1.5))
             whom = generator.choice(["driver", "rank"] if args.ranks > 1 else ["driver"])
-            if (pid := victim(run.pid, whom)) is None:
-                continue  # between two lives
+            while (pid := victim(run.pid, whom)) is None and run.poll() is None:
+                time.sleep(0.02)  # between two lives
+            assert pid is not None, f"the run ended with {run.poll()}; see {log.name}"
             step = last_step(out)
             os.kill(pid, signal.SIGKILL)
             struck, lost = time.monotonic(), step - newest_checkpoint(out)
@@ -109,8 +110,14 @@ def lines(path: Path) -> list[dict]:
 
 
 def last_step(out: Path) -> int:
-    rows = lines(out / "metrics.jsonl")
-    return rows[-1]["step"] if rows else 0
+    """Of the last complete line."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        complete = file.read().split(b"\n")[:-1]
+    return json.loads(complete[-1])["step"] if complete else 0
 
 
 def newest_checkpoint(out: Path) -> int:
