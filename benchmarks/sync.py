@@ -4,7 +4,8 @@
     python benchmarks/sync.py --models big --kinds vllm --rounds 3
 
 Each engine in turn loads the tensors of the same random MoE; the median of the rounds after the first. Everything the
-engine does until it could sample again counts: conversion, files, reload, packing, an empty cache.
+engine does until it could sample again counts: conversion, files, reload, packing, an empty cache. A server is given
+them by broadcast and by files in turn. First the checksum of all tensors alone, beside a copy of them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ import torch
 from engine import build_model
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from onepolicy.config import HFEngineConfig, ModelConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config import EngineConfig, HFEngineConfig, ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.loop.setup import build_engine
+from onepolicy.rollout.vllm.handshake import stamp_of
+from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.sync.checksum import Checksums
 
 CPU = torch.device("cpu")
 MAX_LEN = 128
@@ -57,15 +61,19 @@ def big_model() -> PreTrainedModel:
 
 
 @contextmanager
-def opened(kind: str, folder: str, log: Path) -> Iterator[RolloutEngine]:
-    model = ModelConfig(path=folder)
+def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngine]]:
+    """By name: the engine, or the same server's two ways."""
+
+    def build(config: EngineConfig) -> RolloutEngine:
+        return build_engine(ModelConfig(path=folder), config, CPU, routes=None, max_len=MAX_LEN)
+
     if kind == "hf":
-        yield build_engine(model, HFEngineConfig(dtype="bfloat16"), CPU, routes=None, max_len=MAX_LEN)
+        yield {kind: build(HFEngineConfig(dtype="bfloat16"))}
     elif kind == "vllm":
-        yield build_engine(model, VLLMEngineConfig(cache_gib=0.125), CPU, routes=None, max_len=MAX_LEN)
+        yield {kind: build(VLLMEngineConfig(cache_gib=0.125))}
     else:
         with serving(folder, log) as url:
-            yield build_engine(model, VLLMServerConfig(url=url), CPU, routes=None, max_len=MAX_LEN)
+            yield {f"{kind} {sync}": build(VLLMServerConfig(url=url, sync=sync)) for sync in ("gloo", "disk")}
 
 
 @contextmanager
@@ -89,16 +97,45 @@ def serving(folder: str, log: Path) -> Iterator[str]:
         process.wait()
 
 
-def seconds(engine: RolloutEngine, model: PreTrainedModel, rounds: int) -> list[float]:
-    async def load() -> list[float]:  # one event loop: a server's client keeps its connections
-        found = []
+def seconds(engines: dict[str, RolloutEngine], model: PreTrainedModel, rounds: int) -> dict[str, list[float]]:
+    """Of every engine, in turn."""
+
+    async def load() -> dict[str, list[float]]:  # one event loop: a server's client keeps its connections
+        found: dict[str, list[float]] = {name: [] for name in engines}
         for version in range(rounds + 1):
-            start = time.perf_counter()
-            await engine.load_weights(model.state_dict().items(), version)
-            found.append(time.perf_counter() - start)
-        return found[1:]
+            for name, engine in engines.items():
+                if isinstance(engine, VLLMServer):  # the other way has given it weights since
+                    engine._weights = await stamp_of(engine.client)
+                start = time.perf_counter()
+                await engine.load_weights(model.state_dict().items(), version)
+                found[name].append(time.perf_counter() - start)
+        return {name: sorted(times[1:]) for name, times in found.items()}
 
     return asyncio.run(load())
+
+
+def checksum(model: PreTrainedModel, rounds: int) -> dict[str, list[float]]:
+    """Of all tensors, and a copy of them, in turn."""
+    found: dict[str, list[float]] = {"checksum": [], "copy": []}
+    for _ in range(rounds + 1):
+        checksums, start = Checksums(), time.perf_counter()
+        for name, tensor in model.state_dict().items():
+            checksums.add(name, tensor)
+        checksums.take()
+        found["checksum"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for tensor in model.state_dict().values():
+            tensor.clone()
+        found["copy"].append(time.perf_counter() - start)
+    return {name: sorted(times[1:]) for name, times in found.items()}
+
+
+def show(name: str, found: dict[str, list[float]], size: float) -> None:
+    for what, times in found.items():
+        middle = statistics.median(times)
+        print(
+            f"{name}: {what:16s} {middle:.3f} s [{times[0]:.3f}, {times[-1]:.3f}], {middle / size:.2f} s/GB", flush=True
+        )
 
 
 def main() -> None:
@@ -114,14 +151,10 @@ def main() -> None:
         print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
+            show(name, checksum(model, args.rounds), size)
             for kind in args.kinds:
-                with opened(kind, folder, Path(folder) / "log") as engine:
-                    found = sorted(seconds(engine, model, args.rounds))
-                middle = statistics.median(found)
-                print(
-                    f"{name}: {kind:12s} {middle:.3f} s [{found[0]:.3f}, {found[-1]:.3f}], {middle / size:.2f} s/GB",
-                    flush=True,
-                )
+                with opened(kind, folder, Path(folder) / "log") as engines:
+                    show(name, seconds(engines, model, args.rounds), size)
 
 
 if __name__ == "__main__":
