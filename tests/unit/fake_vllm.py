@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,6 +108,7 @@ class FakeVLLM:
     told: dict = field(default_factory=dict)  # of onepolicy_describe, instead of the truth
     seconds_per_token: float = 0.0
     spoil: dict = field(default_factory=dict)  # path -> function of (reply, number of the request) -> reply
+    cut_off: bool = False  # it cannot connect to the trainer
     raw: bool = False  # log-probabilities before temperature and top_k
 
     def __post_init__(self):
@@ -188,7 +189,7 @@ class FakeVLLM:
         elif name == "onepolicy_load_files":
             return {"results": [self._take_files(*args)]}
         elif name == "onepolicy_receive":
-            self._receive(*args)
+            return {"results": [self._receive(*args)]}
         else:
             return Reply({"error": {"message": f"no attribute {name!r}"}}, 500)
         return {"results": [None]}
@@ -199,8 +200,14 @@ class FakeVLLM:
         return {"difference": difference(sent, checksums.take())}
 
     def _receive(self, invitation, version):
-        with suppress(TrainingError), Receiver(invitation, 1, version=version) as weights:
-            self._take(weights)
+        if self.cut_off:
+            return {"problem": "weight sync: 10.0.0.1:2, where the weights come from, cannot be joined"}
+        try:
+            with Receiver(invitation, 1, version=version) as weights:
+                self._take(weights)
+        except TrainingError as error:
+            return {"problem": str(error)}
+        return {"problem": None}
 
     def _take(self, weights):
         for name, tensor in weights:

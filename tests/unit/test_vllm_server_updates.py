@@ -9,7 +9,8 @@ import torch
 from fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
 from http_support import Reply
 
-from onepolicy.config import TrainingError, UsageError
+from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.loop.setup import build_engine
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm.reply import continued
 from onepolicy.rollout.weight_files import read_weights
@@ -149,6 +150,30 @@ def test_weights_reach_the_server_and_what_is_altered_is_refused(fake, checkpoin
     monkeypatch.undo()
     asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 3))
     assert (one(engine).version == 3).all()
+
+
+def test_a_server_that_cannot_reach_the_trainer_says_so_at_once(fake, checkpoints):
+    engine = connected(fake, timeout_s=60.0)
+    fake.cut_off = True
+    with pytest.raises(TrainingError, match="where the weights come from, cannot be joined"):
+        asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+    assert engine.version == -1
+
+
+def test_weights_that_do_not_fit_are_refused_in_the_words_of_who_found_it(fake):
+    engine = connected(fake)
+    with pytest.raises(UsageError, match="'nonsense' is not a tensor"):
+        asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 1))
+    assert engine.version == -1
+
+
+@pytest.mark.parametrize("config", [VLLMServerConfig(sync="nccl"), SGLangConfig(sync="nccl")])
+def test_nccl_needs_gpus_on_both_sides(fake, config):
+    model = ModelConfig(path=fake.model)
+    with pytest.raises(UsageError, match="nccl, but the trainer computes on the cpu"):
+        build_engine(model, config, torch.device("cpu"), routes=None, max_len=96)
+    with pytest.raises(UsageError, match="nccl, but the server computes on cpu"):
+        connected(fake, sync="nccl")
 
 
 def test_a_server_serves_one_run_after_another(fake, checkpoints):

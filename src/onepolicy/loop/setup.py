@@ -292,6 +292,8 @@ def build_engine(
     if isinstance(config, VLLMEngineConfig):
         cpu = device.type == "cpu"
         return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=cpu, quant=quant)
+    if isinstance(config, VLLMServerConfig | SGLangConfig) and config.sync == "nccl" and device.type != "cuda":
+        raise UsageError(f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo or disk")
     if isinstance(config, VLLMServerConfig):
         server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len, quant=quant)
         return asyncio.run(_connected(server, model))

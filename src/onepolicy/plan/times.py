@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onepolicy.config import RunConfig, SGLangConfig
+from onepolicy.config import RunConfig, SGLangConfig, VLLMServerConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims
 from onepolicy.plan.engine import Weights, cache_bytes, sent_dtype
@@ -182,6 +182,6 @@ def sync(dims: Dims, config: RunConfig, cluster: Cluster, weights: Weights, rank
 def sync_way(config: RunConfig) -> str:
     """How this engine gets its weights."""
     engine = config.rollout.engine
-    if isinstance(engine, SGLangConfig):
+    if isinstance(engine, SGLangConfig | VLLMServerConfig):
         return "files" if engine.sync == "disk" else engine.sync
     return "memory" if in_process(config) else "files"

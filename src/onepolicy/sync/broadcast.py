@@ -38,6 +38,10 @@ BUCKET_BYTES = 2**26
 """Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""
 
 
+class GivenUp(TrainingError):
+    """The sender was told that a receiver will not come."""
+
+
 class Sender:
     """One update. `send` once."""
 
@@ -92,7 +96,6 @@ class Sender:
 
     def __exit__(self, *_: object) -> None:
         self.give_up()
-        del self._store, self._board
 
     def _gathered(self) -> Any:
         names = [f"here/{rank}" for rank in self._ranks]
@@ -141,7 +144,7 @@ class Sender:
     def _wait(self, names: Sequence[str], what: str) -> None:
         def given_up() -> None:
             if self._given_up.is_set():
-                raise TrainingError("weight sync: given up, because a receiver will not come")
+                raise GivenUp("weight sync: given up, because a receiver will not come")
 
         if not self._board.wait(names, given_up):
             missing = next(name for name in names if not self._board.store.check([name]))

@@ -38,7 +38,10 @@ def open_store(host: str, limit: float) -> dist.TCPStore:
 
 
 def join_store(host: str, port: int, limit: float) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
+    connecting = timedelta(seconds=min(limit, CONNECT_S))
+    store = dist.TCPStore(host, port, is_master=False, timeout=connecting, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=limit))
+    return store
 
 
 def own_address(host: str, port: int) -> str:

@@ -13,7 +13,7 @@ from onepolicy.config import TrainingError, VLLMServerConfig
 from onepolicy.interfaces import Weights
 from onepolicy.rollout.http import EngineLost, place_of
 from onepolicy.rollout.weight_files import WeightFiles
-from onepolicy.sync.broadcast import Sender
+from onepolicy.sync.broadcast import GivenUp, Sender
 from onepolicy.sync.checksum import Checksums, Sums
 from onepolicy.sync.group import in_thread, own_address
 
@@ -49,14 +49,18 @@ async def by_broadcast(
         raise EngineLost(f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}") from error
     with Sender(receivers=workers, backend=config.sync, host=host, timeout_s=config.timeout_s) as sender:
 
-        async def receive() -> None:
+        async def receive() -> list[str]:
             try:
-                await call("onepolicy_receive", sender.invitation, version)
-            except BaseException:
-                sender.give_up()
-                raise
+                told = await call("onepolicy_receive", sender.invitation, version)
+            finally:
+                sender.give_up()  # all have ended: nobody will come any more
+            return [each["problem"] for each in told if each["problem"]]
 
         sending = in_thread(partial(sender.send, weights, version))
-        for ended in await asyncio.gather(receive(), sending, return_exceptions=True):
-            if isinstance(ended, BaseException):
-                raise ended
+        problems, sent = await asyncio.gather(receive(), sending, return_exceptions=True)
+        if isinstance(problems, BaseException):
+            raise problems
+        if problems and isinstance(sent, GivenUp):
+            raise TrainingError(problems[0])
+        if isinstance(sent, BaseException):
+            raise sent

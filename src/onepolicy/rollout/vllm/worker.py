@@ -104,13 +104,14 @@ class WorkerExtension:
         """Keep what the weights this server started with answered, for a run that comes when they are long replaced."""
         self.onepolicy_first_probe = first_probe
 
-    def onepolicy_receive(self, invitation: str, version: int) -> None:
-        """Take over what a Sender sends. A failure is told to it."""
+    def onepolicy_receive(self, invitation: str, version: int) -> dict[str, str | None]:
+        """Take over what a Sender sends. The problem, None if there is none; a sender that was reached knows it."""
         try:
             with Receiver(invitation, 1 + self.rank, version=version, device=self.device) as weights:
                 reload(self, weights)
-        except TrainingError:
-            return
+        except TrainingError as error:
+            return {"problem": str(error)}
+        return {"problem": None}
 
     def onepolicy_load_files(self, folder: str, sent: Sums) -> dict[str, str | None]:
         """Take over the safetensors of WeightFiles. How what was read differs from what was sent, None: it does not."""
