@@ -56,7 +56,7 @@ FORMATS: dict[str, QuantFormat | None] = {
     "fp8-weight": Fp8Weight(),
 }
 PROMPT = 26
-WARM_UP = 8  # tokens of a response
+WARM_UP = 2  # tokens of a response
 
 
 def main() -> None:

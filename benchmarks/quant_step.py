@@ -59,7 +59,7 @@ def steps_of(folder: Path, quant: str, steps: int, length: int) -> list[dict[str
         "steps": steps + 1,
         "model": {"path": str(folder / "model")},
         "task": {"kind": "chain", "ops": 1},
-        "rollout": {"prompts_per_step": 4, "group_size": 8, "sampling": {"max_tokens": length}, "quant": quant},
+        "rollout": {"prompts_per_step": 2, "group_size": 8, "sampling": {"max_tokens": length}, "quant": quant},
         "replay": {"mode": "r3"},
         "correction": {"preset": "tis"},
         "eval": {"every": 0},
