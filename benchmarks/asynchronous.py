@@ -2,12 +2,15 @@
 
     onepolicy make-policy
     python benchmarks/asynchronous.py --speed                # seconds per step and who is busy, of runs in turn
+    python benchmarks/asynchronous.py --elsewhere 4          # the same, with an engine that costs this machine nothing
     python benchmarks/asynchronous.py --mismatch             # k3, F(2), ESS of tokens exactly K updates old
     python benchmarks/asynchronous.py --show --figures docs/figures --png
 
 `--speed` runs `onepolicy train` in processes of their own, one after the other, and leaves out the steps in which the
-pipeline fills. `--mismatch` trains one step after the other with an engine that is given the weights of K updates ago,
-so that age does not depend on how busy the machine is; each batch is scored with and without the rollout's experts.
+pipeline fills. `--elsewhere SECONDS` has an engine whose requests take up to that long and compute nothing, as if it
+sampled on other hardware; the loops take turns in one process. `--mismatch` trains one step after the other with an
+engine that is given the weights of K updates ago, so that age does not depend on how busy the machine is; each batch is
+scored with and without the rollout's experts.
 Rows are kept in --out, and what is there is not measured again.
 """
 
@@ -18,11 +21,13 @@ import asyncio
 import dataclasses
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,11 @@ import torch
 
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
+from onepolicy.loop.asynchronous import Ahead, asynchronous_step
 from onepolicy.loop.metrics import read_metrics
 from onepolicy.loop.probe import measure
 from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Clock, learn, sample
+from onepolicy.loop.step import Clock, learn, rl_step, sample
 from onepolicy.objective.advantages import outcomes
 from onepolicy.report.figure import REPLAY, TRAINER, Figure, LogScale, Look, axis, line
 from onepolicy.report.png import write_figures
@@ -59,7 +65,7 @@ SPEED = {  # name -> settings
     "max_staleness = 2, 1 thread each": ("train.threads=1", "rollout.max_staleness=2"),
 }
 PARTS = ("step", "rollout", "wait", "score", "update", "sync")
-FILLING = 4  # first steps of a run, left out
+FILLING, COUNTED = 3, 3  # steps left out at the beginning of a run; then counted, of a turn of --elsewhere
 Row = dict[str, Any]
 
 
@@ -70,6 +76,9 @@ def main() -> None:
         for repeat in range(options.repeats):
             for i, settings in enumerate(SPEED.values()):
                 train(options.out / f"speed{i}-{repeat}", options.steps, (*settings, *options.set))
+    if options.elsewhere:
+        rows = asyncio.run(elsewhere(options.elsewhere, options.repeats))
+        (options.out / "elsewhere.json").write_text(json.dumps(rows))
     if options.mismatch:
         for age in options.ages:
             for arm in ARMS:
@@ -77,8 +86,10 @@ def main() -> None:
                 if not path.exists():
                     rows = asyncio.run(aged(age, ARMS[arm], options.steps))
                     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if found := speed_rows(options.out, options.repeats):
+    if found := speed_table(speed_runs(options.out, options.repeats)):
         print(markdown(found))
+    if (path := options.out / "elsewhere.json").exists():
+        print(markdown(speed_table(json.loads(path.read_text()))))
     if found := mismatch_rows(options.out):
         print(markdown(found))
         if options.figures:
@@ -90,6 +101,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--mismatch", action="store_true")
+    parser.add_argument(
+        "--elsewhere", type=float, default=0.0, metavar="SECONDS", help="that the longest request takes"
+    )
     parser.add_argument("--show", action="store_true", help="measure nothing: tables and figure of what is there")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2, help="of --speed")
@@ -102,6 +116,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(out: Path, steps: int, settings: Sequence[str]) -> None:
+    """A run in a process of its own, unless it is there."""
     if (out / "summary.json").exists():
         return
     run = ["train", str(RECIPE), f"out={out}", f"steps={steps}", *SMALL, *QUIET, "checkpoint.every=1000", *settings]
@@ -152,27 +167,77 @@ async def aged(age: int, correction: str, steps: int) -> list[Row]:
     return rows
 
 
-def speed_rows(out: Path, repeats: int) -> list[tuple[str, ...]]:
-    """Medians over all counted steps of all repeats; tokens per second beside those of the first row."""
-    found: list[tuple[str, ...]] = []
-    first = 0.0
+class Elsewhere:
+    """An engine on other hardware: random tokens, after the time it would take to sample them one by one."""
+
+    def __init__(self, engine: RolloutEngine, seconds: float) -> None:
+        self.caps, self.version, self.seconds = engine.caps, 0, seconds
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+        version, draw = self.version, random.Random(seed)
+        count = draw.randrange(sampling.max_tokens // 2, sampling.max_tokens + 1)
+        await asyncio.sleep(self.seconds * count / sampling.max_tokens)
+        tokens = torch.tensor([draw.randrange(3, 10) for _ in range(count)], dtype=torch.int32)
+        return Completion(tokens, torch.full((count,), -2.0), torch.full_like(tokens, version), "length")
+
+    async def load_weights(self, weights: Weights, version: int) -> None:
+        self.version = version
+
+    async def reset_cache(self) -> None: ...
+
+
+async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
+    """Name -> metrics of the counted steps; the loops take turns."""
+    tiny = ("rollout.prompts_per_step=2", "replay.mode=off", "correction.preset=recompute")
+    config = load(RECIPE, ["out=unused", "steps=1000", *SMALL, *tiny])
+    parts, _ = build_parts(config)
+    parts = dataclasses.replace(parts, engine=Elsewhere(parts.engine, seconds))
+    found: dict[str, list[Row]] = {}
+    step = 0
+    for _ in range(rounds):
+        for most in (None, 1, 2):
+            rollout = config.rollout.model_copy(update={"max_staleness": most})
+            mine = dataclasses.replace(parts, config=config.model_copy(update={"rollout": rollout}))
+            name = "one after the other" if most is None else f"max_staleness = {most}"
+            async with nullcontext() if most is None else Ahead(mine, step) as ahead:
+                for i in range(FILLING + COUNTED):
+                    if ahead is None:
+                        result = await rl_step(mine, step, probe=False)
+                    else:
+                        result = await asynchronous_step(mine, ahead, step, probe=False)
+                    step += 1
+                    if i >= FILLING:
+                        found.setdefault(name, []).append(result.metrics)
+                        print(name, f"{result.metrics['time/step']:.2f} s", flush=True)
+    return found
+
+
+def speed_runs(out: Path, repeats: int) -> dict[str, list[Row]]:
+    found = {}
     for i, name in enumerate(SPEED):
         runs = [out / f"speed{i}-{repeat}" for repeat in range(repeats)]
         rows = [row for run in runs if (run / "summary.json").exists() for row in read_metrics(run)[FILLING:]]
-        if not rows:
-            continue
+        if rows:
+            found[name] = rows
+    return found
+
+
+def speed_table(found: dict[str, list[Row]]) -> list[tuple[str, ...]]:
+    """Medians over all counted steps; slots per second beside those of the first row."""
+    lines: list[tuple[str, ...]] = []
+    first = 0.0
+    for name, rows in found.items():
         rate = statistics.median(row["train/tokens_per_second"] for row in rows)
         first = first or rate
-        times = {part: statistics.median(row.get(f"time/{part}", 0.0) for row in rows) for part in PARTS}
+        seconds = [f"{statistics.median(row.get(f'time/{part}', 0.0) for row in rows):.2f}" for part in PARTS]
         learner = statistics.median(learner_busy(row) for row in rows)
         sampler = statistics.median(sampler_busy(row) for row in rows)
         old = statistics.fmean(row.get("staleness/mean", 0.0) for row in rows)
         spanning = statistics.fmean(row.get("staleness/spanning", 0.0) for row in rows)
-        seconds = [f"{times[part]:.2f}" for part in PARTS]
         more = [f"{rate / first:.2f}", f"{learner:.0%}", f"{sampler:.0%}", f"{old:.2f}", f"{spanning:.0%}"]
-        found.append((name, *seconds, *more, str(len(rows))))
+        lines.append((name, *seconds, *more, str(len(rows))))
     header = ("", *(f"{part} [s]" for part in PARTS), "slots/s of the first", "learner busy", "sampler busy")
-    return [(*header, "mean age", "samples spanning an update", "steps"), *found] if found else []
+    return [(*header, "mean age", "samples spanning an update", "steps"), *lines] if lines else []
 
 
 def learner_busy(row: Row) -> float:
