@@ -49,6 +49,13 @@ def wait_for(condition, process=None, poll=0.005):
     return found
 
 
+def ended_after(began, most=120):
+    """Says it with `pytest -rP`."""
+    seconds = time.monotonic() - began
+    print(f"ended after {seconds:.0f} s")
+    assert seconds < most
+
+
 def steps_of(out):
     """Steps in the log so far; a line that is being written does not count."""
     path = out / "metrics.jsonl"

@@ -12,6 +12,7 @@ from faults_support import (
     assert_complete,
     assert_same_run,
     children_of,
+    ended_after,
     finished,
     gone,
     start,
@@ -99,7 +100,7 @@ def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, t
         errors = finished(run, status=1)
     finally:
         os.kill(rank, signal.SIGKILL)
-    assert time.monotonic() - began < 120
+    ended_after(began)
     assert re.search(r"onepolicy: .*(train.rank_timeout|ranks cannot go on together)", errors)
     assert main(["train", "--resume", str(out)]) == 0
     assert_complete(out, 6)

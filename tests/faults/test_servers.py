@@ -2,6 +2,7 @@
 namespace of its own; its link is what is taken down."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,20 @@ import sys
 import time
 
 import pytest
-from faults_support import FAR, LINK, LONG, SPACE, assert_complete, finished, ip, rows, start, steps_of, wait_for
+from faults_support import (
+    FAR,
+    LINK,
+    LONG,
+    SPACE,
+    assert_complete,
+    ended_after,
+    finished,
+    ip,
+    rows,
+    start,
+    steps_of,
+    wait_for,
+)
 
 from onepolicy.cli import main
 
@@ -88,7 +102,7 @@ def test_a_link_that_fails_for_a_while_is_survived(begin):
     assert run.poll() is None
     ip("link", "set", LINK, "up")
     errors = finished(run)
-    assert "the engine is back after" in errors
+    print(re.search(r"the engine is back after \d+ s", errors)[0])
     assert_right(out)
 
 
@@ -100,7 +114,7 @@ def test_a_link_that_stays_down_ends_the_run_in_time(begin):
         errors = finished(run, status=1)
     finally:
         ip("link", "set", LINK, "up")
-    assert time.monotonic() - began < 120
+    ended_after(began)
     assert "--resume" in errors
     assert main(["train", "--resume", str(out)]) == 0
     assert_right(out)
@@ -115,7 +129,7 @@ def test_a_server_that_hangs_ends_the_run_in_time(begin, server):
         errors = finished(run, status=1)
     finally:
         server.send(signal.SIGCONT)
-    assert time.monotonic() - began < 120
+    ended_after(began)
     assert "got no answer within 4 s (rollout.engine.timeout_s)" in errors
     assert main(["train", "--resume", str(out)]) == 0
     assert_right(out)
@@ -136,7 +150,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
     server.send(signal.SIGKILL)
     server.start()
     errors = finished(run)
-    assert "the engine is back after" in errors
+    print(re.search(r"the engine is back after \d+ s", errors)[0])
     assert_right(out)
 
 
@@ -145,7 +159,7 @@ def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
     server.send(signal.SIGKILL)
     began = time.monotonic()
     errors = finished(run, status=1)
-    assert time.monotonic() - began < 120
+    ended_after(began)
     assert "--resume" in errors
     server.start()
     assert main(["train", "--resume", str(out)]) == 0
