@@ -56,10 +56,11 @@ def whole_on_ranks(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def network():
-    """A network namespace at the other end of a veth."""
+    """Whether there is a network namespace at the other end of a veth; making one needs root and iproute2."""
     made = ip("netns", "add", SPACE, check=False) if os.geteuid() == 0 else None
     if made is None or made.returncode:
-        pytest.skip("no network namespace can be made here (root, iproute2)")
+        yield False
+        return
     try:
         ip("link", "add", LINK, "type", "veth", "peer", "name", FAR_LINK, "netns", SPACE)
         ip("addr", "add", f"{NEAR}/30", "dev", LINK)
@@ -67,6 +68,6 @@ def network():
         for words in (["addr", "add", f"{FAR}/30", "dev", FAR_LINK], ["link", "set", FAR_LINK, "up"]):
             ip("-n", SPACE, *words)
         ip("-n", SPACE, "link", "set", "lo", "up")
-        yield
+        yield True
     finally:
         ip("netns", "del", SPACE)

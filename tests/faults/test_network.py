@@ -42,6 +42,8 @@ def node(rank, port, recipe, out, log):
 
 
 def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whole_on_ranks, tmp_path):
+    if not network:
+        pytest.skip("no network namespace can be made here")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
