@@ -49,7 +49,7 @@ def wait_for(condition, process=None, poll=0.005):
     return found
 
 
-def ended_after(began, most=120):
+def ended_after(began, most=180):
     """Says it with `pytest -rP`."""
     seconds = time.monotonic() - began
     print(f"ended after {seconds:.0f} s")

@@ -35,7 +35,7 @@ def node(rank, port, recipe, out, log):
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy.cli"]
-    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.rank_timeout=15"]
+    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.rank_timeout=40"]
     own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         return subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True)
@@ -57,7 +57,7 @@ def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whol
         ip("link", "set", LINK, "down")
         began = time.monotonic()
         wait_for(lambda: all(map(gone, workers)), poll=0.1)
-        ended_after(began, 180)
+        ended_after(began, 240)
     finally:
         for each in nodes:  # torchrun's agents wait for each other
             os.killpg(each.pid, signal.SIGKILL)

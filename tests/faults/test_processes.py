@@ -91,7 +91,7 @@ def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
 def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
     """Stopped, not killed: no connection breaks. train.rank_timeout is the bound."""
     out = tmp_path / "run"
-    run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=20")
+    run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=40")
     wait_for(lambda: len(steps_of(out)) >= 3, run)
     (rank,) = children_of(run.pid)
     os.kill(rank, signal.SIGSTOP)
