@@ -1,7 +1,13 @@
 """The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
 
+import copy
+import ctypes
+import gc
 import json
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +23,8 @@ from onepolicy.loop import ranks
 from onepolicy.loop.learner import build_learner
 from onepolicy.objective.advantages import credit
 from onepolicy.rollout.names import CheckpointNames
+from onepolicy.sync import broadcast
+from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.train import checkpoint
 from onepolicy.train.policy import make_tokenizer
 from onepolicy.train.sharded import learner as sharded
@@ -279,3 +287,49 @@ def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
     assert all(torch.equal(whole[name], streamed[name]) for name in whole)
     with pytest.raises(UsageError, match=r"1 tensors are missing, first 'lm_head.weight'"):
         list(names.stream((name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"))
+
+
+def peak(work):
+    """What `work` returns, and by how much it raises this process's resident memory at most [bytes]."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or it would fill what earlier tests left
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    done = work()
+    return done, resident("VmHWM") - before
+
+
+def resident(what):
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured by Linux")
+def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(two, tmp_path, monkeypatch):
+    """Gathered tensor by tensor, renamed layer by layer, sent bucket by bucket. (The other ranks drop what they help to
+    gather.)"""
+    config = copy.deepcopy(make("qwen3_moe").config)
+    config.update({"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 20})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ranked = learner_on(two, tmp_path, QWEN)
+    size = sum(tensor.nbytes for tensor in ranked.model.state_dict().values())
+    assert size > 100e6
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**20)
+    names = CheckpointNames(config, trust_remote_code=False)
+
+    def receive(invitation):
+        with Receiver(invitation, 1, version=1) as weights:
+            return sum(tensor.nbytes for _, tensor in weights)
+
+    def send():
+        with Sender(receivers=1, timeout_s=60) as sender, ThreadPoolExecutor(1) as pool:
+            received = pool.submit(receive, sender.invitation)
+            sender.send(names.stream(ranked.named_weights()), 1)
+            return received.result()
+
+    received, grown = peak(send)
+    assert received >= size
+    assert grown < 0.5 * size
+    whole, grown = peak(lambda: dict(ranked.named_weights()))
+    assert grown > 0.8 * size  # the measure sees a copy where there is one
+    assert whole
