@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from turn_tables import markdown
 
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
@@ -52,12 +54,7 @@ SMALL = ("rollout.prompts_per_step=8", "rollout.engine.slots=64", "train.threads
 QUIET = ("eval.every=0", "log.tensorboard=false", "log.report=false", "log.counterfactual_every=0")
 AGES = (0, 1, 2, 4, 8)
 ARMS = {"no correction": "recompute", "TIS": "tis"}
-LOOKS = {
-    ("r3", "no correction"): REPLAY,
-    ("r3", "TIS"): Look(REPLAY.color, "solid", "circle", ""),
-    ("off", "no correction"): TRAINER,
-    ("off", "TIS"): Look(TRAINER.color, "solid", "star", ""),
-}
+WAYS = {"R3": ("", REPLAY), "no replay": ("native/", TRAINER)}  # prefix of the metrics, look
 SPEED = {  # name -> settings
     "one after the other, 1 thread": ("train.threads=1",),
     "one after the other, 2 threads": ("train.threads=2",),
@@ -65,7 +62,7 @@ SPEED = {  # name -> settings
     "max_staleness = 2, 1 thread each": ("train.threads=1", "rollout.max_staleness=2"),
 }
 PARTS = ("step", "rollout", "wait", "score", "update", "sync")
-FILLING, COUNTED = 3, 3  # steps left out at the beginning of a run; then counted, of a turn of --elsewhere
+FILLING, COUNTED = 3, 3  # first steps, left out; steps counted in a turn of --elsewhere
 Row = dict[str, Any]
 
 
@@ -116,7 +113,6 @@ def arguments() -> argparse.Namespace:
 
 
 def train(out: Path, steps: int, settings: Sequence[str]) -> None:
-    """A run in a process of its own, unless it is there."""
     if (out / "summary.json").exists():
         return
     run = ["train", str(RECIPE), f"out={out}", f"steps={steps}", *SMALL, *QUIET, "checkpoint.every=1000", *settings]
@@ -282,10 +278,10 @@ def mean(rows: list[Row], name: str) -> float:
 def figure(out: Path) -> Figure:
     found = mismatch_of(out)
     curves = []
-    for (way, arm), look in LOOKS.items():
-        name = "mismatch/k3" if way == "r3" else "native/mismatch/k3"
-        points = [(age, mean(rows, name)) for (age, of), rows in found.items() if of == arm]
-        curves.append((f"{'R3' if way == 'r3' else 'no replay'}, {arm}", look, points))
+    for arm, (way, (prefix, look)) in itertools.product(ARMS, WAYS.items()):
+        points = [(age, mean(rows, f"{prefix}mismatch/k3")) for (age, of), rows in found.items() if of == arm]
+        own = look if ARMS[arm] == "recompute" else Look(look.color, "solid", look.symbol, look.pattern)
+        curves.append((f"{way}, {arm}", own, points))
     scale = LogScale.of(*([value for _, value in points] for _, _, points in curves))
     data = [
         line(name, [age for age, _ in points], [value for _, value in points], look) | {"mode": "lines+markers"}
@@ -297,11 +293,6 @@ def figure(out: Path) -> Figure:
         f"from step {max(AGES) + 1} on. Each batch scored with the rollout's experts and with the trainer's own."
     )
     return Figure("asynchronous_k3", "After one update age outweighs the engines' difference", note, data, layout)
-
-
-def markdown(rows: list[tuple[str, ...]]) -> str:
-    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
 
 
 if __name__ == "__main__":
