@@ -197,18 +197,6 @@ def test_a_recipe_that_does_not_fit_is_told_what_would():
     assert option.learner_fits == lines[0].endswith(", fits")
 
 
-def test_the_cluster_recipe_fits_where_it_says():
-    config = load(ROOT / "recipes" / "cluster" / "qwen3_30b_a3b_8gpu.toml")
-    made = Planner(config, config.model, parse_cluster("8xH200"))
-    options = [made.option(split) for split in made.splits()]
-    assert all(o.split.learners + o.split.engines * o.split.tensor_parallel == 8 for o in options)
-    chosen = best(options)
-    assert chosen.fits
-    assert chosen.seconds == min(option.seconds for option in options if option.fits)
-    assert chosen.learner_used < 0.9 * chosen.learner_room
-    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == (6, 1, 2)
-
-
 def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     CONFIGS["qwen3_moe"].save_pretrained(tmp_path)

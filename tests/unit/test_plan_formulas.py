@@ -18,9 +18,9 @@ from onepolicy.plan.dry import Held
 from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
 from onepolicy.plan.hardware import Constant, parse_cluster
 from onepolicy.plan.memory import gathered, learner_memory, start_memory
-from onepolicy.plan.times import decode, learning, rollout, sync
+from onepolicy.plan.times import decode, learning, rollout, sync, sync_way
 from onepolicy.plan.traffic import traffic_of
-from onepolicy.plan.work import Work, work_of
+from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
 FULL = Attention(cached=20, heads=2, width=40, window=None)
@@ -299,6 +299,27 @@ def test_collectives_between_nodes_use_all_adapters():
     assert cluster(16).collective(8) == 25
 
 
+RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}
+
+
+def test_ray_replicas_have_devices_of_their_own():
+    own = config(cluster=RAY, rollout={"engine": {"kind": "hf", "slots": 4, "max_len": 32}})
+    assert replicated(own)
+    assert not in_process(own)
+    assert slots_of(own, WORK, 3) == 3  # of 8 sequences
+    assert slots_of(own, WORK, 1) == 4  # a replica's own slots
+    assert slots_of(config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3) == 1
+    memory = engine_memory(DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1)
+    assert memory.room == 4000  # half a device
+    assert sync_way(own) == "files"
+
+
+@pytest.mark.parametrize(("sync", "way"), [("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")])
+def test_ways_to_servers_are_those_of_the_recipe(sync, way):
+    for kind in ("vllm-server", "sglang"):
+        assert sync_way(config(rollout={"engine": {"kind": kind, "sync": sync}})) == way
+
+
 def test_sync_by_way():
     own = config(rollout=SERVER)
     assert sync(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
@@ -351,7 +372,7 @@ def test_lengths_are_checked_against_the_context():
     [
         ("8", "not COUNTxDEVICE"),
         ("8xh1000", r"did you mean 8xH100\?"),
-        ("8xtoaster", "known: A100, H100, H200, cpu"),
+        ("8xtoaster", "known: A100, B200, B300, H100, H200, cpu"),
         ("0xH100", "no devices"),
         ("12xH100", "no whole number of nodes"),
         ("-1xH100", "not COUNTxDEVICE"),

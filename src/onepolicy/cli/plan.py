@@ -36,6 +36,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="mean of a response (default: rollout.sampling.max_tokens, the worst case)",
     )
     plan.add_argument("--learners", type=_count, metavar="N", help="learner ranks (default: train.ranks, or the best)")
+    plan.add_argument("--engines", type=_count, metavar="N", help="engines (default: cluster.replicas, or one server)")
     plan.add_argument("--tensor-parallel", type=_count, metavar="N", help="devices of one engine (default: the best)")
     plan.add_argument(
         "--sync", choices=("files", "gloo", "nccl"), help="how weights reach a server (default: as its kind does)"
@@ -86,7 +87,8 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, co
             response=arguments.response_tokens,
             way=arguments.sync,
         )
-        options = [planner.option(split) for split in planner.splits(arguments.learners, arguments.tensor_parallel)]
+        splits = planner.splits(arguments.learners, arguments.tensor_parallel, arguments.engines)
+        options = [planner.option(split) for split in splits]
         chosen = best(options)
         lines = mends(planner, chosen)
     traffic = traffic_of(planner.dims, config, planner.work, chosen.split.learners)

@@ -17,7 +17,7 @@ from onepolicy.plan.dims import Dims
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.stand_ins import stand_ins
-from onepolicy.plan.work import Work
+from onepolicy.plan.work import Work, devices_per_replica, replicated
 from onepolicy.rollout.hf.engine import quantise_policy
 from onepolicy.rollout.vllm.quant import imitation
 
@@ -75,6 +75,7 @@ class EngineMemory:
     cache: float
     tokens: float  # of all sequences together
     sequences: int  # of the planned length
+    room: float  # that its device has for it, if it is not the learner's
     evaluator: float  # of a second engine, on the learner's device, that evaluates unquantised weights
 
 
@@ -83,19 +84,21 @@ def engine_memory(
 ) -> EngineMemory:
     """A cache: of a server what the weights leave, of the embedded engine its slab, of vLLM in this process as said."""
     engine, own = config.rollout.engine, weights.total / tensor_parallel
-    evaluator = 0.0
+    room, evaluator = math.inf, 0.0
+    if replicated(config):
+        room = cluster["memory"] * min(1.0, devices_per_replica(config, cpu=cluster.is_cpu)) - cluster["engine_reserve"]
     if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
         evaluator = dims.total * BYTES[engine.dtype] + slab_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
         tokens = engine.slots * (engine.max_len or dims.context)
-        return EngineMemory(own, slab_bytes(dims, config, cluster), tokens, engine.slots, evaluator)
+        return EngineMemory(own, slab_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator)
     if isinstance(engine, VLLMEngineConfig):
         cache = engine.cache_gib * 2**30
     else:
         cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
     per_sequence = cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
-    return EngineMemory(own, cache, max(0.0, cache / per_sequence * work.length), sequences, evaluator)
+    return EngineMemory(own, cache, max(0.0, cache / per_sequence * work.length), sequences, room, evaluator)
 
 
 def slab_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from onepolicy.config import RunConfig
 from onepolicy.plan.dims import billions
 from onepolicy.plan.planner import PARALLEL, Option, Planner, Split
@@ -87,28 +89,40 @@ def _smaller(planner: Planner, split: Split, config: RunConfig) -> tuple[int, Op
 
 
 def _more(planner: Planner, split: Split, config: RunConfig) -> int | None:
-    ranks = split.learners
-    while ranks <= MOST:
-        ranks += max(1, ranks // 8)
-        if planner.learner(ranks, config).total <= planner.room:
-            return ranks
-    return None
+    lacking, ranks = split.learners, 2 * split.learners
+    while planner.learner(ranks, config).total > planner.room:
+        if ranks > MOST:
+            return None
+        lacking, ranks = ranks, 2 * ranks
+    while ranks - lacking > 1:
+        middle = (lacking + ranks) // 2
+        if planner.learner(middle, config).total > planner.room:
+            lacking = middle
+        else:
+            ranks = middle
+    return ranks
 
 
 def _too_large(planner: Planner, config: RunConfig) -> str:
     """What a rank holds that more ranks do not divide."""
     memory, dims = planner.learner(MOST, config), planner.dims
-    rest = memory.gathered + memory.activations + memory.logits
+    working = memory.activations + memory.logits
+    device = (memory.gathered + working) / planner.room_share
     return (
-        f"a layer of {billions(dims.largest_layer)} parameters, gathered whole by every rank, takes "
-        f"{memory.gathered / 1e9:.0f} GB with its gradients, activations and logits take "
-        f"{(memory.activations + memory.logits) / 1e9:.0f}; devices of more than "
-        f"{rest / planner.room_share / 1e9:.0f} GB would do, or experts divided over devices (expert parallelism), "
+        f"every rank gathers a layer of {billions(dims.largest_layer)} parameters whole, "
+        f"{memory.gathered / 1e9:.0f} GB with its gradients, beside {working / 1e9:.0f} GB of activations and logits; "
+        f"devices of {math.ceil(device / 1e9)} GB would do, or experts divided over devices (expert parallelism), "
         "which onepolicy does not have"
     )
 
 
 def _of_engine(planner: Planner, chosen: Option) -> list[str]:
+    engine = chosen.engine
+    if engine.room < math.inf:
+        return [
+            f"a replica takes {(engine.weights + engine.cache) / 1e9:.1f} GB of {max(0.0, engine.room) / 1e9:.1f}: "
+            "lower rollout.engine.slots, max_len or cache_gib, or raise cluster.gpus_per_replica"
+        ]
     for parallel in PARALLEL:
         if parallel <= chosen.split.tensor_parallel:
             continue

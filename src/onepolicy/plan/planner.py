@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims, config_of, read_dims
 from onepolicy.plan.dry import DryModel, Held, Micro
@@ -16,7 +17,7 @@ from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import LearnerMemory, StartMemory, compute_dtype, learner_memory, start_memory
 from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
-from onepolicy.plan.work import Work, in_process, work_of
+from onepolicy.plan.work import Work, devices_per_replica, in_process, replicated, work_of
 
 PARALLEL = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
 
@@ -61,7 +62,7 @@ class Option:
 
     @property
     def engine_fits(self) -> bool:
-        return self.engine.sequences >= 1
+        return self.engine.sequences >= 1 and self.engine.weights + self.engine.cache <= self.engine.room
 
     @property
     def fits(self) -> bool:
@@ -198,37 +199,54 @@ class Planner:
             )
         return self._models[dtype]
 
-    def splits(self, learners: int | None = None, tensor_parallel: int | None = None) -> list[Split]:
+    def splits(
+        self, learners: int | None = None, tensor_parallel: int | None = None, engines: int | None = None
+    ) -> list[Split]:
         """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
-        count = self.cluster.count
+        count, kind = self.cluster.count, self.config.rollout.engine.kind
         ranks = learners or self.config.train.ranks
+        if kind in ("hf", "vllm") and tensor_parallel not in (None, 1):
+            raise UsageError(f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out")
         if in_process(self.config):
-            if tensor_parallel not in (None, 1):
-                raise UsageError("--tensor-parallel: the engine in the learner's process has one device; leave it out")
-            most = 1 if self.config.rollout.engine.kind == "vllm" else count
+            if engines not in (None, 1):
+                raise UsageError(
+                    f"--engines: {engines}, but there is one, in the learner's process; give cluster.kind=ray"
+                )
+            most = 1 if kind == "vllm" else count
             if ranks > most:
                 raise UsageError(f"--learners: {ranks} of {most} devices this engine's process can have; lower it")
             return [Split(n, 1, 1) for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))]
+        if replicated(self.config):
+            return self._placed(ranks, engines)
         if count < 2:
             raise UsageError(
                 f"--cluster: {self.cluster} has no second device for the server of rollout.engine.kind = "
-                f"{self.config.rollout.engine.kind}; give more, or use hf or vllm, which live in the learner's process"
+                f"{kind}; give more, or use hf or vllm, which live in the learner's process"
             )
         if ranks >= count:
             name = "--learners" if learners else "train.ranks"
             raise UsageError(f"{name}: {ranks} of {count} devices leave none for an engine; lower it")
         tried = [ranks] if ranks else _counts(count - 1, self.cluster.per_node)
-        found = list(self._divide(count, tried, tensor_parallel))
+        engines, sizes = engines or 1, (tensor_parallel,) if tensor_parallel else PARALLEL
+        found = [Split(n, engines, size) for n in tried for size in sizes if n + engines * size <= count]
         if not found:
-            raise UsageError(f"--tensor-parallel: no split of {count} devices leaves a multiple of {tensor_parallel}")
+            raise UsageError(
+                f"--engines: {engines} of {sizes[0]} devices and {tried[0]} learners are more than {count}; give fewer"
+            )
         return found
 
-    def _divide(self, count: int, learners: list[int], tensor_parallel: int | None) -> Iterator[Split]:
-        for ranks in learners:
-            rest = count - ranks
-            for parallel in (tensor_parallel,) if tensor_parallel else PARALLEL:
-                if rest % parallel == 0:
-                    yield Split(ranks, rest // parallel, parallel)
+    def _placed(self, ranks: int, engines: int | None) -> list[Split]:
+        """What Ray places: the learner's ranks, or the driver that learns alone, and replicas."""
+        assert isinstance(self.config.cluster, RayCluster)
+        engines = engines or self.config.cluster.replicas
+        each, count = devices_per_replica(self.config, cpu=self.cluster.is_cpu), self.cluster.count
+        needed = max(1, ranks) + math.ceil(engines * each)
+        if needed > count:
+            raise UsageError(
+                f"--cluster: {self.cluster}, but train.ranks = {ranks} and {engines} replicas of {each:g} need "
+                f"{needed} devices; give more, or lower cluster.replicas"
+            )
+        return [Split(max(1, ranks), engines, 1)]
 
     @property
     def room_share(self) -> float:

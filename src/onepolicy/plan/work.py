@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, UsageError
+from onepolicy.config.cluster import RayCluster
 from onepolicy.plan.dry import Micro
 
 PROMPT = 512
@@ -76,10 +77,25 @@ def work_of(config: RunConfig, context: int, *, prompt: int | None, response: in
 
 
 def slots_of(config: RunConfig, work: Work, engines: int) -> int:
-    """Sequences one engine decodes at once, as the recipe has it: rollout.engine.slots are those of all engines."""
-    return max(1, min(config.rollout.engine.slots, work.sequences) // engines)
+    """Sequences one engine decodes at once. rollout.engine.slots are a replica's own, else those of all engines."""
+    slots, own = config.rollout.engine.slots, -(-work.sequences // engines)
+    return min(slots, own) if replicated(config) else max(1, min(slots, work.sequences) // engines)
 
 
 def in_process(config: RunConfig) -> bool:
     """Whether the engine lives on the learner's device."""
-    return config.rollout.engine.kind in ("hf", "vllm")
+    return config.rollout.engine.kind in ("hf", "vllm") and not replicated(config)
+
+
+def replicated(config: RunConfig) -> bool:
+    """Whether Ray gives engines processes of their own."""
+    return isinstance(config.cluster, RayCluster)
+
+
+def devices_per_replica(config: RunConfig, *, cpu: bool) -> float:
+    """That Ray reserves for one: GPUs, or a part of one, or cores."""
+    cluster = config.cluster
+    assert isinstance(cluster, RayCluster)
+    if cpu:
+        return cluster.cpus_per_replica
+    return 1.0 if cluster.gpus_per_replica is None else cluster.gpus_per_replica
