@@ -108,8 +108,9 @@ def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, t
 
 
 def test_a_fault_of_one_step_is_not_restarted_for_ever(recipe, tmp_path):
-    """A learning rate that ends in NaN: the same step every time."""
+    """Siblings that are all the same leave dynamic sampling nothing: the same step every time."""
     out = tmp_path / "run"
-    errors = finished(start(recipe, f"out={out}", "optim.lr=1e30", "--restarts", "50"), status=1)
+    settings = ["objective.dynamic_sampling=1", "rollout.sampling.temperature=0.001"]
+    errors = finished(start(recipe, f"out={out}", *settings, "--restarts", "50"), status=1)
     assert errors.count("; restart ") == 2
     assert "where it has ended 3 times in a row; not restarted" in errors
