@@ -71,7 +71,8 @@ test: $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types,
 	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/envs
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
-	$(BIN)/pytest -m "slow and not vllm and not sglang" --timeout 7200
+	$(BIN)/pytest -m "slow and not vllm and not sglang and not ray" --timeout 7200
+	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "slow and vllm" --timeout 7200
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 

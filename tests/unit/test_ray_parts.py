@@ -5,6 +5,9 @@ import asyncio
 import pytest
 import torch
 
+from onepolicy.cluster import start
+
+start.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError  # noqa: E402
 
@@ -13,7 +16,6 @@ from onepolicy.cluster import replica  # noqa: E402
 from onepolicy.cluster.engine import RemoteEngine  # noqa: E402
 from onepolicy.cluster.hosts import contract_of  # noqa: E402
 from onepolicy.cluster.place import Needs  # noqa: E402
-from onepolicy.cluster.start import check_address  # noqa: E402
 from onepolicy.cluster.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests  # noqa: E402
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
@@ -53,16 +55,16 @@ def test_vllm_beside_ranks_is_fine_in_a_process_of_its_own():
 @pytest.mark.parametrize("address", ["http://a:1", "ray://a:1", "somewhere", "a:b"])
 def test_no_address(address):
     with pytest.raises(UsageError, match=r"cluster\.address: .* is not host:port of a running Ray"):
-        check_address(address, "none")
+        start.check_address(address, "none")
 
 
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    check_address("auto", "none")
+    start.check_address("auto", "none")
     with pytest.raises(UsageError, match=r"cluster\.auth: a Ray without token authentication"):
-        check_address("10.0.0.1:6379", "token")
+        start.check_address("10.0.0.1:6379", "token")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    check_address("10.0.0.1:6379", "token")
+    start.check_address("10.0.0.1:6379", "token")
 
 
 def settings(*overrides) -> RunConfig:

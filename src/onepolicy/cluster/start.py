@@ -49,11 +49,7 @@ def opened(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
 
 @contextmanager
 def _connected(cluster: RayCluster) -> Iterator[None]:
-    """Environment first: Ray reads some of it when it is imported."""
-    own = cluster.address is None
-    wanted = QUIET | (_protected() if own else {}) | (ON_LOOPBACK if own else {})
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+    prepare(own=cluster.address is None)
     if cluster.address is not None:
         check_address(cluster.address, cluster.auth)
     import ray
@@ -76,6 +72,12 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def prepare(*, own: bool) -> None:
+    """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here."""
+    for name, value in (QUIET | (_protected() | ON_LOOPBACK if own else {})).items():
+        os.environ.setdefault(name, value)
 
 
 def check_address(address: str, auth: str) -> None:
