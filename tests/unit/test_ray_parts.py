@@ -23,6 +23,7 @@ from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.invariant.contract import Contract  # noqa: E402
 from onepolicy.rollout.http import EngineLost  # noqa: E402
 from onepolicy.rollout.weight_files import WeightFiles  # noqa: E402
+from onepolicy.sync.checksum import Checksums  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -37,6 +38,7 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "cha
         (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
         (["cluster.auth=none"], "cluster.auth: none has no effect without cluster.address"),
         (["cluster.replicas=0"], "cluster.replicas"),
+        (["cluster.shared_dir=x"], "cluster.shared_dir: has no effect with cluster.weights = stream"),
     ],
 )
 def test_settings_that_cannot_be(overrides, message):
@@ -229,12 +231,14 @@ def engines(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     files = WeightFiles(str(tmp_path))
-    yield str(files.write([("w", torch.ones(1))], 4))
+    checksums = Checksums()
+    folder = files.write(checksums.passing([("w", torch.ones(1))]), 4)
+    yield str(folder), 4, checksums.take()
     del files  # which removes the folder
 
 
 def opened(actor, **cluster):
-    return RemoteEngine("replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster))
+    return RemoteEngine("replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1")
 
 
 def asked(engine, numbers, max_tokens=3):
@@ -271,13 +275,15 @@ def test_requests_one_after_another(engines):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("how", ["killed", "killed while idle", "hangs"])
-def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, engines, folder, caplog):
+@pytest.mark.parametrize(
+    ("how", "weights"), [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")]
+)
+def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, weights, engines, folder, caplog):
     async def run():
         actor = Actor()
         await actor.process.build("{}")
-        engine = opened(actor, reply_timeout=1, restart_timeout=20)
-        await engine.load_folder(folder, 4)
+        engine = opened(actor, weights=weights, reply_timeout=1, restart_timeout=20)
+        await engine.load_files(*folder)
         if how == "killed while idle":
             actor.die()
             await asyncio.sleep(0.1)  # it is back before anybody asks
@@ -297,6 +303,19 @@ def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, engi
 
     asyncio.run(run())
     assert "replica 0 is back after" in caplog.text
+
+
+def test_files_that_are_not_what_was_written_are_refused(engines, folder):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}")
+        engine = opened(actor, weights="disk")
+        path, version, sums = folder
+        with pytest.raises(TrainingError, match=r"replica 0: cluster\.shared_dir: weights of version 4 .*'w'"):
+            await engine.load_files(path, version, {"w": [*sums["w"][:2], sums["w"][2] + 1]})
+        assert engine.version == engines[0].version == -1
+
+    asyncio.run(run())
 
 
 def test_out_of_restarts_it_is_lost_for_every_request(engines):

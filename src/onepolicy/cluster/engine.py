@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,6 +23,10 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.http import EngineLost
+from onepolicy.rollout.weight_files import read_weights
+from onepolicy.sync.broadcast import Sender
+from onepolicy.sync.checksum import Sums
+from onepolicy.sync.group import in_thread
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -36,9 +41,10 @@ AGAIN = 0.5
 class RemoteEngine:
     """actor: a ReplicaProcess that was built from `text`. version and caps: what it then has."""
 
-    def __init__(self, name: str, actor: Any, text: str, caps: EngineCaps, config: RayCluster) -> None:
+    def __init__(self, name: str, actor: Any, text: str, caps: EngineCaps, config: RayCluster, host: str) -> None:
+        """host: this machine's address for the replica."""
         self.name, self.caps, self.version = name, caps, 0
-        self._actor, self._text, self._config = actor, text, config
+        self._actor, self._text, self._config, self._host = actor, text, config, host
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}
         self._unsent: list[int] = []
@@ -46,7 +52,7 @@ class RemoteEngine:
         self._task: asyncio.Task[None] | None = None
         self._lives = 0  # processes that were given up
         self._mending = asyncio.Lock()
-        self._weights: tuple[str, int] | None = None  # folder and version; None: those it was built with
+        self._weights: tuple[str, int, Sums] | None = None  # of load_files; None: those it was built with
         self._restarts = self._repeated = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
@@ -63,14 +69,9 @@ class RemoteEngine:
         finally:
             self._asked.pop(number, None)
 
-    async def load_folder(self, path: str | None, version: int) -> None:
-        assert path is not None
-        self.version, self._weights = -1, (path, version)
-
-        async def load() -> None:
-            self.version = await self._call("load", path, version, limit=self._config.restart_timeout)
-
-        await self._insist(load)
+    async def load_files(self, folder: str, version: int, sums: Sums) -> None:
+        self.version, self._weights = -1, (folder, version, sums)
+        await self._insist(self._load)
 
     async def reset_cache(self) -> None:
         await self._insist(lambda: self._call("reset_cache", limit=self._config.reply_timeout))
@@ -190,11 +191,29 @@ class RemoteEngine:
             try:
                 await self._call("build", self._text, limit=limit)
                 if self._weights is not None:
-                    await self._call("load", *self._weights, limit=limit)
+                    await self._load()
                 return
             except GONE as again:
                 error = again
                 await asyncio.sleep(AGAIN)
+
+    async def _load(self) -> None:
+        """The newest weights, from their files: read by the replica, or read here and sent."""
+        assert self._weights is not None
+        folder, version, sums = self._weights
+        limit = self._config.restart_timeout
+        if self._config.weights == "disk":
+            self.version = await self._call("load", folder, version, sums, limit=limit)
+            return
+        with Sender(receivers=1, host=self._host, timeout_s=limit) as sender:
+            sending = asyncio.ensure_future(in_thread(partial(sender.send, read_weights(folder), version)))
+            try:
+                self.version = await self._call("receive", sender.invitation, version, limit=limit)
+            except BaseException:
+                sender.give_up()  # nobody is at the other end
+                await asyncio.gather(sending, return_exceptions=True)
+                raise
+            await sending
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
         """One of GONE, or the error that the method raised."""

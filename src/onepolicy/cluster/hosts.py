@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from onepolicy.cluster.about import about
@@ -34,6 +31,7 @@ from onepolicy.models.load import device_of
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.replicas import Replica, Replicas
 from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.sync.group import open_store
 from onepolicy.train.sharded.channel import RankLost
 
 CALLS = 100
@@ -79,7 +77,11 @@ class _Processes:
         named += [(f"replica {i}", actor) for i, actor in enumerate(self.replicas)]
         for name, actor in named:
             self.where.append(Where.told(name, _get(name, actor.about.remote(), cluster.start_timeout)))
-        if cluster.shared_dir is None and {each.address for each in self.where} != {self.address}:
+        if (
+            cluster.weights == "disk"
+            and cluster.shared_dir is None
+            and {each.address for each in self.where} != {self.address}
+        ):
             raise UsageError(
                 "cluster.shared_dir: replicas are on other machines than this process, and read a step's weights from "
                 "files; name a folder that all of them see"
@@ -88,25 +90,13 @@ class _Processes:
     @contextmanager
     def launch(self, config: RunConfig) -> Iterator[Launched]:
         """The learner's ranks, which meet at a store of this process and hear of its token from Ray."""
-        with (
-            over_loopback() if self._own_loopback else nullcontext(),
-            socket.create_server((self.address, 0)) as server,
-        ):
-            limit = timedelta(seconds=config.train.rank_timeout)
-            port = server.getsockname()[1]
-            store = dist.TCPStore(
-                self.address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=limit,
-                master_listen_fd=server.fileno(),
-            )
+        with over_loopback() if self._own_loopback else nullcontext():
+            store = open_store(self.address, config.train.rank_timeout)
             serving: list[Any] = []
 
             def tell(driver: str) -> None:
                 for i, actor in enumerate(self.ranks, start=1):
-                    serving.append(actor.serve.remote(i, config.train.ranks, (self.address, port), driver))
+                    serving.append(actor.serve.remote(i, config.train.ranks, (self.address, store.port), driver))
 
             place = Place(0, config.train.ranks, self.local_rank, False)
             yield Launched(place, store, self.address, tell, partial(_alive, serving))
@@ -141,7 +131,9 @@ class _Processes:
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
             built = json.loads(_get(f"replica {i}", reference, self.cluster.start_timeout))
             contract = built["contract"]
-            engines.append(RemoteEngine(f"replica {i}", actor, text, EngineCaps(**built["caps"]), self.cluster))
+            engines.append(
+                RemoteEngine(f"replica {i}", actor, text, EngineCaps(**built["caps"]), self.cluster, self.address)
+            )
         files = WeightFiles(self.cluster.shared_dir)
         return Replicas(engines, files, contract=None if contract is None else contract_of(contract))
 

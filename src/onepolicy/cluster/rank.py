@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from datetime import timedelta
 
 from onepolicy.cluster.about import about
 
@@ -23,12 +22,10 @@ class RankProcess:
     def serve(self, rank: int, ranks: int, store: tuple[str, int], driver: str) -> None:
         """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
         token it wants (channel.advertised)."""
-        import torch.distributed as dist
-
         from onepolicy.loop.rank import JOIN_LIMIT, serve_as
         from onepolicy.loop.ranks import Place
+        from onepolicy.sync.group import join_store
         from onepolicy.train.sharded.channel import RankLost
 
-        met = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=JOIN_LIMIT))
         with suppress(RankLost):  # the driver knows, and says why
-            serve_as(Place(rank, ranks, 0, False), met, driver)
+            serve_as(Place(rank, ranks, 0, False), join_store(*store, JOIN_LIMIT), driver)

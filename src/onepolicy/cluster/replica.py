@@ -17,6 +17,7 @@ from onepolicy.cluster.about import about
 if TYPE_CHECKING:
     from onepolicy.cluster.wire import Request
     from onepolicy.interfaces import RolloutEngine
+    from onepolicy.sync.checksum import Sums
     from onepolicy.types import Completion
 
 
@@ -74,12 +75,27 @@ class ReplicaProcess:
         answers, self._done = self._done, {}
         return encode_answers(answers)
 
-    async def load(self, folder: str, version: int) -> int:
-        """Returns the version it holds afterwards."""
+    async def load(self, folder: str, version: int, sums: Sums) -> int:
+        """Files that this process sees, too. Returns the version it holds afterwards."""
+        from onepolicy.config import TrainingError
         from onepolicy.rollout.weight_files import read_weights
+        from onepolicy.sync.checksum import Checksums, difference
 
-        await self._built.load_weights(read_weights(folder), version)
+        checksums = Checksums()
+        await self._built.load_weights(checksums.passing(read_weights(folder)), version)
+        if (problem := difference(sums, checksums.take())) is not None:
+            self._built.version = -1  # it answers nothing
+            raise TrainingError(f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}")
         return self._built.version
+
+    async def receive(self, invitation: str, version: int) -> int:
+        """What a sync.broadcast.Sender sends. Returns the version it holds afterwards."""
+        from onepolicy.sync.broadcast import Receiver
+
+        engine = self._built
+        with Receiver(invitation, 1, version=version) as weights:
+            await engine.load_weights(weights, version)
+        return engine.version
 
     async def reset_cache(self) -> None:
         await self._built.reset_cache()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 
@@ -32,8 +32,10 @@ class RayCluster(Frozen):
     """GPUs that Ray reserves for a replica; a part of one shares it. Unset: 1 if train.device is CUDA, else 0."""
     placement: Literal["pack", "spread"] = "pack"
     """Replicas and ranks on as few nodes as possible, or on as many."""
+    weights: Literal["stream", "disk"] = "stream"
+    """How a step's weights reach the replicas: each is sent them over the network, or reads the files in shared_dir."""
     shared_dir: str | None = None
-    """Folder that all nodes see, for a step's weights; unset: this machine's temporary folder."""
+    """Folder that all nodes see, for weights = disk; needed where replicas are on other machines."""
     start_timeout: PositiveFloat = 300.0
     """Seconds that Ray gets to find room for all processes, and a replica to load its model."""
     reply_timeout: PositiveFloat = 300.0
@@ -42,6 +44,20 @@ class RayCluster(Frozen):
     """Of each replica, by Ray. Afterwards the other replicas take over; the run ends when none is left."""
     restart_timeout: PositiveFloat = 600.0
     """Seconds that a restart may take, model and weights included, before the replica counts as lost."""
+
+    @model_validator(mode="after")
+    def _settings_take_effect(self) -> Self:
+        if self.shared_dir is not None and self.weights != "disk":
+            raise ValueError(
+                f"cluster.shared_dir: has no effect with cluster.weights = {self.weights}; leave it out or set weights "
+                "to disk"
+            )
+        if self.auth == "none" and self.address is None:
+            raise ValueError(
+                "cluster.auth: none has no effect without cluster.address, where Ray is started with a token; leave it "
+                "out"
+            )
+        return self
 
 
 ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="kind")]

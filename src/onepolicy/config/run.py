@@ -269,8 +269,3 @@ class RunConfig(Frozen):
                 f"train.device: {self.train.device}, but with cluster.kind = ray it is Ray that says which device a "
                 "process gets; use auto, cpu or cuda"
             )
-        if cluster.auth == "none" and cluster.address is None:
-            raise ValueError(
-                "cluster.auth: none has no effect without cluster.address, where Ray is started with a token; leave it "
-                "out"
-            )

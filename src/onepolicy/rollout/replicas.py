@@ -16,6 +16,7 @@ from onepolicy.interfaces import EngineCaps, Metered, Weights
 from onepolicy.invariant.contract import Contract
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.sync.checksum import Checksums, Sums
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class Replica(Protocol):
 
     async def reset_cache(self) -> None: ...
 
-    async def load_folder(self, path: str | None, version: int) -> None:
-        """Tensors under transformers' names in memory, in safetensors files; None: those it was started with."""
+    async def load_files(self, folder: str, version: int, sums: Sums) -> None:
+        """Tensors under transformers' names in memory, in the files of WeightFiles. sums: their checksums."""
         ...
 
 
@@ -76,11 +77,13 @@ class Replicas:
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Requests that are running go on with them, each when its engine has them."""
-        folder = str(self._files.write(weights, version))
+        checksums = Checksums()
+        folder = str(self._files.write(checksums.passing(weights), version))
+        sums = checksums.take()
         self.version, self._newest = -1, version
 
         async def load(engine: Replica) -> None:
-            await engine.load_folder(folder, version)
+            await engine.load_files(folder, version, sums)
             if engine.version != version:
                 raise TrainingError(f"{engine.name} holds weight version {engine.version} after loading {version}")
 
