@@ -182,21 +182,21 @@ class Actor:
         self.calls.append(method)
         if self.process is None:
             return self.failed(ActorDiedError() if self.restarts < 0 else ActorUnavailableError("restarting", None))
-        task = asyncio.ensure_future(self.run(getattr(self.process, method)(*args)))
-        self.pending.append(task)
-        return task
+        answer = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(self.run(getattr(self.process, method)(*args), answer))
+        self.pending.append((task, answer))
+        return answer
 
-    async def run(self, coroutine):
-        try:
-            if self.hung:
-                await asyncio.sleep(60)
-            return await coroutine
-        except asyncio.CancelledError:
-            if self.process is None:
-                raise ActorUnavailableError("its process died", None) from None
-            raise
-        except Exception as error:
-            raise RayTaskError("method", "trace", error) from None
+    async def run(self, coroutine, answer):
+        (result,) = await asyncio.gather(coroutine, return_exceptions=True)
+        if self.hung:
+            await asyncio.sleep(60)
+        if answer.done():
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(RayTaskError("method", "trace", result))
+        else:
+            answer.set_result(result)
 
     async def failed(self, error):
         raise error
@@ -204,8 +204,10 @@ class Actor:
     def die(self):
         self.restarts -= 1
         self.process = None
-        for task in self.pending:
+        for task, answer in self.pending:
             task.cancel()
+            if not answer.done():
+                answer.set_exception(ActorUnavailableError("its process died", None))
         if self.restarts >= 0:
             asyncio.get_running_loop().call_later(0.05, self.restart)
 
