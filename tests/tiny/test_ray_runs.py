@@ -78,10 +78,14 @@ def assert_same_run(found, expected):
 
 
 def assert_same_weights(found, expected):
-    ours, theirs = (load_file(checkpoint.latest(run) / "model.safetensors") for run in (found, expected))
+    ours, theirs = (weights_of(checkpoint.latest(run)) for run in (found, expected))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def weights_of(folder):
+    return {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def repeated(run):
@@ -152,13 +156,13 @@ def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
     for ours, theirs in zip(rows(out), rows(local), strict=True):
         for name in ("train/reward", "train/response_length", "eval/greedy"):
             assert ours.get(name) == theirs.get(name), name
-        for name in ("train/loss", "train/grad_norm", "train/entropy"):
-            assert ours.get(name) == pytest.approx(theirs.get(name), rel=1e-3, abs=1e-5), name
+        for name in {"train/loss", "train/grad_norm", "train/entropy"} & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
 def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monkeypatch, caplog):
     """It comes back with the weights of then, its requests are repeated, and the run is what it would have been."""
-    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2)
+    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
     with caplog.at_level(logging.WARNING):
         out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2")
     assert killed
@@ -169,7 +173,7 @@ def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monk
 
 
 def test_the_others_take_over_when_restarts_are_used_up(train, processes, exact, monkeypatch, caplog):
-    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2)
+    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
     out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2", "cluster.restarts=0")
     assert killed
     assert_same_run(out, exact)
@@ -180,11 +184,11 @@ def test_the_others_take_over_when_restarts_are_used_up(train, processes, exact,
 def test_the_last_replica_lost_ends_the_run_and_it_resumes(recipe, processes, exact, monkeypatch, tmp_path, capsys):
     out = tmp_path / "ray"
     with monkeypatch.context() as patch:
-        kill_in_the_middle(patch, processes, "replica 0", version=2)
+        kill_in_the_middle(patch, processes, "replica 0", version=1)
         settings = [*OVERRIDES, *EXACT, *RAY, "checkpoint.every=1", "cluster.restarts=0"]
         assert main(["train", str(recipe), f"out={out}", *settings]) == 1
     assert "no rollout replica is left" in capsys.readouterr().err
-    assert len(rows(out)) == 3  # the first evaluation and two steps
+    assert len(rows(out)) == 2  # the first evaluation and one step
     assert main(["train", "--resume", str(out), "cluster.replicas=2"]) == 0
     assert_same_run(out, exact)
 
@@ -198,7 +202,7 @@ def test_a_rank_killed_ends_the_run_and_it_resumes(recipe, processes, monkeypatc
 
         async def send_and_kill(engine):
             await send(engine)
-            if engine.version == 2 and len(engine._asked) > 1:
+            if engine.version == 1 and len(engine._asked) > 1:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(processes["rank 1"].pid, signal.SIGKILL)
 
@@ -216,7 +220,7 @@ def test_a_node_that_goes_takes_its_replica_along(train, two_nodes, processes, e
 
     async def send_and_remove(engine):
         await send(engine)
-        if processes[engine.name].node == other.node_id and engine.version == 2 and len(engine._asked) > 1 and not done:
+        if processes[engine.name].node == other.node_id and engine.version == 1 and len(engine._asked) > 1 and not done:
             done.append(engine.name)
             two_nodes.remove_node(other, allow_graceful=False)
 

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ QUIET = {
 }
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for "this machine only": its processes then listen on the loopback."""
+ANSWER_S = 10.0
 OBJECTS = 2**30
 """Bytes of shared memory for messages, of a Ray that is started here."""
 
@@ -52,6 +54,7 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
     prepare(own=cluster.address is None)
     if cluster.address is not None:
         check_address(cluster.address, cluster.auth)
+        _refuse_silence(cluster.address)
     import ray
     from ray.exceptions import RaySystemError
 
@@ -94,6 +97,17 @@ def check_address(address: str, auth: str) -> None:
             "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file> on all nodes and set both here, or set "
             "cluster.auth=none"
         )
+
+
+def _refuse_silence(address: str) -> None:
+    """UsageError if nothing listens at host:port, which Ray itself would go on asking for many minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"cluster.address: no Ray at {address}: {error}") from None
 
 
 @cache  # Ray reads the token once in a process
