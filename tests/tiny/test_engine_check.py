@@ -155,11 +155,11 @@ class DamagesExperts(Faulty):
 class KeepsItsCache(Faulty):
     async def load_weights(self, weights, version):
         driver = self.engine._driver
-        clear, driver.clear = driver.clear, lambda what: None
+        interrupt, driver.interrupt = driver.interrupt, lambda taken: None
         try:
             await super().load_weights(weights, version)
         finally:
-            driver.clear = clear
+            driver.interrupt = interrupt
 
 
 class Recorded(Faulty):
