@@ -21,7 +21,8 @@ from onepolicy.config import ModelConfig, RunConfig, load
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import warmup_examples
 from onepolicy.loop.calibrate import FILE, calibrate, play_episodes
-from onepolicy.loop.setup import build_engine, open_environment, resolve_model
+from onepolicy.loop.engines import build_engine
+from onepolicy.loop.setup import open_environment, resolve_model
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.train.checkpoint import folder_of

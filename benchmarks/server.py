@@ -21,8 +21,8 @@ import torch
 
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.interfaces import RolloutEngine
+from onepolicy.loop.engines import build_engine
 from onepolicy.loop.learner import resolve_model
-from onepolicy.loop.setup import build_engine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.types import Sampling

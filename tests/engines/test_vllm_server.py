@@ -31,7 +31,7 @@ from vllm_support import (
 
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
-from onepolicy.loop.setup import build_engine
+from onepolicy.loop.engines import build_engine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import handover

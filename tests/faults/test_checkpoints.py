@@ -6,7 +6,7 @@ import pytest
 from faults_support import assert_complete, assert_same_run
 
 from onepolicy.cli import main
-from onepolicy.loop import setup
+from onepolicy.loop import engines
 from onepolicy.train import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -31,7 +31,7 @@ def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
     files = sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file() and p.name != checkpoint.STATE)
     assert any(name.startswith("shards/") for name in files) == bool(ranks)
     with monkeypatch.context() as patch:
-        patch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
+        patch.setattr(engines, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
         for name in files:
             good = (newest / name).read_bytes()
             middle = len(good) // 2

@@ -8,7 +8,7 @@ import torch
 from models import make
 
 from onepolicy.cli import main
-from onepolicy.loop import setup
+from onepolicy.loop import engines
 from onepolicy.train.policy import make_tokenizer
 
 
@@ -32,7 +32,7 @@ def fails(recipe, tmp_path, capsys):
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading weights fails the test."""
-    monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
+    monkeypatch.setattr(engines, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
 
 
 def edit_json(path, **changes):

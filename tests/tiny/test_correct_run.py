@@ -10,7 +10,7 @@ from onepolicy.config import UsageError, resolve
 from onepolicy.config.correction import presets
 from onepolicy.correct.presets import preset
 from onepolicy.interfaces import EngineCaps
-from onepolicy.loop.setup import check_engine
+from onepolicy.loop.engines import check_engine
 
 
 def test_the_receipt_of_a_run(train, capsys):

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
+from onepolicy.loop.engines import load_copy
 from onepolicy.loop.scorer import variant
-from onepolicy.loop.setup import build_parts, load_copy
+from onepolicy.loop.setup import build_parts
 from onepolicy.models.fp32_head import Fp32Head, install, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes

@@ -9,7 +9,7 @@ from models import MOE, make
 from torch import nn
 
 from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, ModelConfig, RolloutConfig, Simulated, UsageError
-from onepolicy.loop.setup import load_copy
+from onepolicy.loop.engines import load_copy
 from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.install import check_kernels, quantise
 from onepolicy.models.quant.layers import Int8Linear

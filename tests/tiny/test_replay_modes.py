@@ -21,7 +21,7 @@ from onepolicy import bind_routers
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, UsageError, resolve
 from onepolicy.interfaces import EngineCaps
-from onepolicy.loop.setup import check_engine
+from onepolicy.loop.engines import check_engine
 from onepolicy.replay import Routers, RoutingError
 from onepolicy.replay.modes import soften
 from onepolicy.rollout.hf.engine import HFEngine

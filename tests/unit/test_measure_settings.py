@@ -4,8 +4,8 @@ import pytest
 from envs_support import make_tokenizer
 
 from onepolicy.config import PromptsTask, UsageError
+from onepolicy.config.engine import EngineConfig
 from onepolicy.config.measure import engine_settings, kinds, prompt_settings
-from onepolicy.config.rollout import EngineConfig
 from onepolicy.envs import build, warmup_examples
 from onepolicy.envs.prompts import read_prompts
 

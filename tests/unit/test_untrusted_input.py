@@ -15,7 +15,7 @@ from http_support import Reply, Server
 
 from onepolicy.audit.read import read_dump
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
-from onepolicy.config.rollout import ServeConfig
+from onepolicy.config.engine import ServeConfig
 from onepolicy.models.load import load_model
 from onepolicy.rollout import weight_files
 from onepolicy.rollout.http import EngineClient

@@ -9,8 +9,8 @@ from fake_vllm import engine_of, make_checkpoints, serving
 from torch import nn
 
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
-from onepolicy.config.rollout import ServeConfig
 from onepolicy.loop.setup import build_pair
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import serve

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
-from onepolicy.config.rollout import ServeConfig
+from onepolicy.config.engine import ServeConfig
 from onepolicy.rollout import weight_files
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.start import engine_arguments

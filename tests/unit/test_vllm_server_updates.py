@@ -10,7 +10,7 @@ from fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
 from http_support import Reply
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
-from onepolicy.loop.setup import build_engine
+from onepolicy.loop.engines import build_engine
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm.reply import continued
 from onepolicy.rollout.weight_files import read_weights

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from onepolicy.cli.common import command, prepare_process
 from onepolicy.config import UsageError, read_recipe
+from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
 from onepolicy.config.load import resolve_as
-from onepolicy.config.rollout import ENGINE_KINDS, ServeConfig
 
 
 def add(commands: argparse._SubParsersAction) -> None:

@@ -119,13 +119,13 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
     from pydantic import TypeAdapter
 
     from onepolicy.config import EngineConfig, ModelConfig
-    from onepolicy.loop import setup
+    from onepolicy.loop import engines
     from onepolicy.models.load import device_of
     from onepolicy.replay.checks import RouteRules
 
     torch.set_num_threads(settings["threads"])
     routes = settings["routes"]
-    return setup.build_engine(
+    return engines.build_engine(
         ModelConfig.model_validate(settings["model"]),
         TypeAdapter(EngineConfig).validate_python(settings["engine"]),
         device_of("cuda" if settings["cuda"] else "cpu"),

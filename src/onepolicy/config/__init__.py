@@ -2,6 +2,7 @@
 
 from onepolicy.config.base import Frozen, TrainingError, UsageError
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
+from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import (
@@ -16,16 +17,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
 )
 from onepolicy.config.quant import Fp8, Fp8Weight, Int8, QuantFormat, Simulated
-from onepolicy.config.rollout import (
-    EngineConfig,
-    EvalConfig,
-    HFEngineConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SGLangConfig,
-    VLLMEngineConfig,
-    VLLMServerConfig,
-)
+from onepolicy.config.rollout import EvalConfig, RolloutConfig, SamplingConfig
 from onepolicy.config.run import CheckpointConfig, LogConfig, RunConfig
 from onepolicy.config.task import (
     CalculatorTool,

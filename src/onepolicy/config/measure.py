@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from onepolicy.config.base import UsageError
+from onepolicy.config.engine import EngineConfig
 from onepolicy.config.load import parse_value, read_recipe
-from onepolicy.config.rollout import EngineConfig
 from onepolicy.config.task import TaskConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from onepolicy.config.engine import HFEngineConfig
 from onepolicy.config.objective import FromRollout
-from onepolicy.config.rollout import HFEngineConfig
 
 if TYPE_CHECKING:
     from onepolicy.config.run import RunConfig

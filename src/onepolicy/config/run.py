@@ -10,6 +10,7 @@ from onepolicy.config.asynchronous import check_asynchronous, overlaps
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster, RayCluster
 from onepolicy.config.correction import CorrectionConfig
+from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.numerics import ON_POLICY, Numerics, check_numerics, dependent_defaults
 from onepolicy.config.objective import (
@@ -22,7 +23,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
-from onepolicy.config.rollout import EvalConfig, HFEngineConfig, RolloutConfig, VLLMEngineConfig
+from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from onepolicy.config import ModelConfig
 from onepolicy.correct.diagnose import EXPLAINED, FEWEST
 from onepolicy.correct.verdict import HARMLESS_KL
+from onepolicy.loop.engines import load_copy
 from onepolicy.loop.resample import Again
 from onepolicy.loop.scorer import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
-from onepolicy.loop.setup import load_copy
 from onepolicy.measure.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
 from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.loop.engine_probe import Check, Played, distance, play, scored
+from onepolicy.loop.engines import load_copy
 from onepolicy.loop.scorer import variant
-from onepolicy.loop.setup import Pair, load_copy
+from onepolicy.loop.setup import Pair
 from onepolicy.models import fp32_head
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onepolicy.loop.engines import BuildEngine, build_engine
 from onepolicy.loop.ranks import Launch, launch_here
-from onepolicy.loop.setup import BuildEngine, build_engine
 
 
 @dataclass(frozen=True, slots=True)

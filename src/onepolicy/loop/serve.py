@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.rollout import ServeConfig
+from onepolicy.config.engine import ServeConfig
 from onepolicy.loop.learner import resolve_model
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.checks import is_moe

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from onepolicy.config import RunConfig
-from onepolicy.loop import setup
+from onepolicy.loop import engines, setup
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.learner import resolve_model, use_threads
@@ -35,7 +35,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     if quant is not None and not config.eval.quantised:
         engine = setup.build_unquantised(config, model, device, max_len)
     else:
-        engine = setup.build_engine(
+        engine = engines.build_engine(
             model, own, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
         )
     stop = (tokenizer.eos_token_id,)

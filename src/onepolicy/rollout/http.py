@@ -15,11 +15,12 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from onepolicy.config import TrainingError, UsageError
-from onepolicy.config.rollout import refuse_secret_url
+from onepolicy.config import SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config.engine import refuse_secret_url
 
 if TYPE_CHECKING:
     import httpx2
@@ -216,6 +217,12 @@ class EngineClient:
             trust_env=False,  # a proxy of the environment is not meant for an engine on this machine
         ) as client:
             yield client
+
+
+def clients(config: VLLMServerConfig | SGLangConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
+    """With the settings' retries, and without any. server: its name in errors."""
+    client = partial(EngineClient, config.url, token_env=config.token_env, timeout_s=config.timeout_s, server=server)
+    return client(retries=config.retries), client(retries=0)
 
 
 def place_of(url: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, EngineLost
+from onepolicy.rollout.http import EngineLost, clients
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
@@ -50,16 +50,7 @@ class SGLangEngine:
         self.version = 0
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=vocab)
         self.config = config
-        self.client, self._once = (
-            EngineClient(
-                config.url,
-                token_env=config.token_env,
-                timeout_s=config.timeout_s,
-                retries=retries,
-                server="the SGLang server",
-            )
-            for retries in (config.retries, 0)
-        )
+        self.client, self._once = clients(config, server="the SGLang server")
         self._model = Model(vocab, int(text.num_hidden_layers), routes)
         self._hf_config = hf_config
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.config.rollout import ServeConfig
+from onepolicy.config.engine import ServeConfig
 from onepolicy.rollout.http import EngineClient, is_loopback
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.start import engine_arguments

@@ -19,7 +19,7 @@ from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, EngineLost, Malformed, field
+from onepolicy.rollout.http import EngineClient, EngineLost, Malformed, clients, field
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
@@ -54,16 +54,7 @@ class VLLMServer:
         text = hf_config.get_text_config()
         self.version = 0
         self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
-        self.client, self._once = (
-            EngineClient(
-                config.url,
-                token_env=config.token_env,
-                timeout_s=config.timeout_s,
-                retries=retries,
-                server="the vLLM server",
-            )
-            for retries in (config.retries, 0)
-        )
+        self.client, self._once = clients(config, server="the vLLM server")
         self.config, self._text, self._routes, self._quant = config, text, routes, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._files = WeightFiles(config.sync_dir) if config.sync == "disk" else None
