@@ -12,15 +12,18 @@ from onepolicy.report.figure import DENSE, NEUTRAL, REPLAY, ROLLOUT, TRAINER, Fi
 EVAL = "eval/avg@2"
 LAST = 10
 LOOKS = {"recompute": ROLLOUT, "PPO-IS": DENSE, "Vanilla-IS": NEUTRAL, "TIS": TRAINER, "R3": REPLAY}
-CURVES = {
-    EVAL: ("held-out accuracy, unquantised weights", "linear"),
-    "train/reward": ("training reward, quantised rollouts", "linear"),
-    "train/grad_norm": ("gradient norm before clipping", "log"),
-    "train/entropy": ("entropy of the trainer, nats", "linear"),
+WINDOW = 5
+CURVES: dict[str, tuple[str, dict[str, Any]]] = {
+    EVAL: ("held-out accuracy, unquantised weights", {"range": [0, 1]}),
+    "train/reward": ("training reward, quantised rollouts", {"range": [0, 1]}),
+    "train/grad_norm": ("gradient norm before clipping", {"type": "log", "dtick": 1}),
+    "train/entropy": ("entropy of the trainer, nats", {"type": "log", "dtick": 1}),
 }
+LEGEND = {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top"}
+LABEL = {"y": 1.0, "xref": "paper", "yref": "paper", "xanchor": "center", "yanchor": "bottom", "showarrow": False}
 HEADER = (
-    "rollouts", "method", "seeds", "fell back", "largest fall", "held-out, first", "held-out, last", "reward, last 10",
-    "k3, mean", "gradient norm, largest", "entropy, last 10",
+    "rollouts", "method", "seeds", "fell back", "largest fall", "held-out, last", "reward, last 10", "k3, mean",
+    "gradient norm, largest", "entropy, last 10",
 )  # fmt: skip
 
 
@@ -58,7 +61,6 @@ def table(found: list[Outcome], fall: float) -> str:
         cells = (
             f"{sum(run.fall >= fall for run in runs)} of {len(runs)}",
             over(runs, lambda run: run.fall),
-            over(runs, lambda run: run.series(EVAL)[1][0]),
             over(runs, lambda run: run.series(EVAL)[1][-1]),
             over(runs, lambda run: run.last("train/reward")),
             f"{statistics.fmean(statistics.fmean(run.series('mismatch/k3')[1]) for run in runs):.2g}",
@@ -76,19 +78,34 @@ def over(runs: list[Outcome], value: Callable[[Outcome], float]) -> str:
 
 
 def figures(found: list[Outcome]) -> list[Figure]:
-    """One per format and quantity: the mean over seeds of every method."""
-    out = []
-    for quant in dict.fromkeys(each.quant for each in found):
-        for name, (title, scale) in CURVES.items():
-            data = []
-            for method, look in LOOKS.items():
-                runs = [each.series(name) for each in found if (each.quant, each.method) == (quant, method)]
-                if runs:
-                    steps = runs[0][0]
-                    mean = [statistics.fmean(values) for values in zip(*(run[1] for run in runs), strict=True)]
-                    data.append(line(method, steps, mean, look))
-            key = f"{quant.replace(' ', '_')}_{name.replace('/', '_').replace('@', '')}"
-            layout = {"xaxis": axis("step"), "yaxis": axis(title, type=scale)}
-            seeds = len({each.seed for each in found if each.quant == quant})
-            out.append(Figure(key, f"{quant} rollouts: {title}", f"Mean of {seeds} seeds.", data, layout))
-    return out
+    """One per quantity, a panel per format, a line per method."""
+    return [panels(found, name) for name in CURVES]
+
+
+def panels(found: list[Outcome], name: str) -> Figure:
+    title, scale = CURVES[name]
+    formats = list(dict.fromkeys(each.quant for each in found))
+    data, layout = [], {"yaxis": axis(title, **scale), "annotations": [], "legend": LEGEND}
+    for number, quant in enumerate(formats, start=1):
+        suffix = "" if number == 1 else str(number)
+        left, right = (number - 1) / len(formats) + 0.012, number / len(formats) - 0.012
+        layout[f"xaxis{suffix}"] = axis("step", domain=[left, right])
+        layout["annotations"].append(LABEL | {"text": f"<b>{quant}</b>", "x": (left + right) / 2})
+        for method, look in LOOKS.items():
+            runs = [each.series(name) for each in found if (each.quant, each.method) == (quant, method)]
+            if runs:
+                mean = [statistics.fmean(values) for values in zip(*(run[1] for run in runs), strict=True)]
+                place = {"xaxis": f"x{suffix}", "legendgroup": method, "showlegend": number == 1}
+                data.append(line(method, *smooth(runs[0][0], mean), look, **place))
+    seeds = len({each.seed for each in found})
+    note = f"Means of {seeds} seeds" + (f" and of {WINDOW} steps." if name != EVAL else ".")
+    key = f"quant_{name.split('/')[1].replace('@', '')}"
+    return Figure(key, f"{title[0].upper()}{title[1:]}", note, data, layout, width="wide")
+
+
+def smooth(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """Means of WINDOW steps, at the last of each; evaluations, which are fewer, as they are."""
+    if len(steps) <= 2 * WINDOW:
+        return steps, values
+    ends = range(WINDOW, len(steps) + 1, WINDOW)
+    return [steps[end - 1] for end in ends], [statistics.fmean(values[end - WINDOW : end]) for end in ends]

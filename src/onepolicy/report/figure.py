@@ -70,10 +70,8 @@ class Figure:
 
     def spec(self) -> Spec:
         """{data, layout} for plotly, with everything that all figures share; colours still as @name."""
-        axes = {
-            name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})}
-            for name, own in ((name, self.layout.get(name, {})) for name in ("xaxis", "yaxis"))
-        }
+        given = {"xaxis": {}, "yaxis": {}} | {k: v for k, v in self.layout.items() if k[:5] in ("xaxis", "yaxis")}
+        axes = {name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})} for name, own in given.items()}
         return {"data": self.data, "layout": LAYOUT | self.layout | axes}
 
 
