@@ -14,53 +14,30 @@ import subprocess
 import sys
 
 import pytest
+import ray_support
 import torch
 from conftest import rows, timeless
+from ray_support import RAY, kill_in_the_middle, repeated, start_noting
 from safetensors.torch import load_file
 
-from onepolicy.cluster import start
-
-start.prepare(own=True)
-ray = pytest.importorskip("ray")
-from ray.cluster_utils import Cluster  # noqa: E402
-
-from onepolicy.cli import main  # noqa: E402
-from onepolicy.cluster import hosts  # noqa: E402
-from onepolicy.cluster.engine import RemoteEngine  # noqa: E402
-from onepolicy.cluster.place import Where  # noqa: E402
-from onepolicy.train import checkpoint  # noqa: E402
+from onepolicy.cli import main
+from onepolicy.cluster.engine import RemoteEngine
+from onepolicy.train import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
-RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout=240"]
 EXACT = ["numerics=on-policy", "model.dtype=float32", "train.device=cpu"]
 OVERRIDES = ["steps=3", "checkpoint.every=3", "train.device=cpu"]
 
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Pids of a run's processes by name, as far as they are started."""
-    found = {}
-    told = Where.told
-
-    def note(name, text):
-        where = told(name, text)
-        found[name] = where
-        return where
-
-    monkeypatch.setattr(hosts.Where, "told", note)
-    return found
+    return start_noting(monkeypatch)
 
 
 @pytest.fixture
 def two_nodes():
-    """Address of a Ray of two nodes with two CPUs each; the driver is on the first."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=2)
+    with ray_support.two_nodes() as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +65,14 @@ def weights_of(folder):
     return {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def repeated(run):
-    return sum(row.get("rollout/requests_repeated", 0) for row in rows(run))
+def problems(run):
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [(line["step"], line["problem"]) for line in lines]
+
+
+def of_quant(run):
+    """What run.json says of quantised weights."""
+    return json.loads((run / "run.json").read_text()).get("quant")
 
 
 def without_faults(row):
@@ -100,26 +83,14 @@ def without_faults(row):
     }
 
 
-def kill_in_the_middle(monkeypatch, processes, name, version):
-    """SIGKILL for replica `name` as soon as it has been sent several requests under weights of `version` or later."""
-    send, done = RemoteEngine._send, []
-
-    async def send_and_kill(engine):
-        await send(engine)
-        if engine.name == name and engine.version >= version and len(engine._asked) > 1 and not done:
-            done.append(True)
-            os.kill(processes[name].pid, signal.SIGKILL)
-
-    monkeypatch.setattr(RemoteEngine, "_send", send_and_kill)
-    return done
-
-
-def test_one_replica_is_the_local_loop_to_the_bit(train, recipe, tmp_path):
+@pytest.mark.parametrize("quant", ["off", "int8"])
+def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path):
     """By the command line: a Ray of this machine only, which keeps its own words to itself."""
-    local, out = train("local", *OVERRIDES), tmp_path / "ray"
+    settings = [*OVERRIDES, f"rollout.quant={quant}"]
+    local, out = train("local", *settings), tmp_path / "ray"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, "-m", "onepolicy.cli", "train", recipe, f"out={out}", *OVERRIDES, *RAY],
+        [sys.executable, "-m", "onepolicy.cli", "train", recipe, f"out={out}", *settings, *RAY],
         env=environment,
         capture_output=True,
         text=True,
@@ -130,6 +101,8 @@ def test_one_replica_is_the_local_loop_to_the_bit(train, recipe, tmp_path):
     assert done.stderr == ""
     assert re.search(r"^replica 0 +\d+ +127\.0\.0\.1 ", done.stdout, re.MULTILINE)
     assert json.loads((out / "config.json").read_text())["cluster"]["replicas"] == 1
+    assert of_quant(out) == of_quant(local)
+    assert ("bytes in the engine" in done.stdout) == (quant == "int8") == bool(of_quant(out))
 
 
 def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(train, two_nodes, processes, exact):
@@ -158,6 +131,25 @@ def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
             assert ours.get(name) == theirs.get(name), name
         for name in {"train/loss", "train/grad_norm", "train/entropy"} & theirs.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
+    """No token is older than allowed, also of requests that a killed replica has to be asked again; every step has its
+    problems once."""
+    done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2) if killed else []
+    settings = ["steps=6", "rollout.max_staleness=2", "eval.every=3", "train.device=cpu"]
+    out = train("ray", *settings, *RAY, "cluster.replicas=2")
+    assert bool(done) == killed == (repeated(out) > 0)
+    steps = [row for row in rows(out) if "staleness/max" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for row in steps:
+        assert 0 <= row["staleness/max"] <= min(2, row["step"] - 1)
+        assert sum(v for k, v in row.items() if k.startswith("staleness/tokens@")) == row["correction/slots"]
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+    assert max(row["staleness/max"] for row in steps) >= 1
+    assert max(row["staleness/spanning"] for row in steps) > 0  # sampled over an update
+    assert problems(out) == problems(train("one", "steps=6", "eval.every=0"))
 
 
 def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monkeypatch, caplog):

@@ -34,7 +34,7 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "cha
     [
         (["cluster.replicas=2"], "cluster.replicas: unknown setting with kind=local"),
         (["rollout.engine.kind=vllm-server"], "rollout.engine.kind: vllm-server is a server of its own"),
-        (["rollout.quant=int8"], "rollout.quant: int8 is made in this process only"),
+        (["rollout.quant.format=int8", "rollout.quant.activations=static"], "rollout.quant.activations: static scales"),
         (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
         (["cluster.auth=none"], "cluster.auth: none has no effect without cluster.address"),
         (["cluster.replicas=0"], "cluster.replicas"),

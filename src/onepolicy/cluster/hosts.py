@@ -19,7 +19,7 @@ from onepolicy.cluster.engine import RemoteEngine, told
 from onepolicy.cluster.place import Needs, Room, Where, table
 from onepolicy.cluster.rank import RankProcess
 from onepolicy.cluster.replica import ReplicaProcess
-from onepolicy.config import EngineConfig, ModelConfig, RunConfig, TrainingError, UsageError
+from onepolicy.config import EngineConfig, ModelConfig, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, RolloutEngine
@@ -28,6 +28,7 @@ from onepolicy.loop.hosts import Hosts
 from onepolicy.loop.ranks import INTERFACE, Launched, Place, loopback, over_loopback
 from onepolicy.loop.run import Progress
 from onepolicy.models.load import device_of
+from onepolicy.models.quant.parts import PartSize, Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.replicas import Replica, Replicas
 from onepolicy.rollout.weight_files import WeightFiles
@@ -111,7 +112,7 @@ class _Processes:
         max_len: int,
         weights: bool = False,
         numerics: Numerics = "fast",
-        quant: None = None,
+        quant: QuantFormat | None = None,
     ) -> RolloutEngine:
         """All replicas' engines, built at the same time. device: the learner's; Ray gives a replica its own."""
         about = {
@@ -121,25 +122,33 @@ class _Processes:
             "max_len": max_len,
             "weights": weights,
             "numerics": numerics,
+            "quant": None if quant is None else quant.model_dump(),
             "threads": self.cluster.cpus_per_replica,
             "cuda": self.cuda if self.cluster.gpus_per_replica is None else self.cluster.gpus_per_replica > 0,
         }
         text = json.dumps(about)
         building = [actor.build.remote(text) for actor in self.replicas]
         engines: list[Replica] = []
-        contract = None
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
             built = json.loads(_get(f"replica {i}", reference, self.cluster.start_timeout))
-            contract = built["contract"]
             engines.append(
                 RemoteEngine(f"replica {i}", actor, text, EngineCaps(**built["caps"]), self.cluster, self.address)
             )
-        files = WeightFiles(self.cluster.shared_dir)
-        return Replicas(engines, files, contract=None if contract is None else contract_of(contract))
+        files, (contract, sizes) = WeightFiles(self.cluster.shared_dir), (built["contract"], built["sizes"])
+        return Replicas(
+            engines,
+            files,
+            contract=None if contract is None else contract_of(contract),
+            sizes=None if quant is None or sizes is None else sizes_of(quant, *sizes),
+        )
+
+
+def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Sizes:
+    """As it was before JSON, like `contract_of`."""
+    return Sizes(quant, [PartSize(**part) for part in parts], method)
 
 
 def contract_of(about: dict[str, Any]) -> Contract:
-    """As it was before JSON."""
     return Contract(**{**about, "modules": tuple((name, text) for name, text in about["modules"])})
 
 

@@ -48,9 +48,7 @@ class ReplicaProcess:
         self._done.clear()
         if self._engine is None:
             self._engine = build_engine(json.loads(text))
-        contract = getattr(self._engine, "contract", None)
-        parts = {"caps": self._engine.caps, "contract": contract}
-        return json.dumps({name: None if part is None else dataclasses.asdict(part) for name, part in parts.items()})
+        return json.dumps(description(self._engine))
 
     async def submit(self, data: bytes) -> None:
         """Requests that meet in one message start together, in their order."""
@@ -113,12 +111,23 @@ class ReplicaProcess:
         self._some.set()
 
 
+def description(engine: RolloutEngine) -> dict[str, Any]:
+    """What cluster.hosts wants to know of an engine, for JSON."""
+    contract, sizes = getattr(engine, "contract", None), getattr(engine, "sizes", None)
+    return {
+        "caps": dataclasses.asdict(engine.caps),
+        "contract": None if contract is None else dataclasses.asdict(contract),
+        "sizes": None if sizes is None else [[dataclasses.asdict(part) for part in sizes.parts], sizes.method],
+    }
+
+
 def build_engine(settings: dict[str, Any]) -> RolloutEngine:
     """settings: what cluster.hosts sends, from JSON."""
     import torch
     from pydantic import TypeAdapter
 
     from onepolicy.config import EngineConfig, ModelConfig
+    from onepolicy.config.quant import QuantConfig
     from onepolicy.loop import engines
     from onepolicy.models.load import device_of
     from onepolicy.replay.checks import RouteRules
@@ -133,4 +142,5 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
         max_len=settings["max_len"],
         weights=settings["weights"],
         numerics=settings["numerics"],
+        quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),
     )

@@ -23,6 +23,7 @@ from onepolicy.config.objective import (
     WeightsReplay,
     check_pair,
 )
+from onepolicy.config.quant import Int8
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
@@ -260,10 +261,10 @@ class RunConfig(Frozen):
                 f"rollout.engine.kind: {engine.kind} is a server of its own, which cluster.kind = ray does not place; "
                 "use hf or vllm, or cluster.kind = local"
             )
-        if self.rollout.quant is not None:
+        if isinstance(self.rollout.quant, Int8) and self.rollout.quant.activations == "static":
             raise ValueError(
-                f"rollout.quant: {self.rollout.quant.format} is made in this process only, not in the replicas of "
-                "cluster.kind = ray; leave one out"
+                "rollout.quant.activations: static scales are calibrated in this process only, not in the replicas of "
+                "cluster.kind = ray; leave it out (dynamic), or cluster.kind = local"
             )
         if ":" in self.train.device:
             raise ValueError(

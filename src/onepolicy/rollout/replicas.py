@@ -14,6 +14,7 @@ import numpy as np
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps, Metered, Weights
 from onepolicy.invariant.contract import Contract
+from onepolicy.models.quant.parts import Sizes
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.sync.checksum import Checksums, Sums
@@ -42,10 +43,18 @@ class Replicas:
     """A request's engine is a function of the first prompt of its episode: siblings and later turns find their prefixes
     in one cache, and a repeated run asks the same engines. An engine that is lost leaves its requests to the others."""
 
-    def __init__(self, engines: Sequence[Replica], files: WeightFiles, *, contract: Contract | None = None) -> None:
-        """files: where the weights are written, once for all engines. contract: of each of them (on-policy)."""
+    def __init__(
+        self,
+        engines: Sequence[Replica],
+        files: WeightFiles,
+        *,
+        contract: Contract | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """files: where the weights are written, once for all engines. contract (on-policy), sizes (rollout.quant): of
+        each of them."""
         assert engines
-        self.version, self.contract = 0, contract
+        self.version, self.contract, self.sizes = 0, contract, sizes
         self.caps = common_caps([engine.caps for engine in engines])
         self._living = list(engines)
         self._files = files
