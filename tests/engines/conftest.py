@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from vllm_support import make_checkpoints, open_engine
+from vllm_support import ServerProcess, make_checkpoints, open_engine
 
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
@@ -31,6 +31,15 @@ def shared(folders):
 def fresh(folders):
     """Engines that loaded the first and the second checkpoint at their start and never others."""
     return [open_engine(folder) for folder in folders]
+
+
+@pytest.fixture(scope="session")
+def server(folders, tmp_path_factory):
+    server = ServerProcess(folders[0], tmp_path_factory.mktemp("server") / "log")
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.stop()
 
 
 @pytest.fixture

@@ -2,29 +2,25 @@
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm_support import (
     BLOCK,
-    CONFIG,
     MAX_LEN,
     VOCAB,
     FakeLearner,
+    ServerProcess,
     alone,
     cached_requests,
+    connect,
     followed,
     play,
     prompts,
     ragged,
-    rules_of,
+    recipe,
+    rows,
     same,
     stock,
 )
@@ -32,7 +28,6 @@ from vllm_support import (
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.loop.engines import build_engine
-from onepolicy.models.load import read_config
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import handover
 from onepolicy.rollout.vllm import server as served
@@ -42,56 +37,6 @@ from onepolicy.sync.check import checked_push
 from onepolicy.types import Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-START_S = 600
-
-
-class ServerProcess:
-    """`onepolicy engine serve` and what it says."""
-
-    def __init__(self, folder, log, port=None, token_env=None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = port or free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
-        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port)]
-        serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
-        with log.open("ab") as file:
-            self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)
-
-    def wait_until_ready(self):
-        end = time.monotonic() + START_S
-        while "ready after" not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.1)
-        return self
-
-    def kill(self):
-        """As a crash would: no goodbye to anybody."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(60)
-
-
-@pytest.fixture(scope="session")
-def server(folders, tmp_path_factory):
-    server = ServerProcess(folders[0], tmp_path_factory.mktemp("server") / "log")
-    try:
-        yield server.wait_until_ready()
-    finally:
-        server.stop()
-
-
-def connect(server, path, **settings):
-    """As a run does it: the server with the weights of `path`."""
-    config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
-    model = ModelConfig(path=str(path))
-    rules = rules_of(read_config(model))
-    return build_engine(model, config, torch.device("cpu"), routes=rules, max_len=MAX_LEN)
 
 
 @pytest.fixture
@@ -313,32 +258,6 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
             routes=None,
             max_len=MAX_LEN,
         )
-
-
-def recipe(tmp_path, folder, server, more=""):
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f"""
-        out = "{tmp_path / "run"}"
-        steps = 2
-        model = {{ path = "{folder}" }}
-        task = {{ kind = "chain", ops = 2 }}
-        optim = {{ lr = 1e-3 }}
-        eval = {{ every = 2, problems = 4, k = 1 }}
-        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
-        checkpoint = {{ every = 1 }}
-        [rollout]
-        prompts_per_step = 2
-        group_size = 4
-        sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1{more} }}
-        """
-    )
-    return path
-
-
-def rows(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_steps(tmp_path, count):
