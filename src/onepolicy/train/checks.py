@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import FromRollout, TrainingError, UsageError
 from onepolicy.config.objective import ReplayConfig
 from onepolicy.replay.alignment import check_alignment
+from onepolicy.replay.checks import Misaligned
 from onepolicy.types import LARGEST_LOGP, TokenBatch
 
 
@@ -48,12 +49,25 @@ def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
         raise UsageError(f"replay.source: {replay.source}, but the batch's routes were recorded by {found}")
 
 
-def check_routes(scored: TokenBatch, replay: ReplayConfig) -> TokenBatch:
-    """RoutingError if the routes replayed in this batch are not those of its tokens and weights."""
+def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:
+    """RoutingError if the routes replayed in this batch are not those of its tokens and weights.
+
+    version: of the weights that scored it; where older ones sampled, the error says how old they are.
+    """
     native = scored.routing_native
     if isinstance(replay, FromRollout) and replay.min_agreement > 0 and native is not None:
         assert scored.routing is not None
-        check_alignment(scored.routing, native, scored.cu_seqlens, least=replay.min_agreement)
+        try:
+            check_alignment(scored.routing, native, scored.cu_seqlens, least=replay.min_agreement)
+        except Misaligned as error:
+            age = version - int(scored.version[scored.trainable].min())
+            if age <= 0:
+                raise
+            old = (
+                f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
+                "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"
+            )
+            raise Misaligned(f"{error}. {old}", of_layers=error.of_layers) from error
     return scored
 
 

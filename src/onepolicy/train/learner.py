@@ -232,7 +232,7 @@ class LocalLearner:
         return self._checked(scores.filled(self.routers)) if replay else scores.filled(self.routers)
 
     def _checked(self, scored: TokenBatch) -> TokenBatch:
-        return check_routes(scored, self.config.replay)
+        return check_routes(scored, self.config.replay, self.version)
 
     @torch.no_grad()
     def _per_slot(self, batch: TokenBatch, model: Callable[[TokenBatch], Tensor]) -> Tensor:

@@ -36,10 +36,10 @@ class RankedLearner(RankLearner):
     def score(self, batch: TokenBatch) -> TokenBatch:
         check_batch(batch, self.config.replay, self.model.config.get_text_config().vocab_size)
         scored = self._score_on_ranks("score", batch)
-        return check_routes(scored, self.config.replay) if self.config.scores_old else scored
+        return check_routes(scored, self.config.replay, self.version) if self.config.scores_old else scored
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
-        return check_routes(self._score_on_ranks("again", batch), self.config.replay)
+        return check_routes(self._score_on_ranks("again", batch), self.config.replay, self.version)
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
         return self._score_on_ranks("native", batch)
@@ -61,7 +61,7 @@ class RankedLearner(RankLearner):
             if (live := live_of(answers)) is not None:
                 self._live.add(live)
             if index == 0 and not self.config.scores_old:
-                seen = check_routes(self._merged(whole, parts, answers), self.config.replay)
+                seen = check_routes(self._merged(whole, parts, answers), self.config.replay, self.version)
         self.version += 1
         self.seen, self._forward_seconds = seen, seconds
         return self._metrics(batch, sums, norms)

@@ -1,0 +1,101 @@
+"""What training on tokens of older weights does, against the sum over samples written out by hand."""
+
+import asyncio
+import statistics
+
+import pytest
+import torch
+
+from onepolicy.config import ModelConfig, load
+from onepolicy.loop.setup import build_parts
+from onepolicy.loop.step import Clock, learn, sample
+from onepolicy.models.load import load_model
+from onepolicy.objective.advantages import outcomes
+from onepolicy.replay.checks import RoutingError
+from onepolicy.replay.routers import bind_routers
+from onepolicy.sync.local import push_weights
+from onepolicy.train.pack import pack
+
+SETTINGS = [
+    "out=unused", "rollout.max_staleness=1", "rollout.engine.dtype=float32", "rollout.prompts_per_step=6",
+    "rollout.engine.slots=24", "optim.clip_norm=1e9", "replay.min_agreement=0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [None, 1.0])
+def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(recipe, policy, most, monkeypatch):
+    """Sum over tokens of min(rho, most) A grad log p / N: p and rho of the new weights with the old ones' experts, q
+    and rewards of the old weights. Without TIS the weight is 1."""
+    correction = ["preset=recompute"] if most is None else ["preset=tis", f"weight.high={most}"]
+    config = load(recipe, [*SETTINGS, *(f"correction.{setting}" for setting in correction)])
+    parts, _ = build_parts(config)
+    learner, found = parts.learner, {}
+
+    async def play():
+        await push_weights(learner, parts.engine)
+        return await sample(parts, 1)
+
+    rollouts = asyncio.run(play())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += parameter.std() * torch.randn_like(parameter)
+    learner.version = 1
+    weights = {name: tensor.clone() for name, tensor in learner.named_weights()}
+
+    def keep_gradients(mini_step):
+        found.update({name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None})
+        return 0.0
+
+    monkeypatch.setattr(learner, "_update", keep_gradients)
+    metrics = learn(parts, 1, rollouts, Clock(), probe=False).metrics
+    model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
+    model.load_state_dict(weights)
+    rhos = by_hand(model, rollouts.groups, most)
+    assert sum(rho > 1.05 for rho in rhos) > 10  # or the cap would not be seen
+    assert metrics["mismatch/k3"] > 1e-3
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    assert norm > 1e-2
+    assert expected.keys() == found.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, atol=float(2e-5 * norm), rtol=1e-3, msg=name)
+
+
+def by_hand(model, groups, most):
+    """Leaves the gradients in the model; returns rho of every token."""
+    routers, samples = bind_routers(model), [s for group in groups for s in group.samples]
+    tokens, rhos = sum(int(s.trainable.sum()) for s in samples), []
+    for group in groups:
+        rewards = [s.reward for s in group.samples]
+        if len(set(rewards)) == 1:
+            continue
+        for one in group.samples:
+            advantage = (one.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            path = one.tokens.long()[None]
+            with routers.replay(one.routing):
+                logits = model(input_ids=path[:, :-1], use_cache=False).logits[0]
+                logp = torch.log_softmax(logits, -1).gather(-1, path[0, 1:, None])[:, 0][one.trainable]
+                rho = (logp.detach() - one.logp_rollout[one.trainable]).exp()
+                weight = torch.ones_like(rho) if most is None else rho.clamp(max=most)
+                (-advantage * (weight * logp).sum() / tokens).backward()
+            rhos += rho.tolist()
+    return rhos
+
+
+def test_routes_that_agree_with_nothing_may_be_wrong_or_old(recipe):
+    """Where the tokens are of older weights the error says so; where they are not it does not."""
+    config = load(recipe, ["out=unused", "rollout.max_staleness=1"])
+    parts, _ = build_parts(config)
+
+    async def play():
+        await push_weights(parts.learner, parts.engine)
+        return await sample(parts, 0)
+
+    batch = pack(outcomes(asyncio.run(play()).groups, config.objective))
+    batch = batch.replace(routing=batch.routing.at(torch.arange(batch.num_slots).roll(1)))
+    for version in (0, 3):
+        parts.learner.version = version
+        with pytest.raises(RoutingError, match="agree in") as error:
+            parts.learner.score(batch)
+        assert ("the oldest tokens were sampled 3 updates ago" in str(error.value)) is (version == 3)
