@@ -56,7 +56,7 @@ def rows_with_everything() -> list[dict]:
     for length, row in zip((12, 3, 12, 7, 12, 12), rows, strict=True):
         for name in ("tokens", "mask", *LOGPS):
             row[name] = row[name][:length]
-        row |= {"version": [4] * length, "turn": [0] * length, "entropy": [1.0] * length}
+        row |= {"version": [4] * length, "trained_version": 4, "turn": [0] * length, "entropy": [1.0] * length}
         row |= {"routes_rollout": [0, 1] * length, "routes_trainer": [1, 2] * length}
         row |= {"route_layers": 1, "route_top_k": 2}
     return rows

@@ -14,6 +14,7 @@ from onepolicy.audit.schema import Array
 from onepolicy.audit.sketch import Sketch
 from onepolicy.audit.tally import Tally
 from onepolicy.correct.diagnose import Diagnosis, diagnose
+from onepolicy.correct.pairs import FEWEST
 from onepolicy.correct.verdict import Gap, Verdict, verdict
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
@@ -62,6 +63,7 @@ def judge(found: Tally, label: str) -> Audited:
         routers=_routers(found),
         routes=routes,
         since="" if onset is None else f" from step {onset} on",
+        aged=found.ages.explain,
     )
     missing = [f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns]
     if "step" in found.columns and len(found.steps) < ONSET_FEWEST:
@@ -83,6 +85,8 @@ def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | 
         notes.append(f"Mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1. Look at the sampler.")
     if found.native is not None:
         notes.append(f"Without replay k3 is {number(found.native.numbers()['k3'])} nats a token over the whole dump.")
+    if found.ages.old:
+        notes.append(found.ages.text())
     if found.sample.size < found.entries:
         notes.append(f"Bugs were looked for in {len(found.sample.heap):,} rows drawn at random.")
     if onset is not None:
@@ -98,14 +102,21 @@ def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
     tensors = {name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns}
     lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
     segment = torch.arange(len(rows)).repeat_interleave(lengths)
-    version = tensors.get("version")
-    if version is not None:  # against the newest of the same step: older steps are no staleness
+    version, mask = tensors.get("version"), tensors["mask"]
+    if version is not None and "trained_version" in tensors:  # old tokens are declared: bugs show in the newest
+        newest_weights = mask & (version == tensors["trained_version"])
+        if int(newest_weights.sum()) >= FEWEST:
+            mask = newest_weights
+        else:
+            tensors.pop("entropy", None)  # what updates do to log-probabilities looks like another temperature
+        version = None
+    elif version is not None:  # against the newest of the same step: older steps are no staleness
         newest = torch.tensor([found.newest.get(row.step, 0) for row in rows])
         version = version - newest.repeat_interleave(lengths)
     return diagnose(
         tensors[trainer],
         tensors["logp_rollout"],
-        tensors["mask"],
+        mask,
         segment=segment,
         tokens=tensors["tokens"],
         tokens_rollout=tensors.get("tokens_rollout"),

@@ -81,6 +81,7 @@ def _columns(path: Path, step: int) -> dict[str, Ragged]:
             raise UsageError(f"{path}: logp_trainer_native differs in length from the others; the file is damaged")
         raw["logp_native"] = Ragged(tensors["logp_trainer_native"], lengths)
     raw |= {"mask": Ragged(np.ones(lengths.sum(), bool), lengths), "step": Ragged(np.full(rows, step), None)}
+    raw["trained_version"] = Ragged(np.full(rows, step - 1), None)
     if "routes_rollout" in tensors and "routes_trainer" in tensors:
         both = {name: tensors[name] for name in ("routes_rollout", "routes_trainer")}
         shapes = {each.shape for each in both.values()}

@@ -72,6 +72,10 @@ def as_tree(each: Audited) -> dict[str, Any]:
         "extreme": {"tau": taus[kept].tolist(), "share": shares[kept].tolist()},
         "steps": steps,
     }
+    if tally.ages.found:
+        tree["k3_by_age"] = [
+            {"age": age, "tokens": tally.ages.found[age][0], "k3": k3} for age, k3 in tally.ages.k3.items()
+        ]
     if tally.routes is not None:
         tree["routers_per_layer"] = (tally.routes.per_layer / max(1, tally.routes.slots)).tolist()
     result: dict[str, Any] = plain(tree)

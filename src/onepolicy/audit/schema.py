@@ -37,6 +37,7 @@ COLUMNS = {
     "step": Column("int", "row"),
     "reward": Column("float", "row"),
     "version": Column("int", "token or row"),  # of the weights that sampled
+    "trained_version": Column("int", "token or row"),  # of the weights that scored and trained
     "turn": Column("int", "token or row"),
     "entropy": Column("float", "token"),  # of the trainer's distribution [nats]
     "logp_native": Column("float", "token"),  # the trainer's score without replay, where logp_trainer is with it

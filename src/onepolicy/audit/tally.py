@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepolicy.audit.ages import Ages
 from onepolicy.audit.read import read_dump
 from onepolicy.audit.schema import Array, Block
 from onepolicy.audit.sketch import Sketch
@@ -30,6 +31,7 @@ DIAGNOSED = (
     "logp_trainer",
     "logp_native",
     "version",
+    "trained_version",
     "entropy",
     "logp_previous",
     "tokens",
@@ -105,6 +107,7 @@ class Tally:
     steps: dict[int, Sketch] = field(default_factory=dict)  # empty without a step column
     rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
+    ages: Ages = field(default_factory=Ages)  # empty where the dump does not declare them
     lengths: list[int] = field(default_factory=lambda: [0, 0])  # masked-in tokens, rows that have some
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
     routes_sample: RowSample = field(
@@ -128,6 +131,9 @@ class Tally:
             return
         trainer, rollout = (torch.from_numpy(columns[name][mask]) for name in ("logp_trainer", "logp_rollout"))
         row = segment[mask]
+        if "version" in columns and "trained_version" in columns:
+            age = columns["trained_version"][mask] - columns["version"][mask]
+            self.ages.add(age, columns["logp_trainer"][mask], columns["logp_rollout"][mask])
         self.histogram += histogram(trainer - rollout)
         if "logp_native" in columns:
             native = Sketch.of(torch.from_numpy(columns["logp_native"][mask]), rollout, torch.from_numpy(row))

@@ -27,6 +27,7 @@ REPLAY_HELPS = 1.5
 TOO_FAR = 1.0
 """k3 above which no correction is recommended: two policies, not one with noise."""
 FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
+YOUNGER = "Let samples be fewer updates old (rollout.max_staleness), or lower the learning rate"
 CAUSES = {
     "fill": "missing log-probabilities are filled in",
     "not_log": "values are probabilities, not their logarithms",
@@ -75,7 +76,7 @@ class Forecast:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     action: Action
-    causes: tuple[str, ...]  # of a bug: names from CAUSES; else routing, numerics or none
+    causes: tuple[str, ...]  # of a bug: names from CAUSES; else routing, numerics, age or none
     sentence: str
     setting: str  # what to set; empty if nothing
     basis: tuple[str, ...]  # the measurements it rests on
@@ -94,6 +95,7 @@ def verdict(
     routers: float | None = None,  # share of routers that differ; 0: none do or there are none; None: not known
     routes: str = "",  # why the routes do not belong to these tokens; empty if they do
     since: str = "",  # which part of a run was judged, as in ` from step 20 on`
+    aged: bool = False,  # most of the gap is that older weights sampled, as is declared
 ) -> Verdict:
     """The first that holds: bug, too few tokens, nothing to do, too far for mismatch, replay, correct."""
     found = {f.cause: f.evidence for f in diagnosis.findings} | ({"routes": routes} if routes else {})
@@ -116,9 +118,14 @@ def verdict(
     if gap.quiet:
         small = f"Nothing to do: dense models train well with a gap as small as this one{since}."
         return Verdict("nothing", (), small, "", tuple(basis), forecasts)
+    if not left.k3 <= TOO_FAR and aged:
+        far = f"Tokens are too old: {left.k3:.3g} nats a token{since}. {YOUNGER}."
+        return Verdict("unclear", ("age",), far, "", tuple(basis))
     if not left.k3 <= TOO_FAR:
         far = f"No known bug, but {left.k3:.3g} nats a token{since} is no mismatch of one policy: look for a bug."
         return Verdict("unclear", (), far, "replay.mode=r3" if helps else "", tuple(basis))
+    if aged:
+        return _mend_age(gap, since, basis, forecasts)
     if replayed is not None:
         routers = None if helps else 0.0
     return _mend(gap, left, since, basis, forecasts, measured=helps, routers=routers)
@@ -139,11 +146,8 @@ def _mend(
     if measured and left.quiet:
         sentence = f"{first}; what is left needs no correction."
         return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
-    name = "icepop" if left.f5 > HEAVY_F5 else "tis"
-    correct = f"correction.preset={name}"
-    kept = next(f for f in forecasts if f.preset == name)
-    keeps = f"{name} is predicted to keep {kept.keep:.1%} of these tokens"
-    basis = [*basis, f"{keeps} and to multiply the step by {kept.attenuation:.3f}"]
+    name, correct, predicted = _correction(left, forecasts)
+    basis = [*basis, predicted]
     if measured:
         sentence = f"{first}, and correct the {left.k3:.3g} nats a token that are left with {name}."
         return Verdict("correct", ("routing",), sentence, f"replay.mode=r3 {correct}", tuple(basis), forecasts)
@@ -157,6 +161,23 @@ def _mend(
     unknown = " If the model is a mixture of experts, replay its routes (R3) first." if routers is None else ""
     causes = ("numerics",) if routers is not None else ()
     return Verdict("correct", causes, f"{size}: correct it with {name}.{unknown}", correct, tuple(basis), forecasts)
+
+
+def _mend_age(gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]) -> Verdict:
+    name, correct, predicted = _correction(gap, forecasts)
+    sentence = (
+        f"{gap.k3:.3g} nats a token{since}, most of it because older weights sampled: correct it with {name}. If "
+        f"training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
+    )
+    return Verdict("correct", ("age",), sentence, correct, (*basis, predicted), forecasts)
+
+
+def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
+    """Preset for a gap, its setting, and what it is predicted to do."""
+    name = "icepop" if gap.f5 > HEAVY_F5 else "tis"
+    kept = next(f for f in forecasts if f.preset == name)
+    keeps = f"{name} is predicted to keep {kept.keep:.1%} of these tokens"
+    return name, f"correction.preset={name}", f"{keeps} and to multiply the step by {kept.attenuation:.3f}"
 
 
 def _forecasts(gap: Gap) -> tuple[Forecast, ...]:
