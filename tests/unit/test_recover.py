@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_vllm import GENERATE, VOCAB, connected, embedding
-from http_support import Reply
+from http_support import Reply, Server
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.loop import recover
-from onepolicy.loop.recover import outlive
+from onepolicy.loop import folder, recover, run, setup
+from onepolicy.loop.recover import outlive, wait_for_server
 from onepolicy.rollout.collect import together
 from onepolicy.rollout.http import EngineLost
 from onepolicy.sync.check import adopt
@@ -146,6 +146,47 @@ def test_no_request_of_a_failed_batch_goes_on():
     with pytest.raises(EngineLost):
         asyncio.run(together([slow(), fails(), slow()]))
     assert len(ended) == 2
+
+
+def run_of(url, **engine):
+    engine = {"kind": "vllm-server", "url": url, "timeout_s": 5.0} | engine
+    tree = {"out": "x", "steps": 9, "model": {"path": "m"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    return resolve(tree | {"rollout": {"engine": engine}})
+
+
+def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, monkeypatch):
+    """Machine gone, both started again: the driver is there long before the server answers."""
+    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    asked, notes = [], []
+
+    def health(request):
+        asked.append(1)
+        return Reply(hang_up=True) if len(asked) < 3 else Reply({}, 503) if len(asked) < 5 else Reply({})
+
+    def built(*arguments):
+        raise TrainingError(f"built after {len(asked)}")
+
+    monkeypatch.setattr(setup, "build_parts", built)
+    with Server({"GET /health": health}) as server:
+        folder.create(tmp_path / "run", run_of(server.url), folder.START, "{}")
+        progress = SimpleNamespace(note=notes.append)
+        with pytest.raises(TrainingError, match="built after 5"):
+            run.resume(tmp_path / "run", progress)
+    assert len(notes) == 1
+    assert notes[0].endswith("Waiting up to 300 s for it")
+
+
+def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch):
+    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
+        asyncio.run(wait_for_server(run_of(server.url, patience_s=0.2), lambda text: None))
+        assert len(server.asked) > 1
+
+
+def test_a_server_that_refuses_the_question_is_there():
+    with Server({}) as server:  # 404
+        asyncio.run(wait_for_server(run_of(server.url), pytest.fail))
+        assert len(server.asked) == 1
 
 
 def test_patience_that_cannot_take_effect_is_refused():

@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from onepolicy.config import SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import RunConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.interfaces import LastingEngine
-from onepolicy.rollout.http import EngineLost, NoEngine
+from onepolicy.rollout.http import EngineLost, NoEngine, clients
 from onepolicy.sync.check import readopt
 from onepolicy.sync.local import push_weights
 from onepolicy.train.learner import LocalLearner
@@ -51,6 +51,32 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
             began = time.monotonic()
             await _back(parts, engine, error, began + patience)
             LOG.warning("the engine is back after %.0f s and has the weights again", time.monotonic() - began)
+
+
+async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None:
+    """A resumed run may have lost its server together with its driver: give it as long to come back as in a run.
+
+    Returns at the latest after rollout.engine.patience_s and one attempt; the start says what is wrong with a server.
+    """
+    engine = config.rollout.engine
+    if not isinstance(engine, VLLMServerConfig | SGLangConfig):
+        return
+    patience = PATIENCE_S if engine.patience_s is None else engine.patience_s
+    _, client = clients(engine, server="the server")
+    end, said = time.monotonic() + patience, False
+    with client.starting():
+        while True:
+            try:
+                return await client.get("/health")
+            except NoEngine as error:
+                if time.monotonic() + POLL_S > end:
+                    return
+                if not said:
+                    say(f"{str(error).split('. ')[0]}. Waiting up to {patience:g} s for it")
+                said = True
+                await asyncio.sleep(POLL_S)
+            except UsageError:
+                return  # somebody is there
 
 
 async def _back(parts: Parts, engine: LastingEngine, lost: EngineLost, end: float) -> None:

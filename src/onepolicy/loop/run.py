@@ -27,7 +27,7 @@ from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.hosts import HERE, Hosts
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
-from onepolicy.loop.recover import outlive
+from onepolicy.loop.recover import outlive, wait_for_server
 from onepolicy.loop.step import Parts, StepResult, rl_step
 from onepolicy.loop.summary import summarise
 from onepolicy.sync.check import checked_push
@@ -96,6 +96,7 @@ def resume(
             raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
         if origin.step == config.steps:
             return _finish(config, run, origin)
+        asyncio.run(wait_for_server(config, progress.note))
         with ranks.started(config, hosts.launch) as others:
             parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
             with folder.writing(run):
