@@ -6,6 +6,7 @@ import pytest
 from faults_support import FAR, FAR_LINK, LINK, NEAR, SPACE, ip
 
 from onepolicy.cli import main
+from small_recipe import write_recipe
 
 POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128"]
 POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=2"]
@@ -20,22 +21,13 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def recipe(policy):
-    path = policy.parent / "recipe.toml"
-    path.write_text(
-        f"""
-        out = "set by the test"
-        steps = 6
-        model = {{ path = "{policy}" }}
-        task = {{ kind = "chain", ops = 2 }}
-        rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
-        optim = {{ lr = 1e-3 }}
-        train = {{ threads = 1, device = "cpu" }}
-        eval = {{ every = 0 }}
-        log = {{ counterfactual_every = 0, tensorboard = false, report = false }}
-        checkpoint = {{ every = 2 }}
-        """
+    return write_recipe(
+        policy,
+        "steps = 6",
+        'train = { threads = 1, device = "cpu" }',
+        "eval = { every = 0 }",
+        "log = { counterfactual_every = 0, tensorboard = false, report = false }",
     )
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,16 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -22,8 +25,8 @@ LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 def start(*arguments, **how):
     """`onepolicy train ...` in a process group of its own."""
     command = [sys.executable, "-m", "onepolicy.cli", "train", *map(str, arguments)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen(command, **pipes | how)
+    pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
+    return Popen(command, **pipes | how)
 
 
 def finished(process, status=0):
@@ -49,11 +52,33 @@ def wait_for(condition, process=None, poll=0.005):
     return found
 
 
-def ended_after(began, most=180):
-    """Says it with `pytest -rP`."""
-    seconds = time.monotonic() - began
-    print(f"ended after {seconds:.0f} s")
-    assert seconds < most
+class Fault:
+    """One that has just struck the run in folder `out`. Says with `pytest -rP` how long it took to recover: until the
+    log has a step that it had not."""
+
+    def __init__(self, out):
+        self.out, self.had, self.began = out, len(steps_of(out)), time.monotonic()
+
+    def ended(self, most=180):
+        """The run has, by itself, within so many seconds."""
+        seconds = time.monotonic() - self.began
+        print(f"ended after {seconds:.1f} s")
+        assert seconds < most
+        self.had = len(steps_of(self.out))
+
+    def recovered(self, run):
+        """`run`, the one that was hit or what goes on with it, has a new step."""
+        wait_for(lambda: steps_of(self.out)[-1:] > [self.had], run)
+        print(f"recovered after {time.monotonic() - self.began:.1f} s")
+
+    def survived(self, run):
+        """`run` goes on to its end. What it wrote to stderr."""
+        self.recovered(run)
+        return finished(run)
+
+    def resumed(self, *settings):
+        """`--resume`, to the end."""
+        self.survived(start("--resume", self.out, *settings))
 
 
 def steps_of(out):
@@ -108,18 +133,42 @@ def assert_same_run(expected, out, step):
 
 @contextmanager
 def small_disk(folder, mib):
-    """A file system of its own under `folder`. Skips where one cannot be mounted."""
-    import pytest
+    """A tmpfs of its own: where it is, and a function that gives it another size in MiB.
 
+    Mounted in a namespace that only a shell is in, so that it needs no root; others reach it through /proc.
+    """
     folder.mkdir()
-    size = f"size={mib}m"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    shell, said = _mounted("-Urm", folder, mib)
+    if said != "done":
+        shell, said = _mounted("-m", folder, mib)
+    if said != "done":
+        pytest.skip(f"a tmpfs can be mounted neither in a user namespace (unshare -Urm) nor as root: {said}")
+
+    def grow(more):
+        assert _mount(shell, f"remount,size={more}m", folder) == "done"
+
     try:
-        yield lambda more: subprocess.run(["mount", "-o", f"remount,size={more}m", folder], check=True)
+        yield Path(f"/proc/{shell.pid}/root{folder}"), grow
     finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+        shell.kill()
+        shell.communicate()
+
+
+def _mounted(namespaces, folder, mib):
+    shell = Popen(["unshare", namespaces, "sh"], stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
+    said = _mount(shell, f"size={mib}m", folder)
+    if said != "done":
+        shell.kill()
+        shell.communicate()
+    return shell, said
+
+
+def _mount(shell, options, folder):
+    """With a source named, mount does not repeat the mounted one's options, whose uid may have no name in there."""
+    with suppress(BrokenPipeError):
+        shell.stdin.write(f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(folder))} && echo done\n")
+        shell.stdin.flush()
+    return shell.stdout.readline().strip()
 
 
 def ip(*words, check=True):

@@ -1,12 +1,13 @@
-"""The network between two nodes stalls: nothing is refused, nothing arrives. Learner ranks under torchrun, one in a
-network namespace of its own, whose link is taken down in the middle of a run."""
+"""The network between two learner ranks stalls: nothing is refused, nothing arrives. Under torchrun, one rank in a
+network namespace whose link is taken down; and through a relay that stops to forward, which needs no namespace."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from faults_support import (
@@ -15,17 +16,22 @@ from faults_support import (
     LONG,
     NEAR,
     SPACE,
+    Fault,
     assert_complete,
     assert_same_run,
     children_of,
-    ended_after,
     gone,
     ip,
     steps_of,
     wait_for,
 )
+from relay import Relay
 
-from onepolicy.cli import main
+from onepolicy.config import TrainingError, load
+from onepolicy.loop import run
+from onepolicy.loop.hosts import Hosts
+from onepolicy.loop.ranks import launch_here
+from onepolicy.train.sharded.channel import advertised, read_advertised
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -43,7 +49,7 @@ def node(rank, port, recipe, out, log):
 
 def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whole_on_ranks, tmp_path):
     if not network:
-        pytest.skip("no network namespace can be made here")
+        pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -55,9 +61,9 @@ def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whol
         workers = [pid for each in nodes for pid in children_of(each.pid)]
         assert len(workers) == 2
         ip("link", "set", LINK, "down")
-        began = time.monotonic()
+        fault = Fault(out)
         wait_for(lambda: all(map(gone, workers)), poll=0.1)
-        ended_after(began, 240)
+        fault.ended(240)
     finally:
         for each in nodes:  # torchrun's agents wait for each other
             os.killpg(each.pid, signal.SIGKILL)
@@ -66,6 +72,41 @@ def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whol
     errors = logs[0].read_text()
     assert "onepolicy: " in errors
     assert "train.rank_timeout" in errors or "the ranks cannot go on together" in errors
-    assert main(["train", "--resume", str(out)]) == 0
+    fault.resumed()
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+class StallsAfter(run.Progress):
+    def __init__(self, step, relay, out):
+        self.after, self.relay, self.out = step, relay, out
+
+    def step(self, step, metrics):
+        if step == self.after:
+            self.relay.stall()
+            self.fault = Fault(self.out)
+
+
+def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+    """Without namespaces: what the driver and the rank say to each other passes through a relay, collectives do not."""
+    out = tmp_path / "run"
+    config = load(recipe, [f"out={out}", "train.ranks=2", "train.rank_timeout=20"])
+    with Relay("127.0.0.1") as relay:
+
+        @contextmanager
+        def launch(config):
+            with launch_here(config) as launched:
+
+                def tell(where):
+                    relay.target, token = read_advertised(where)
+                    launched.tell(advertised(relay.address, token))
+
+                yield replace(launched, tell=tell)
+
+        stalling = StallsAfter(3, relay, out)
+        with pytest.raises(TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"):
+            run.start(config, stalling, hosts=Hosts(launch))
+        stalling.fault.ended()
+    stalling.fault.resumed()
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)

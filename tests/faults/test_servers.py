@@ -1,5 +1,5 @@
 """A vLLM server that is killed, hangs or cannot be reached in the middle of a run. The server is real, in a network
-namespace of its own; its link is what is taken down."""
+namespace of its own where one can be made."""
 
 import os
 import re
@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from faults_support import (
     FAR,
     LINK,
     LONG,
+    NEAR,
     SPACE,
+    Fault,
     assert_complete,
-    ended_after,
     finished,
     ip,
     rows,
@@ -24,8 +26,7 @@ from faults_support import (
     steps_of,
     wait_for,
 )
-
-from onepolicy.cli import main
+from relay import Relay
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 TOKEN = "FAULTS_TOKEN"
@@ -37,7 +38,8 @@ class Far:
 
     def __init__(self, policy, log, network):
         self.policy, self.log, self.lives = policy, log, 0
-        self.host, self.enter = (FAR, ["ip", "netns", "exec", SPACE]) if network else ("127.0.0.1", [])
+        self.near, self.host = (NEAR, FAR) if network else ("127.0.0.1", "127.0.0.1")
+        self.enter = ["ip", "netns", "exec", SPACE] if network else []
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
@@ -73,11 +75,11 @@ def server(network, policy, tmp_path_factory):
 
 @pytest.fixture
 def begin(server, recipe, tmp_path):
-    """begin("a.b=c", ...) -> a run on that server that has taken two steps, and its folder."""
+    """begin(url, "a.b=c", ...) -> a run on the server there that has taken two steps, and its folder."""
 
-    def run(*overrides):
+    def run(url, *overrides):
         out = tmp_path / "run"
-        engine = ["kind=vllm-server", f"url={server.url}", f"token_env={TOKEN}", "dtype=float32", "slots=8"]
+        engine = ["kind=vllm-server", f"url={url}", f"token_env={TOKEN}", "dtype=float32", "slots=8"]
         engine += ["timeout_s=4", "retries=1", *overrides]
         process = start(recipe, f"out={out}", "steps=12", *(f"rollout.engine.{setting}" for setting in engine))
         wait_for(lambda: len(steps_of(out)) >= 2, process)
@@ -94,78 +96,82 @@ def assert_right(out, steps=12):
     assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
 
 
-@pytest.fixture
-def link(network):
-    if not network:
-        pytest.skip("no network namespace can be made here")
+@pytest.fixture(params=["link", "relay", "server"])
+def silent(request, network, server):
+    """Nothing is refused and nothing arrives: the link is down, a relay in between forwards nothing, or the server is
+    stopped. (url, what makes it so, what ends it)"""
+    if request.param == "link":
+        if not network:
+            pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
+        yield server.url, partial(ip, "link", "set", LINK, "down"), partial(ip, "link", "set", LINK, "up")
+    elif request.param == "relay":
+        with Relay(server.near, (server.host, server.port)) as relay:
+            yield "http://{}:{}".format(*relay.address), relay.stall, relay.go_on
+    else:
+        yield server.url, partial(server.send, signal.SIGSTOP), partial(server.send, signal.SIGCONT)
 
 
-def test_a_link_that_fails_for_a_while_is_survived(begin, link):
-    run, out = begin("patience_s=300")
-    ip("link", "set", LINK, "down")
-    time.sleep(12)  # longer than the retries last
-    assert run.poll() is None
-    ip("link", "set", LINK, "up")
-    errors = finished(run)
+def test_silence_for_a_while_is_survived(begin, silent):
+    url, begins, ends = silent
+    run, out = begin(url, "patience_s=300")
+    begins()
+    try:
+        time.sleep(12)  # longer than the retries last
+        assert run.poll() is None
+    finally:
+        ends()
+    errors = Fault(out).survived(run)
     print(re.search(r"the engine is back after \d+ s", errors)[0])
     assert_right(out)
 
 
-def test_a_link_that_stays_down_ends_the_run_in_time(begin, link):
-    run, out = begin("patience_s=5")
-    ip("link", "set", LINK, "down")
-    began = time.monotonic()
+def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
+    """The server hears of the update when the run has long given it up, and of the next one after that."""
+    with Relay(server.near, (server.host, server.port)) as relay:
+        run, out = begin("http://{}:{}".format(*relay.address), "patience_s=300")
+        relay.stall_before(b"onepolicy_receive")
+        assert relay.stalled.wait(LONG)
+        time.sleep(12)
+        assert run.poll() is None
+        relay.go_on()
+        Fault(out).survived(run)
+        assert_right(out)
+
+
+def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
+    url, begins, ends = silent
+    run, out = begin(url, "patience_s=5")
+    begins()
+    fault = Fault(out)
     try:
         errors = finished(run, status=1)
     finally:
-        ip("link", "set", LINK, "up")
-    ended_after(began)
-    assert "--resume" in errors
-    assert main(["train", "--resume", str(out)]) == 0
-    assert_right(out)
-
-
-def test_a_server_that_hangs_ends_the_run_in_time(begin, server):
-    """Stopped: its sockets accept, nobody answers."""
-    run, out = begin("patience_s=5")
-    server.send(signal.SIGSTOP)
-    began = time.monotonic()
-    try:
-        errors = finished(run, status=1)
-    finally:
-        server.send(signal.SIGCONT)
-    ended_after(began)
+        ends()
+    fault.ended()
     assert "got no answer within 4 s (rollout.engine.timeout_s)" in errors
-    assert main(["train", "--resume", str(out)]) == 0
-    assert_right(out)
-
-
-def test_a_server_that_hangs_for_a_while_is_survived(begin, server):
-    run, out = begin("patience_s=300")
-    server.send(signal.SIGSTOP)
-    time.sleep(12)
-    server.send(signal.SIGCONT)
-    finished(run)
+    assert "--resume" in errors
+    Fault(out).resumed()
     assert_right(out)
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
     """On its port, with the weights it starts with: the run gives it its own and samples the batch again."""
-    run, out = begin(f"patience_s={LONG}")
+    run, out = begin(server.url, f"patience_s={LONG}")
     server.send(signal.SIGKILL)
+    fault = Fault(out)
     server.start()
-    errors = finished(run)
-    print(re.search(r"the engine is back after \d+ s", errors)[0])
+    print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
+    fault.survived(run)
     assert_right(out)
 
 
 def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
-    run, out = begin("patience_s=3")
+    run, out = begin(server.url, "patience_s=3")
     server.send(signal.SIGKILL)
-    began = time.monotonic()
+    fault = Fault(out)
     errors = finished(run, status=1)
-    ended_after(began)
+    fault.ended()
     assert "--resume" in errors
     server.start()
-    assert main(["train", "--resume", str(out)]) == 0
+    Fault(out).resumed()
     assert_right(out)

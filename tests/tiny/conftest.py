@@ -10,6 +10,7 @@ from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet, warmup_examples
 from onepolicy.train.policy import make_model, make_tokenizer, save_policy, warm_up
+from small_recipe import write_recipe
 
 SMALL = PolicyConfig(
     hidden_size=64, layers=3, experts=16, top_k=4, max_len=128, steps=120, tokens_per_step=512, warmup_steps=10, lr=4e-3
@@ -31,22 +32,13 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="session")
 def recipe(policy):
     """A recipe of a few fast steps on that policy."""
-    path = policy.parent / "recipe.toml"
-    path.write_text(
-        f"""
-        out = "set by the test"
-        steps = 4
-        model = {{ path = "{policy}" }}
-        task = {{ kind = "chain", ops = 2 }}
-        rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
-        optim = {{ lr = 1e-3 }}
-        train = {{ threads = 1 }}
-        eval = {{ every = 2, problems = 4, k = 2 }}
-        log = {{ counterfactual_every = 2, tensorboard = false, report = false }}
-        checkpoint = {{ every = 2 }}
-        """
+    return write_recipe(
+        policy,
+        "steps = 4",
+        "train = { threads = 1 }",
+        "eval = { every = 2, problems = 4, k = 2 }",
+        "log = { counterfactual_every = 2, tensorboard = false, report = false }",
     )
-    return path
 
 
 @pytest.fixture

@@ -1,0 +1,16 @@
+"""A recipe of a few fast steps on a small policy, for tests of several folders."""
+
+
+def write_recipe(policy, *lines):
+    """Beside the policy, with these lines too. Its path."""
+    path = policy.parent / "recipe.toml"
+    common = f"""
+    out = "set by the test"
+    model = {{ path = "{policy}" }}
+    task = {{ kind = "chain", ops = 2 }}
+    rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
+    optim = {{ lr = 1e-3 }}
+    checkpoint = {{ every = 2 }}
+    """
+    path.write_text("\n".join([common, *lines]))
+    return path
