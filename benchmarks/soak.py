@@ -1,11 +1,16 @@
-"""A run of many steps whose processes are killed at random moments, beside the same run that nobody disturbs.
+"""A run of many steps whose processes are killed at random moments: does it end as if nobody had disturbed it?
 
-    python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak
+    python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak                   # driver and ranks
+    python benchmarks/soak.py --server --steps 100 --kills 8 --out runs/soak-server    # and a vLLM server
+    python benchmarks/soak.py --show --out runs/soak --figures docs/figures --png      # of a soak that has ended
 
-A small policy is made and trained twice with `train.ranks=2`, at once: in peace, and under `onepolicy train --restarts`
-while SIGKILL strikes the driver or a rank at seeded moments, start-up, save and resume included. Prints, and writes to
-OUT/soak.json, what was lost and how long it took to be back, and fails unless the second run has every step once, the
-first run's numbers and weights to the bit, and a reward that rose.
+A small policy is made and trained twice, at once: in peace, and under `onepolicy train --restarts` while SIGKILL
+strikes at seeded moments, start-up, save and resume included. The second run must have every step once with whole
+batches, the first one's numbers and weights to the bit, and a reward that rose.
+With --server a vLLM server samples and is killed as well, alone or together with the driver; whoever ends is started
+again on its port. The bits of a log-probability then depend on which requests met in a batch, so nothing runs in peace:
+every batch must have been sampled from the learner's own weights (k3 in float32).
+OUT/soak.json holds what held, what was lost and how long it took until a new step; exit 1 unless everything held.
 """
 
 import argparse
@@ -13,27 +18,33 @@ import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+
+from soak_outcome import failed, figure, last_step, newest_checkpoint, outcome
+from soak_server import Server
+
+from onepolicy.report.png import write_figures
 
 RECIPE = """
 out = "set below"
 steps = {steps}
 model = {{ path = "{policy}" }}
-task = {{ kind = "chain", ops = 3 }}
-rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 24 }}, engine = {{ slots = 8 }} }}
-optim = {{ lr = 3e-4 }}
+task = {{ kind = "chain", ops = 2 }}
+rollout = {{ prompts_per_step = 4, group_size = 8, sampling = {{ max_tokens = 16 }}, engine = {engine} }}
+optim = {{ lr = 1e-4, warmup_steps = 10 }}
 train = {{ threads = 1, device = "cpu", ranks = {ranks} }}
 eval = {{ every = 0 }}
 log = {{ counterfactual_every = 0, tensorboard = false, report = false }}
 checkpoint = {{ every = 10, keep = 2 }}
 """
-POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128", "steps=500", "tokens_per_step=1024"]
-POLICY += ["warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=3"]
-TAIL = 1 << 16  # bytes, more than a line
+EMBEDDED = '{ dtype = "float32", slots = 32 }'
+# knows the table, and is taught to err: what the reward rises by is those errors going away
+POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "steps=1200", "warmup_steps=20"]
+POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
 
@@ -42,58 +53,100 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--server", action="store_true", help="sample from a vLLM server, and kill it too")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
+    parser.add_argument("--policy", type=Path, help="made before; unset: OUT/policy, made if it is not there")
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of both runs")
+    parser.add_argument("--show", action="store_true", help="run nothing: outcome and figure of what is in OUT")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="reward over steps with the kills marked")
+    parser.add_argument("--png", action="store_true", help="and as PNG")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
+    if not args.show:
+        soak(args)
+    record = json.loads((args.out / "strikes.json").read_text())
+    found = outcome(args.out, record["steps"], record["strikes"])
+    settings = {name: value for name, value in record.items() if name != "strikes"}
+    text = json.dumps(settings | found, indent=1)
+    (args.out / "soak.json").write_text(text)
+    print(text)
+    if args.figures:
+        for written in write_figures(args.figures, [figure(args.out, record["strikes"], found)], png=args.png):
+            print(written)
+    return 1 if failed(found) else 0
+
+
+def soak(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    policy, recipe = args.out / "policy", args.out / "recipe.toml"
-    whole, killed = args.out / "whole", args.out / "killed"
+    policy, recipe = args.policy or args.out / "policy", args.out / "recipe.toml"
     if not policy.exists():
         subprocess.run([*COMMAND, "make-policy", "--out", str(policy), *POLICY], check=True)
-    recipe.write_text(RECIPE.format(steps=args.steps, policy=policy, ranks=args.ranks))
     began = time.monotonic()
-    with subprocess.Popen([*COMMAND, "train", str(recipe), f"out={whole}"], stdout=subprocess.DEVNULL) as in_peace:
-        strikes = strike(recipe, killed, args)
-        assert in_peace.wait() == 0
-    result = compare(whole, killed, args.steps) | recovery(strikes) | {"minutes": (time.monotonic() - began) / 60}
-    (args.out / "soak.json").write_text(json.dumps(result | {"strikes": strikes}, indent=1))
-    print(json.dumps(result, indent=1))
-    return 0 if all(result[name] for name in ("every_step_once", "bit_equal", "reward_rose")) else 1
+    with ExitStack() as running:
+        server = running.enter_context(Server(COMMAND, policy, args.out / "server.log")) if args.server else None
+        engine = server.setting if server else EMBEDDED
+        recipe.write_text(RECIPE.format(steps=args.steps, policy=policy, ranks=args.ranks, engine=engine))
+        train = [*COMMAND, "train", str(recipe), *args.set]
+        if server is None:
+            in_peace = subprocess.Popen([*train, f"out={args.out / 'whole'}"], stdout=subprocess.DEVNULL)
+            running.callback(in_peace.kill)
+        strikes = strike(train, args, server)
+        assert server or in_peace.wait() == 0
+        lives = {"server_starts": server.lives} if server else {}
+    minutes = (time.monotonic() - began) / 60
+    record = {"steps": args.steps, "ranks": args.ranks, "server": args.server, "minutes": minutes}
+    (args.out / "strikes.json").write_text(json.dumps(record | lives | {"strikes": strikes}, indent=1))
 
 
-def strike(recipe: Path, out: Path, args: argparse.Namespace) -> list[dict]:
-    """Run and kill. Of every kill: whom, after which step, how many steps were lost, seconds until the next new one."""
-    generator, strikes = random.Random(args.seed), []
-    command = [*COMMAND, "train", str(recipe), f"out={out}", "--restarts", str(args.kills + 5)]
-    with (out.parent / "killed.log").open("wb") as log:
-        run = subprocess.Popen(command, stdout=log, stderr=log)
-        for number in range(args.kills):
-            due = round(args.steps * (number + generator.random()) / args.kills)
-            while run.poll() is None and last_step(out) < due:
-                time.sleep(0.05)
-            time.sleep(generator.uniform(0, 1.5))
-            whom = generator.choice(["driver", "rank"] if args.ranks > 1 else ["driver"])
-            while (pid := victim(run.pid, whom)) is None and run.poll() is None:
-                time.sleep(0.02)  # between two lives
-            assert pid is not None, f"the run ended with {run.poll()}; see {log.name}"
-            step = last_step(out)
-            os.kill(pid, signal.SIGKILL)
-            struck, lost = time.monotonic(), step - newest_checkpoint(out)
-            while run.poll() is None and last_step(out) <= step:
-                time.sleep(0.02)
-            strikes.append({"whom": whom, "step": step, "lost": lost, "seconds": time.monotonic() - struck})
-        assert run.wait() == 0, f"the run ended with {run.returncode}; see {log.name}"
+def strike(train: list[str], args: argparse.Namespace, server: Server | None) -> list[dict]:
+    """Run and kill. Of every kill: whom, after which step, how many steps were lost, seconds until the next new one;
+    None where the run had no step left."""
+    generator, strikes, out = random.Random(args.seed), [], args.out / "killed"
+    kinds = ["driver", *["rank"] * (args.ranks > 1), *["server", "driver and server"] * (server is not None)]
+    victims = [kinds[number % len(kinds)] for number in range(args.kills)]
+    generator.shuffle(victims)
+    with (args.out / "killed.log").open("wb") as log:
+        run = subprocess.Popen([*train, f"out={out}", "--restarts", str(args.kills + 5)], stdout=log, stderr=log)
+        try:
+            for number, whom in enumerate(victims):
+                due = round(args.steps * (number + generator.random()) / args.kills)
+                while run.poll() is None and last_step(out) < due:
+                    time.sleep(0.05)
+                time.sleep(generator.uniform(0, 1.5))
+                step = kill(run, whom, server, out)
+                lost = 0 if whom == "server" else step - newest_checkpoint(out)
+                struck = time.monotonic()
+                while run.poll() is None and last_step(out) <= step:
+                    time.sleep(0.02)
+                seconds = time.monotonic() - struck if last_step(out) > step else None
+                strikes.append({"whom": whom, "step": step, "lost": lost, "seconds": seconds})
+            assert run.wait() == 0, f"the run ended with {run.returncode}; see {log.name}"
+        finally:
+            stop(run)
     return strikes
 
 
+def kill(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> int:
+    """The last step before it."""
+    while (pid := victim(run.pid, whom)) is None and run.poll() is None:
+        time.sleep(0.02)  # between two lives
+    assert pid is not None, f"the run ended with {run.returncode} before its last kill"
+    step = last_step(out)
+    if server and "server" in whom:
+        server.kill()
+    if whom != "server":
+        os.kill(pid, signal.SIGKILL)
+    return step
+
+
 def victim(supervisor: int, whom: str) -> int | None:
+    """The driver's or, for `rank`, one of its ranks'."""
     for driver in children_of(supervisor):
-        ranks = children_of(driver)
-        return driver if whom == "driver" else next(iter(ranks), None)
+        return driver if whom != "rank" else next(iter(children_of(driver)), None)
     return None
 
 
@@ -104,60 +157,11 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def lines(path: Path) -> list[dict]:
-    """Complete lines of a file that is being written."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
-
-
-def last_step(out: Path) -> int:
-    """Of the last complete line."""
-    path = out / "metrics.jsonl"
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        complete = file.read().split(b"\n")[:-1]
-    return json.loads(complete[-1])["step"] if complete else 0
-
-
-def newest_checkpoint(out: Path) -> int:
-    return max((int(path.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*")), default=0)
-
-
-def compare(whole: Path, killed: Path, steps: int) -> dict:
-    import torch
-    from safetensors.torch import load_file
-
-    first, second = (lines(run / "metrics.jsonl") for run in (whole, killed))
-    timeless = [
-        [{k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k} for row in rows]
-        for rows in (first, second)
-    ]
-    folders = [run / "checkpoints" / f"step_{steps:05d}" for run in (whole, killed)]
-    tensors = [{path.name: load_file(path) for path in sorted(f.rglob("*.safetensors"))} for f in folders]
-    equal = tensors[0].keys() == tensors[1].keys() and all(
-        torch.equal(tensors[0][file][name], tensors[1][file][name]) for file in tensors[0] for name in tensors[0][file]
-    )
-    rewards = [row["train/reward"] for row in second]
-    tenth = max(1, steps // 10)
-    before, after = statistics.mean(rewards[:tenth]), statistics.mean(rewards[-tenth:])
-    return {
-        "every_step_once": [row["step"] for row in second] == list(range(1, steps + 1)),
-        "bit_equal": equal and timeless[0] == timeless[1],
-        "samples_equal": (whole / "samples.jsonl").read_bytes() == (killed / "samples.jsonl").read_bytes(),
-        "reward_rose": after > before,
-        "reward_first_tenth": before,
-        "reward_last_tenth": after,
-    }
-
-
-def recovery(strikes: list[dict]) -> dict:
-    found = {"kills": len(strikes), "kills_of_ranks": sum(each["whom"] == "rank" for each in strikes)}
-    if strikes:
-        seconds = [each["seconds"] for each in strikes]
-        found |= {"steps_recomputed": sum(each["lost"] for each in strikes)}
-        found |= {"seconds_to_a_new_step": {"median": statistics.median(seconds), "largest": max(seconds)}}
-    return found
+def stop(run: subprocess.Popen) -> None:
+    """What is still there of a soak that failed: the supervisor passes SIGTERM on."""
+    if run.poll() is None:
+        run.terminate()
+        run.wait()
 
 
 if __name__ == "__main__":
