@@ -73,7 +73,8 @@ test: $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types,
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	$(BIN)/pytest -m "slow and not vllm and not sglang and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
-	$(BIN)/pytest -m "slow and vllm" --timeout 7200
+	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
+	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "sglang and not gpu" --timeout 900
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
