@@ -6,11 +6,13 @@ import json
 import pytest
 import torch
 from conftest import rows, timeless
+from rich.console import Console
 from safetensors.torch import load_file
 from test_resume import assert_same_run, finish, next_command, run_and_kill
 
 from onepolicy.cli import main
 from onepolicy.loop import run as loop
+from onepolicy.report.terminal import summary_table
 
 OWN = ("staleness/", "mismatch/k3_staleness")
 
@@ -72,7 +74,10 @@ def test_summary_and_report_say_what_overlapped(overlapping):
     assert 0 < summary["learner_busy"] <= 1
     page = (overlapping / "report.html").read_text()
     assert 'id="fig-staleness"' in page
-    assert "updates old" in page
+    assert "which is part of it: k3 by age is below" in page
+    console = Console(width=200, record=True)
+    console.print(summary_table(json.loads((overlapping / "summary.json").read_text())))
+    assert "sampled while learning" in console.export_text()
 
 
 def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(recipe, train, tmp_path, monkeypatch):

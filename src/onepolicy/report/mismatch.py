@@ -67,6 +67,8 @@ def k3(run: Run) -> Figure | Absent:
     else:
         title = "k3 should stay low and flat"
         note += counterfactual_missing(run)
+    if oldest := max(run.points("staleness/max")[1], default=0):
+        note += f" Tokens are up to {oldest:.0f} updates old, which is part of it: k3 by age is below."
     layout = {"xaxis": step_axis(), "yaxis": scale.axis("k3 (nats per token, log)")}
     return Figure("k3", title, note, data, layout, width="wide")
 

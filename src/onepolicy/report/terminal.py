@@ -7,7 +7,17 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.report.words import ARROW, Compared, Tree, compared, cut_range, factor, number, time_shares
+from onepolicy.report.words import (
+    ARROW,
+    Compared,
+    Tree,
+    compared,
+    cut_range,
+    factor,
+    number,
+    overlap_words,
+    time_shares,
+)
 
 
 def summary_table(summary: Tree) -> Table:
@@ -42,6 +52,8 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
     if spread := cut_range(summary):
         rows.append(("k3 cut by, per probe", spread))
+    if (overlap := summary.get("asynchronous")) is not None:
+        rows.append(("sampled while learning", overlap_words(overlap)))
     if split := time_shares(summary):
         rows.append(("time per step", split))
     if saved := summary.get("time", {}).get("score_saved"):

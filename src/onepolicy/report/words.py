@@ -84,18 +84,19 @@ def verdict(summary: Tree) -> list[str]:
         out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
         out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
     if (overlap := summary.get("asynchronous")) is not None:
-        out.append(_overlap_sentence(overlap))
+        out.append(f"Sampled while learning: {overlap_words(overlap)}.")
     return [*out, _replay_sentence(summary)]
 
 
-def _overlap_sentence(overlap: Tree) -> str:
+def overlap_words(overlap: Tree) -> str:
+    """Of summary["asynchronous"]."""
     mean, oldest = number(overlap.get("staleness_mean")), number(overlap.get("staleness_max"))
     spanning, learner, sampler = (
         number(overlap.get(key), share=True) for key in ("spanning", "learner_busy", "sampler_busy")
     )
     return (
-        f"Sampled while learning: tokens were {mean} updates old on average, the oldest {oldest}; {spanning} of the "
-        f"samples span an update; the learner was busy {learner} of the time, the sampler {sampler}."
+        f"tokens were {mean} updates old on average, the oldest {oldest}; {spanning} of the samples span an update; "
+        f"the learner was busy {learner} of the time, the sampler {sampler}"
     )
 
 
