@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -41,7 +41,7 @@ def node(rank, port, recipe, out, log):
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy.cli"]
-    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.rank_timeout=40"]
+    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.ranks=2", "train.rank_timeout=40"]
     own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         return subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True)
@@ -66,7 +66,8 @@ def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whol
         fault.ended(240)
     finally:
         for each in nodes:  # torchrun's agents wait for each other
-            os.killpg(each.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
             each.wait(LONG)
         ip("link", "set", LINK, "up", check=False)
     errors = logs[0].read_text()

@@ -213,6 +213,7 @@ def test_torchrun_says_how_many_ranks(monkeypatch):
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert effective(plain).train.ranks == 0
     assert effective(set_to_three, 1, resuming=True).train.ranks == 1
+    assert effective(resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"]), 0, resuming=True).train.ranks == 0
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert effective(plain).train.ranks == 2

@@ -66,7 +66,10 @@ class TrainConfig(Frozen):
         if not self.ranks:
             for name in ("compute", "rank_timeout"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                    raise ValueError(f"train.{name}: {value} has no effect without train.ranks; set that as well")
+                    raise ValueError(
+                        f"train.{name}: {value} has no effect without train.ranks; set that as well, under torchrun to "
+                        "the number of its processes"
+                    )
         if self.compute == "bfloat16" and self.autocast == "bfloat16":
             raise ValueError("train.autocast: has no effect with train.compute = bfloat16; choose one")
         if self.ranks > 1 and ":" in self.device:

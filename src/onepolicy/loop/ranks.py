@@ -102,6 +102,8 @@ def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = F
         return config
     tree = config.model_dump()
     tree["train"]["ranks"] = stated
+    if not stated:
+        del tree["train"]["rank_timeout"]  # nobody is left to wait for
     return resolve(tree)
 
 
