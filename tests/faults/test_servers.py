@@ -75,13 +75,14 @@ def server(network, policy, tmp_path_factory):
 
 @pytest.fixture
 def begin(server, recipe, tmp_path):
-    """begin(url, "a.b=c", ...) -> a run on the server there that has taken two steps, and its folder."""
+    """begin(url, "a=b", ..., more=["a.b=c", ...]) -> a run on the server there that has taken two steps, and its folder;
+    a is a setting of the engine."""
 
-    def run(url, *overrides):
+    def run(url, *overrides, more=()):
         out = tmp_path / "run"
         engine = ["kind=vllm-server", f"url={url}", f"token_env={TOKEN}", "dtype=float32", "slots=8"]
         engine += ["timeout_s=4", "retries=1", *overrides]
-        process = start(recipe, f"out={out}", "steps=12", *(f"rollout.engine.{setting}" for setting in engine))
+        process = start(recipe, f"out={out}", "steps=12", *more, *(f"rollout.engine.{setting}" for setting in engine))
         wait_for(lambda: len(steps_of(out)) >= 2, process)
         return process, out
 
@@ -163,6 +164,20 @@ def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
     print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
     fault.survived(run)
     assert_right(out)
+
+
+def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
+    """Those of every step in play are lost with it and played again; nobody else asks it before it has its weights."""
+    run, out = begin(server.url, f"patience_s={LONG}", more=["rollout.max_staleness=2"])
+    server.send(signal.SIGKILL)
+    fault = Fault(out)
+    server.start()
+    print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
+    fault.survived(run)
+    assert_complete(out, 12)
+    assert all(row["staleness/max"] <= 2 for row in rows(out))
+    assert all(row.get("mismatch/k3_staleness@0", 0) < 1e-6 for row in rows(out))
+    assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
 
 
 def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):

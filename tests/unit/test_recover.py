@@ -9,9 +9,11 @@ import torch
 from fake_vllm import GENERATE, VOCAB, connected, embedding
 from http_support import Reply, Server
 
-from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.loop import folder, recover, run, setup
+from onepolicy.config import TrainingError, resolve
+from onepolicy.loop import asynchronous, folder, recover, run, setup
+from onepolicy.loop.asynchronous import Ahead
 from onepolicy.loop.recover import outlive, wait_for_server
+from onepolicy.loop.step import Rollouts
 from onepolicy.rollout.collect import together
 from onepolicy.rollout.http import EngineLost
 from onepolicy.sync.check import adopt
@@ -97,6 +99,43 @@ def test_a_server_restarted_while_the_learner_worked_gets_the_new_weights(parts,
     asyncio.run(outlive(parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)))
     assert fake.weights.endswith("-4")
     assert parts.engine.version == 4
+
+
+def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
+    """Lost while two steps are in play: no request of either goes on; both count once, of the right weights."""
+    began, ended = [], []
+
+    async def play(parts, step, advance):
+        began.append(step)
+        try:
+            return Rollouts(await batch(parts.engine), {})
+        finally:
+            ended.append(step)
+
+    monkeypatch.setattr(asynchronous, "sample", play)
+    monkeypatch.setattr(asynchronous, "versions", lambda done: torch.cat([each.version for each in done]))
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
+    )
+
+    async def main():
+        expected = await batch(parts.engine)
+        fake.spoil[GENERATE] = lambda reply, number: down(fake, 0.3) or Reply(hang_up=True)
+        async with Ahead(parts, 3) as ahead:
+
+            async def episodes():
+                ahead.begin(3)
+                return await ahead.take(3)
+
+            async def forget():
+                await ahead.forget(3)
+                assert (began, sorted(ended), ahead.resting) == ([3, 4], [3, 4], True)
+
+            same((await outlive(parts, episodes, forget)).groups, expected)
+            assert began == [3, 4, 3, 4]
+            same((await ahead.take(4)).groups, expected)
+
+    asyncio.run(main())
 
 
 def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake):
@@ -187,11 +226,3 @@ def test_a_server_that_refuses_the_question_is_there():
     with Server({}) as server:  # 404
         asyncio.run(wait_for_server(run_of(server.url), pytest.fail))
         assert len(server.asked) == 1
-
-
-def test_patience_that_cannot_take_effect_is_refused():
-    engine = {"kind": "vllm-server", "patience_s": 9.0}
-    tree = {"out": "x", "steps": 9, "model": {"path": "m"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
-    with pytest.raises(UsageError, match=r"rollout.engine.patience_s: has no effect with rollout.max_staleness"):
-        resolve(tree | {"rollout": {"engine": engine, "max_staleness": 1}})
-    assert resolve(tree | {"rollout": {"engine": engine}}).rollout.engine.patience_s == 9.0

@@ -92,8 +92,8 @@ class VLLMServerConfig(Frozen):
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
     patience_s: float | None = Field(None, ge=0)
     """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
-    again and the rollouts of the step are repeated. 0: the run ends. Unset: 300, or 0 with rollout.max_staleness. A
-    resumed run waits as long for its server before it starts; unset: 300."""
+    again and the rollouts of the step are repeated (with rollout.max_staleness those of every step in play). 0: the
+    run ends. Unset: 300. A resumed run waits as long for its server before it starts."""
     sync: Literal["gloo", "nccl", "disk"] = "gloo"
     """How weights reach the server: broadcast through the host's memory, broadcast from the trainer's GPU to others, or
     files in sync_dir."""
@@ -137,8 +137,8 @@ class SGLangConfig(Frozen):
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
     patience_s: float | None = Field(None, ge=0)
     """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
-    again and the rollouts of the step are repeated. 0: the run ends. Unset: 300, or 0 with rollout.max_staleness. A
-    resumed run waits as long for its server before it starts; unset: 300."""
+    again and the rollouts of the step are repeated (with rollout.max_staleness those of every step in play). 0: the
+    run ends. Unset: 300. A resumed run waits as long for its server before it starts."""
 
     reserved: ClassVar[int] = 6
     """Tokens of its context length that the server does not give to a request."""

@@ -67,15 +67,6 @@ class RolloutConfig(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _patience_takes_effect(self) -> Self:
-        if self.max_staleness is not None and getattr(self.engine, "patience_s", None):
-            raise ValueError(
-                "rollout.engine.patience_s: has no effect with rollout.max_staleness: there a lost server ends the "
-                "run; leave it out (`onepolicy train --restarts N` resumes the run)"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _survivors_exist(self) -> Self:
         if self.min_survivors is not None and self.min_survivors > self.group_size:
             raise ValueError(

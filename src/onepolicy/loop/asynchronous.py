@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.loop.probe import per_staleness
+from onepolicy.loop.recover import outlive
 from onepolicy.loop.step import Clock, Parts, Rollouts, StepResult, learn, sample, timed
 from onepolicy.sync.local import push_weights
 from onepolicy.types import Group
@@ -43,9 +45,17 @@ class Ahead:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._playing.values():
+        await self.forget(self._next)
+
+    async def forget(self, step: int) -> None:
+        """End what is in play; `step` and what follows it is to be played again from its beginning, by `begin`."""
+        tasks = list(self._playing.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._playing.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for of_step in (self._playing, self._ended, self._show):
+            of_step.clear()
+        self._next = step
 
     def begin(self, step: int) -> None:
         """`step` begins: with it and what follows it, as far as tokens of today's weights may be trained on there."""
@@ -102,13 +112,18 @@ async def asynchronous_step(
 ) -> StepResult:
     """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
     clock, busy = Clock(), ahead.busy
-    ahead.begin(step)
+
+    async def episodes() -> Rollouts:
+        ahead.begin(step)
+        return await ahead.take(step, advance)
+
     with clock("wait"):
-        rollouts = await ahead.take(step, advance)
+        rollouts = await outlive(parts, episodes, partial(ahead.forget, step))
     with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
         result = await asyncio.to_thread(learn, parts, step, rollouts, clock, probe=probe)
     with clock("sync"):
-        await push_weights(parts.learner, *parts.samplers)
+        push = partial(push_weights, parts.learner, *parts.samplers)
+        await outlive(parts, push, partial(ahead.forget, step + 1))
     learning, busy = clock.seconds.pop("learn"), ahead.busy - busy
     result = timed(parts, result, clock)
     whole = result.metrics["time/step"]

@@ -25,16 +25,20 @@ TIMES = 3  # that the same work may lose its engine
 POLL_S = 1.0
 
 
-async def outlive(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
+async def nothing() -> None: ...
+
+
+async def outlive(parts: Parts, work: Callable[[], Awaitable[T]], forget: Callable[[], Awaitable[None]] = nothing) -> T:
     """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
 
     Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
     if the engine does not come back within rollout.engine.patience_s, or is lost again and again.
+
+    forget: ends what else is being asked of the engine, before it is given the weights again.
     """
     engine, config = parts.engine, parts.config.rollout.engine
     patience = config.patience_s if isinstance(config, VLLMServerConfig | SGLangConfig) else 0
-    if patience is None:
-        patience = PATIENCE_S if parts.config.rollout.max_staleness is None else 0
+    patience = PATIENCE_S if patience is None else patience
     if not patience or not isinstance(engine, LastingEngine):  # several engines as one look after themselves
         return await work()
     lost = 0
@@ -49,6 +53,7 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]]) -> T:
                 raise
             LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
             began = time.monotonic()
+            await forget()
             await _back(parts, engine, error, began + patience)
             LOG.warning("the engine is back after %.0f s and has the weights again", time.monotonic() - began)
 

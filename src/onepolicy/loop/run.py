@@ -27,7 +27,7 @@ from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.hosts import HERE, Hosts
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
-from onepolicy.loop.recover import outlive, wait_for_server
+from onepolicy.loop.recover import nothing, outlive, wait_for_server
 from onepolicy.loop.step import Parts, StepResult, rl_step
 from onepolicy.loop.summary import summarise
 from onepolicy.sync.check import checked_push
@@ -156,7 +156,7 @@ async def _repeat(
             if step == origin.step and (found := preflight(result.batch)).bug:
                 progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
             if _due(done, config.eval.every, config.steps):
-                result.metrics |= await _evaluate(parts, progress, forget=ahead is None or ahead.resting)
+                result.metrics |= await _evaluate(parts, progress, ahead, done)
             with folder.writing(out):
                 log.write(done, result.metrics)
                 _write_samples(log, parts, result, tokenizer, done)
@@ -181,8 +181,8 @@ async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress
     return await asynchronous_step(parts, ahead, step, probe=probe, advance=advance)
 
 
-async def _evaluate(parts: Parts, progress: Progress, *, forget: bool = True) -> dict[str, float]:
-    """forget: no episode of training is in play."""
+async def _evaluate(parts: Parts, progress: Progress, ahead: Ahead | None = None, done: int = 0) -> dict[str, float]:
+    """ahead: plays the episodes of step `done` (from 0) and later ones meanwhile."""
     config, engine = parts.config, parts.engine
     if parts.evaluator is not None:
         engine = parts.evaluator
@@ -197,8 +197,8 @@ async def _evaluate(parts: Parts, progress: Progress, *, forget: bool = True) ->
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
-    metrics = await outlive(parts, evaluation)
-    if forget or parts.evaluator is not None:
+    metrics = await outlive(parts, evaluation, nothing if ahead is None else partial(ahead.forget, done))
+    if ahead is None or ahead.resting or parts.evaluator is not None:
         await outlive(parts, engine.reset_cache)  # or rollouts would reuse prefixes that a resumed run does not have
     return metrics
 
