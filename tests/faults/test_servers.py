@@ -75,8 +75,8 @@ def server(network, policy, tmp_path_factory):
 
 @pytest.fixture
 def begin(server, recipe, tmp_path):
-    """begin(url, "a=b", ..., more=["a.b=c", ...]) -> a run on the server there that has taken two steps, and its folder;
-    a is a setting of the engine."""
+    """begin(url, "a=b", ..., more=["a.b=c", ...]) -> a run on the server there that has taken two steps; its folder.
+    a: a setting of the engine."""
 
     def run(url, *overrides, more=()):
         out = tmp_path / "run"
