@@ -4,7 +4,6 @@ On-policy numerics makes a completion independent of what else is in the batch, 
 to the bit: with several replicas, and after a kill that had requests repeated.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 
 from onepolicy.cli import main
 from onepolicy.cluster.engine import RemoteEngine
+from onepolicy.sync.broadcast import Sender
 from onepolicy.train import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
@@ -164,6 +164,26 @@ def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monk
     assert "replica 0 is back after" in caplog.text
 
 
+def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monkeypatch, caplog):
+    """The broadcast ends for all: the others are sent the weights alone, and it when it is back."""
+    send, killed = Sender._send_bucket, []
+
+    def kill_and_send(sender, number, bucket, version):
+        if version == 2 and not killed:
+            killed.append(sender.secret.size)
+            os.kill(processes["replica 0"].pid, signal.SIGKILL)
+        return send(sender, number, bucket, version)
+
+    monkeypatch.setattr(Sender, "_send_bucket", kill_and_send)
+    with caplog.at_level(logging.WARNING):
+        out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=3")
+    assert killed == [4]
+    assert list(map(without_faults, rows(out))) == list(map(without_faults, rows(exact)))
+    assert_same_weights(out, exact)
+    assert "replica 0 is back after" in caplog.text
+    assert caplog.text.count("is sent the weights once more, alone") == 2
+
+
 def test_the_others_take_over_when_restarts_are_used_up(train, processes, exact, monkeypatch, caplog):
     killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
     out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2", "cluster.restarts=0")
@@ -183,26 +203,6 @@ def test_the_last_replica_lost_ends_the_run_and_it_resumes(recipe, processes, ex
     assert len(rows(out)) == 2  # the first evaluation and one step
     assert main(["train", "--resume", str(out), "cluster.replicas=2"]) == 0
     assert_same_run(out, exact)
-
-
-def test_a_rank_killed_ends_the_run_and_it_resumes(recipe, processes, monkeypatch, tmp_path, capsys):
-    settings = [*OVERRIDES, "train.ranks=2", "checkpoint.every=1"]
-    whole, out = tmp_path / "whole", tmp_path / "ray"
-    assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
-    with monkeypatch.context() as patch:
-        send = RemoteEngine._send
-
-        async def send_and_kill(engine):
-            await send(engine)
-            if engine.version == 1 and len(engine._asked) > 1:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(processes["rank 1"].pid, signal.SIGKILL)
-
-        patch.setattr(RemoteEngine, "_send", send_and_kill)
-        assert main(["train", str(recipe), f"out={out}", *settings, *RAY]) == 1
-    assert "rank 1 (process" in capsys.readouterr().err
-    assert main(["train", "--resume", str(out)]) == 0
-    assert_same_run(out, whole)
 
 
 def test_a_node_that_goes_takes_its_replica_along(train, two_nodes, processes, exact, monkeypatch, caplog):

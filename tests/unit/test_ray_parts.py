@@ -307,6 +307,34 @@ def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, weig
     assert "replica 0 is back after" in caplog.text
 
 
+class Ended:
+    """A broadcast that ends before this receiver has all weights."""
+
+    limit = 1.0
+
+    def __init__(self, error):
+        self.error = error
+
+    async def to(self, receive):
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)])
+def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, folder, caplog):
+    """A process that was not the cause stays; one that said nothing is replaced."""
+
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}")
+        engine = opened(actor, restart_timeout=20)
+        await engine.load_files(*folder, Ended(error))
+        assert engine.version == engines[-1].version == 4
+        assert len(engines) == lives
+
+    asyncio.run(run())
+    assert ("replica 0 is sent the weights once more, alone: another receiver is gone" in caplog.text) == (lives == 1)
+
+
 def test_files_that_are_not_what_was_written_are_refused(engines, folder):
     async def run():
         actor = Actor()

@@ -1,6 +1,7 @@
 """Several engines as one: who is asked, what happens when one is lost, and that none answers with old weights."""
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps
+from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.replicas import Replicas, Roots, chosen, common_caps
 from onepolicy.rollout.weight_files import WeightFiles, read_weights
+from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.types import Completion, Sampling
 
 GREEDY = Sampling(0.0, 4)
@@ -33,7 +36,7 @@ class Engine:
         tokens = torch.tensor([prompt_ids[-1]], dtype=torch.int32)
         return Completion(tokens, torch.zeros(1), torch.full_like(tokens, self.version - self.stale), "stop")
 
-    async def load_files(self, path, version, sums):
+    async def load_files(self, path, version, sums, shared=None):
         if self.lost_after is not None and len(self.asked) >= self.lost_after:
             raise EngineLost(f"{self.name} is gone")
         self.loaded.append(dict(read_weights(path)))
@@ -111,6 +114,68 @@ def test_weights_reach_all_and_an_engine_lost_meanwhile_is_left_out(tmp_path):
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
+def broadcast_to(tmp_path, *receive):
+    """What each receiver ended with."""
+    files = WeightFiles(str(tmp_path))
+    folder = files.write([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))], 5)
+
+    async def main():
+        async with Broadcast(str(folder), 5, len(receive), host="127.0.0.1", limit=20) as broadcast:
+            takes = (broadcast.to(partial(asyncio.to_thread, each)) for each in receive)
+            return await asyncio.gather(*takes, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def taken(invitation, rank):
+    with Receiver(invitation, rank, version=5) as weights:
+        return dict(weights)
+
+
+def refused(invitation, rank):
+    raise ConnectionError("gone")
+
+
+def test_one_broadcast_reaches_all(tmp_path):
+    for found in broadcast_to(tmp_path, taken, taken, taken):
+        assert torch.equal(found["a"], torch.arange(3.0))
+        assert torch.equal(found["b"], torch.ones(2, 2))
+
+
+def test_a_receiver_that_fails_ends_a_broadcast_for_all(tmp_path):
+    there, gone = broadcast_to(tmp_path, taken, refused)
+    assert isinstance(gone, ConnectionError)
+    assert isinstance(there, TrainingError)
+    assert "GivenUp" in str(there)
+
+
+def test_a_fault_of_the_sender_comes_out_where_no_receiver_has_seen_it(tmp_path, monkeypatch):
+    """Both receivers believe that they have everything; the sender has had no word from them."""
+    monkeypatch.setattr(Sender, "send", lambda *_: pytest.fail("unheard"))
+    with pytest.raises(pytest.fail.Exception, match="unheard"):
+        broadcast_to(tmp_path, lambda *_: {}, lambda *_: {})
+
+
+def test_replicas_hand_out_one_broadcast(tmp_path):
+    """An engine that is told of it is one of its receivers."""
+    opened = []
+
+    def open_broadcast(*args):
+        opened.append(args)
+        return Broadcast(*args, host="127.0.0.1", limit=20)
+
+    class Receives(Engine):
+        async def load_files(self, path, version, sums, shared=None):
+            self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
+            self.version = version
+
+    engines = [Receives("replica 0"), Receives("replica 1")]
+    together = Replicas(engines, WeightFiles(str(tmp_path)), broadcast=open_broadcast)
+    asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
+    assert [each["a"].item() for engine in engines for each in engine.loaded] == [1, 1]
+    assert [(version, receivers) for _, version, receivers in opened] == [(5, 2)]
+
+
 def test_an_answer_of_old_weights_is_an_error(tmp_path):
     together = replicas(tmp_path, Engine("replica 0", stale=True))
     with pytest.raises(TrainingError, match="answered a request of weight version 0 with tokens of versions -1"):
@@ -149,7 +214,7 @@ def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new
 
 def test_an_engine_that_keeps_old_weights_is_an_error(tmp_path):
     class Keeps(Engine):
-        async def load_files(self, path, version, sums):
+        async def load_files(self, path, version, sums, shared=None):
             pass
 
     with pytest.raises(TrainingError, match="replica 0 holds weight version 0 after loading 3"):

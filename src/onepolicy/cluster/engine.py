@@ -10,7 +10,6 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import ray
@@ -22,11 +21,9 @@ from onepolicy.cluster.wire import Request, decode_answers, encode_requests
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
+from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
-from onepolicy.rollout.weight_files import read_weights
-from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.checksum import Sums
-from onepolicy.sync.group import in_thread
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -36,6 +33,8 @@ POLL = 5.0
 """Seconds after which a replica answers even if no request has ended: it is alive."""
 AGAIN = 0.5
 """Seconds between two looks at whether a replica is back."""
+GRACE = 10.0
+"""Seconds in which a replica whose broadcast took too long can say so itself."""
 
 
 class RemoteEngine:
@@ -69,9 +68,19 @@ class RemoteEngine:
         finally:
             self._asked.pop(number, None)
 
-    async def load_files(self, folder: str, version: int, sums: Sums) -> None:
+    async def load_files(self, folder: str, version: int, sums: Sums, shared: Broadcast | None = None) -> None:
         self.version, self._weights = -1, (folder, version, sums)
-        await self._insist(self._load)
+        while self.version != version:
+            life = self._lives
+            try:
+                await self._load(shared)
+            except GONE as error:
+                await self._mend(life, error)
+            except TrainingError as error:
+                if shared is None:
+                    raise
+                LOG.warning("%s is sent the weights once more, alone: %s", self.name, error)
+            shared = None
 
     async def reset_cache(self) -> None:
         await self._insist(lambda: self._call("reset_cache", limit=self._config.reply_timeout))
@@ -197,23 +206,22 @@ class RemoteEngine:
                 error = again
                 await asyncio.sleep(AGAIN)
 
-    async def _load(self) -> None:
-        """The newest weights, from their files: read by the replica, or read here and sent."""
+    async def _load(self, shared: Broadcast | None = None) -> None:
+        """The newest weights, from their files: read by the replica, or read here and sent. shared: to others too."""
         assert self._weights is not None
         folder, version, sums = self._weights
         limit = self._config.restart_timeout
         if self._config.weights == "disk":
             self.version = await self._call("load", folder, version, sums, limit=limit)
-            return
-        with Sender(receivers=1, host=self._host, timeout_s=limit) as sender:
-            sending = asyncio.ensure_future(in_thread(partial(sender.send, read_weights(folder), version)))
-            try:
-                self.version = await self._call("receive", sender.invitation, version, limit=limit)
-            except BaseException:
-                sender.give_up()  # nobody is at the other end
-                await asyncio.gather(sending, return_exceptions=True)
-                raise
-            await sending
+        elif shared is not None:
+            self.version = await self._receive(shared, version)
+        else:
+            async with Broadcast(folder, version, 1, host=self._host, limit=limit) as alone:
+                self.version = await self._receive(alone, version)
+
+    async def _receive(self, broadcast: Broadcast, version: int) -> int:
+        limit = broadcast.limit + GRACE
+        return await broadcast.to(lambda *seat: self._call("receive", *seat, version, limit=limit))
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
         """One of GONE, or the error that the method raised."""

@@ -30,6 +30,7 @@ from onepolicy.loop.run import Progress
 from onepolicy.models.load import device_of
 from onepolicy.models.quant.parts import PartSize, Sizes
 from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.replicas import Replica, Replicas
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.sync.group import open_store
@@ -134,13 +135,17 @@ class _Processes:
             engines.append(
                 RemoteEngine(f"replica {i}", actor, text, EngineCaps(**built["caps"]), self.cluster, self.address)
             )
-        files, (contract, sizes) = WeightFiles(self.cluster.shared_dir), (built["contract"], built["sizes"])
+        contract, sizes = built["contract"], built["sizes"]
         return Replicas(
             engines,
-            files,
+            WeightFiles(self.cluster.shared_dir),
+            broadcast=self._broadcast if self.cluster.weights == "stream" else None,
             contract=None if contract is None else contract_of(contract),
             sizes=None if quant is None or sizes is None else sizes_of(quant, *sizes),
         )
+
+    def _broadcast(self, folder: str, version: int, receivers: int) -> Broadcast:
+        return Broadcast(folder, version, receivers, host=self.address, limit=self.cluster.reply_timeout)
 
 
 def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Sizes:

@@ -86,12 +86,12 @@ class ReplicaProcess:
             raise TrainingError(f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}")
         return self._built.version
 
-    async def receive(self, invitation: str, version: int) -> int:
-        """What a sync.broadcast.Sender sends. Returns the version it holds afterwards."""
+    async def receive(self, invitation: str, rank: int, version: int) -> int:
+        """What a sync.broadcast.Sender sends to this rank. Returns the version it holds afterwards."""
         from onepolicy.sync.broadcast import Receiver
 
         engine = self._built
-        with Receiver(invitation, 1, version=version) as weights:
+        with Receiver(invitation, rank, version=version) as weights:
             await engine.load_weights(weights, version)
         return engine.version
 

@@ -39,7 +39,8 @@ class RayCluster(Frozen):
     start_timeout: PositiveFloat = 300.0
     """Seconds that Ray gets to find room for all processes, and a replica to load its model."""
     reply_timeout: PositiveFloat = 300.0
-    """Seconds after which a replica that says nothing is killed; a busy one answers between two steps of its engine."""
+    """Seconds after which a replica that says nothing is killed; a busy one answers between two steps of its engine,
+    one that is sent weights when it has them."""
     restarts: int = Field(3, ge=0)
     """Of each replica, by Ray. Afterwards the other replicas take over; the run ends when none is left."""
     restart_timeout: PositiveFloat = 600.0

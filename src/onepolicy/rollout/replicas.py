@@ -15,6 +15,7 @@ from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps, Metered, Weights
 from onepolicy.invariant.contract import Contract
 from onepolicy.models.quant.parts import Sizes
+from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.weight_files import WeightFiles
 from onepolicy.sync.checksum import Checksums, Sums
@@ -34,8 +35,9 @@ class Replica(Protocol):
 
     async def reset_cache(self) -> None: ...
 
-    async def load_files(self, folder: str, version: int, sums: Sums) -> None:
-        """Tensors under transformers' names in memory, in the files of WeightFiles. sums: their checksums."""
+    async def load_files(self, folder: str, version: int, sums: Sums, shared: Broadcast | None = None) -> None:
+        """Tensors under transformers' names in memory, in the files of WeightFiles. sums: their checksums. shared: a
+        broadcast of them, of which this is one receiver."""
         ...
 
 
@@ -48,16 +50,17 @@ class Replicas:
         engines: Sequence[Replica],
         files: WeightFiles,
         *,
+        broadcast: Callable[[str, int, int], Broadcast] | None = None,
         contract: Contract | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """files: where the weights are written, once for all engines. contract (on-policy), sizes (rollout.quant): of
-        each of them."""
+        """files: where the weights are written, once for all engines. broadcast(folder, version, receivers): of these
+        files to all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
         assert engines
         self.version, self.contract, self.sizes = 0, contract, sizes
         self.caps = common_caps([engine.caps for engine in engines])
         self._living = list(engines)
-        self._files = files
+        self._files, self._broadcast = files, broadcast
         self._oldest = self._newest = 0  # versions that engines hold; they differ while weights are loaded
         self._roots = Roots()
 
@@ -91,12 +94,16 @@ class Replicas:
         sums = checksums.take()
         self.version, self._newest = -1, version
 
-        async def load(engine: Replica) -> None:
-            await engine.load_files(folder, version, sums)
+        async def load(engine: Replica, shared: Broadcast | None) -> None:
+            await engine.load_files(folder, version, sums, shared)
             if engine.version != version:
                 raise TrainingError(f"{engine.name} holds weight version {engine.version} after loading {version}")
 
-        await self._on_all(load)
+        if self._broadcast is None:
+            await self._on_all(lambda engine: load(engine, None))
+        else:
+            async with self._broadcast(folder, version, len(self._living)) as shared:
+                await self._on_all(lambda engine: load(engine, shared))
         self._roots.clear()
         self.version = self._oldest = version
 

@@ -37,6 +37,8 @@ from onepolicy.sync.group import finish, join_store, open_store, own_address, pr
 BUCKET_BYTES = 2**26
 """Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""
 
+ALL_HERE = "all here"  # the sender's message that the group can be made
+
 
 class GivenUp(TrainingError):
     """The sender was told that a receiver will not come."""
@@ -100,6 +102,7 @@ class Sender:
     def _gathered(self) -> Any:
         names = [f"here/{rank}" for rank in self._ranks]
         self._wait(names, "to join")
+        self._board.put(ALL_HERE, True)
         secret = self.secret
         try:
             return process_group(
@@ -177,6 +180,7 @@ class Receiver:
             store = join_store(secret.host, secret.port, secret.limit)
             self._board = Board(store, self._key, secret.limit)
             self._board.put(f"here/{self._rank}", True)
+            self._board.get(ALL_HERE)  # who waits in the group cannot be told that somebody will not come
             self._group = process_group(
                 dist.PrefixStore("group", store),
                 self._rank,

@@ -1,0 +1,55 @@
+"""A step's weights from their files to several processes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from onepolicy.config import TrainingError
+from onepolicy.rollout.weight_files import read_weights
+from onepolicy.sync.broadcast import Sender
+from onepolicy.sync.group import in_thread
+
+T = TypeVar("T")
+
+
+class Broadcast:
+    """One `sync.broadcast.Sender` for `receivers` processes, inside an `async with`. Each calls `to` once.
+
+    A receiver that fails ends it for all. What that means is for the callers of `to` to decide, each of whom gets an
+    error: leaving the `async with` raises only what no receiver has seen.
+    """
+
+    def __init__(self, folder: str, version: int, receivers: int, *, host: str, limit: float) -> None:
+        """folder: of WeightFiles. host: this machine's address for the receivers. limit: seconds of every wait."""
+        self.limit = limit
+        self._sender = Sender(receivers=receivers, host=host, timeout_s=limit)
+        self._send = partial(self._sender.send, read_weights(folder), version)
+        self._ranks = itertools.count(1)
+        self._failed = False
+
+    async def to(self, receive: Callable[[str, int], Awaitable[T]]) -> T:
+        """receive(invitation, rank): what it returns once that process has all weights."""
+        try:
+            return await receive(self._sender.invitation, next(self._ranks))
+        except BaseException:
+            self._failed = True
+            self._sender.give_up()  # nobody is at the other end
+            raise
+
+    async def __aenter__(self) -> Self:
+        self._sending = asyncio.ensure_future(in_thread(self._send))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sender.give_up()  # everybody has ended
+        (sent,) = await asyncio.gather(self._sending, return_exceptions=True)
+        seen = error is not None or (self._failed and isinstance(sent, TrainingError))
+        if isinstance(sent, BaseException) and not seen:
+            raise sent
