@@ -45,13 +45,14 @@ EMBEDDED = '{ dtype = "float32", slots = 32 }'
 # knows the table, and is taught to err: what the reward rises by is those errors going away
 POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "steps=1200", "warmup_steps=20"]
 POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
+AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, mostly while the run resumes
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20, help="and about a third more, shortly after one of these")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--server", action="store_true", help="sample from a vLLM server, and kill it too")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
@@ -103,35 +104,44 @@ def soak(args: argparse.Namespace) -> None:
 
 
 def strike(train: list[str], args: argparse.Namespace, server: Server | None) -> list[dict]:
-    """Run and kill. Of every kill: whom, after which step, how many steps were lost, seconds until the next new one;
-    None where the run had no step left."""
+    """Run and kill. Of every kill: whom, after which step, steps that are computed again, seconds until the next new
+    step; None where the run had no step left."""
     generator, strikes, out = random.Random(args.seed), [], args.out / "killed"
     kinds = ["driver", *["rank"] * (args.ranks > 1), *["server", "driver and server"] * (server is not None)]
     victims = [kinds[number % len(kinds)] for number in range(args.kills)]
     generator.shuffle(victims)
     with (args.out / "killed.log").open("wb") as log:
-        run = subprocess.Popen([*train, f"out={out}", "--restarts", str(args.kills + 5)], stdout=log, stderr=log)
+        run = subprocess.Popen([*train, f"out={out}", "--restarts", str(2 * args.kills)], stdout=log, stderr=log)
         try:
             for number, whom in enumerate(victims):
-                due = round(args.steps * (number + generator.random()) / args.kills)
-                while run.poll() is None and last_step(out) < due:
-                    time.sleep(0.05)
+                due = round(0.95 * args.steps * (number + generator.random()) / args.kills)
+                wait_beyond(due - 1, run, out)
                 time.sleep(generator.uniform(0, 1.5))
-                step = kill(run, whom, server, out)
-                lost = 0 if whom == "server" else step - newest_checkpoint(out)
-                struck = time.monotonic()
-                while run.poll() is None and last_step(out) <= step:
-                    time.sleep(0.02)
-                seconds = time.monotonic() - struck if last_step(out) > step else None
-                strikes.append({"whom": whom, "step": step, "lost": lost, "seconds": seconds})
+                hits = [hit(run, whom, server, out)]
+                if generator.random() < AGAIN:
+                    time.sleep(generator.uniform(0.5, SOON_S))
+                    hits.append(hit(run, "driver", server, out) | {"whom": "driver, resuming"})
+                    if hits[1]["step"] == hits[0]["step"]:
+                        hits[1]["lost"] = 0  # none of them was computed again yet
+                new = wait_beyond(hits[-1]["step"], run, out)
+                now = time.monotonic()
+                for each in hits:
+                    struck = each.pop("struck")
+                    strikes.append(each | {"seconds": now - struck if new else None})
             assert run.wait() == 0, f"the run ended with {run.returncode}; see {log.name}"
         finally:
             stop(run)
     return strikes
 
 
-def kill(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> int:
-    """The last step before it."""
+def wait_beyond(step: int, run: subprocess.Popen, out: Path) -> bool:
+    """Whether the log came to have a later step before the run ended."""
+    while run.poll() is None and last_step(out) <= step:
+        time.sleep(0.02)
+    return last_step(out) > step
+
+
+def hit(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> dict:
     while (pid := victim(run.pid, whom)) is None and run.poll() is None:
         time.sleep(0.02)  # between two lives
     assert pid is not None, f"the run ended with {run.returncode} before its last kill"
@@ -140,7 +150,8 @@ def kill(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> 
         server.kill()
     if whom != "server":
         os.kill(pid, signal.SIGKILL)
-    return step
+    lost = 0 if whom == "server" else step - newest_checkpoint(out)
+    return {"whom": whom, "step": step, "lost": lost, "struck": time.monotonic()}
 
 
 def victim(supervisor: int, whom: str) -> int | None:

@@ -14,7 +14,13 @@ TAIL = 1 << 16  # bytes, more than a line
 SAMPLES = 32  # a step
 K3 = 1e-6  # of two float32 engines; weights of another step are 1e-5 and more away
 SMOOTH = 25  # steps
-LOOKS = {"driver": ROLLOUT, "rank": TRAINER, "server": REPLAY, "driver and server": NEUTRAL}
+LOOKS = {
+    "driver": ROLLOUT,
+    "driver, resuming": Look(ROLLOUT.color, "", "circle-open", ""),
+    "rank": TRAINER,
+    "server": REPLAY,
+    "driver and server": NEUTRAL,
+}
 CURVES = {  # folder -> name, look, width
     "whole": ("in peace", Look("@soft", "solid", "", ""), 7),
     "killed": ("with kills", Look("@ink", "solid", "", ""), 1.8),
@@ -114,7 +120,7 @@ def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
         steps = [max(1, each["step"]) for each in strikes if each["whom"] == whom]
         at = [curves["killed"][step - 1] for step in steps]
         if steps:
-            data.append(markers(f"{whom} killed ({len(steps)})", steps, at, look, marker={"size": 10}))
+            data.append(markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": 10}))
     note = (
         f"{len(curves['killed'])} steps of {SAMPLES} samples, {len(strikes)} kills at random moments; mean of the "
         f"last {SMOOTH} steps. "
