@@ -178,6 +178,7 @@ def test_the_decoupled_objective_is_the_default_where_tokens_may_be_old(override
         (["numerics=on-policy"], "rollout.max_staleness: .* numerics to fast"),
         (["replay.source=reprefill"], "replay.source: .* set it to engine"),
         (["rollout.engine.kind=vllm"], "use rollout.engine.kind = vllm-server"),
+        (["rollout.engine.kind=vllm", "cluster.kind=ray"], "use rollout.engine.kind = hf"),
         (["rollout.max_staleness=-1"], "rollout.max_staleness"),
     ],
 )

@@ -70,12 +70,14 @@ class RemoteEngine:
 
     async def load_files(self, folder: str, version: int, sums: Sums, shared: Broadcast | None = None) -> None:
         self.version, self._weights = -1, (folder, version, sums)
-        while self.version != version:
+        while True:
             life = self._lives
             try:
-                await self._load(shared)
+                return await self._load(shared)
             except GONE as error:
                 await self._mend(life, error)
+                if self.version == version:  # a new process has been given them
+                    return
             except TrainingError as error:
                 if shared is None:
                     raise

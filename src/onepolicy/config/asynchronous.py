@@ -25,9 +25,10 @@ def check_asynchronous(config: RunConfig) -> None:
         return
     mend = "set rollout.max_staleness to 0 or off"
     if rollout.engine.kind == "vllm":
+        other = "hf" if config.cluster.kind == "ray" else "vllm-server"
         raise ValueError(
             "rollout.max_staleness: an engine of kind vllm takes weights only between requests, so that nothing could "
-            "be sampled over an update; use rollout.engine.kind = vllm-server"
+            f"be sampled over an update; use rollout.engine.kind = {other}"
         )
     if config.numerics == ON_POLICY:
         raise ValueError(
