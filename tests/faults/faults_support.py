@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from onepolicy.train import checkpoint
 
-SPACE, LINK, FAR_LINK, NEAR, FAR = "onepolicy-far", "opnear", "opfar", "10.213.7.1", "10.213.7.2"
+SPACE, LINK, FAR_LINK = (f"{name}{os.getpid()}" for name in ("onepolicy-", "opnear", "opfar"))  # of this session
+NEAR, FAR = (f"10.213.{os.getpid() % 256}.{end}" for end in (1, 2))
 LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 
 
