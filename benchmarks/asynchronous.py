@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -64,6 +65,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or a server would outlive this
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.speed:
@@ -117,7 +119,7 @@ def served(settings: Sequence[str], out: Path) -> Iterator[tuple[str, ...]]:
     command = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(port), "tiny", *settings]
     log = out / "server.log"
     with log.open("w") as file:
-        server = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        server = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         end = time.monotonic() + START_S
         while "ready after" not in log.read_text():
