@@ -15,6 +15,7 @@ OUT/soak.json holds what held, what was lost and how long it took until a new st
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -45,14 +46,14 @@ EMBEDDED = '{ dtype = "float32", slots = 32 }'
 # knows the table, and is taught to err: what the reward rises by is those errors going away
 POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "steps=1200", "warmup_steps=20"]
 POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
-AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, mostly while the run resumes
+AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, unless there is a new step before it
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=20, help="and about a third more, shortly after one of these")
+    parser.add_argument("--kills", type=int, default=20, help="and some more while it resumes from one of these")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--server", action="store_true", help="sample from a vLLM server, and kill it too")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
@@ -118,12 +119,12 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
                 wait_beyond(due - 1, run, out)
                 time.sleep(generator.uniform(0, 1.5))
                 hits = [hit(run, whom, server, out)]
-                if generator.random() < AGAIN:
-                    time.sleep(generator.uniform(0.5, SOON_S))
+                step = hits[0]["step"]
+                if generator.random() < AGAIN and not wait_beyond(step, run, out, generator.uniform(0.5, SOON_S)):
                     hits.append(hit(run, "driver", server, out) | {"whom": "driver, resuming"})
-                    if hits[1]["step"] == hits[0]["step"]:
+                    if hits[1]["step"] == step:
                         hits[1]["lost"] = 0  # none of them was computed again yet
-                new = wait_beyond(hits[-1]["step"], run, out)
+                new = wait_beyond(step, run, out)
                 now = time.monotonic()
                 for each in hits:
                     struck = each.pop("struck")
@@ -134,9 +135,10 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
     return strikes
 
 
-def wait_beyond(step: int, run: subprocess.Popen, out: Path) -> bool:
+def wait_beyond(step: int, run: subprocess.Popen, out: Path, limit_s: float = math.inf) -> bool:
     """Whether the log came to have a later step before the run ended."""
-    while run.poll() is None and last_step(out) <= step:
+    end = time.monotonic() + limit_s
+    while run.poll() is None and last_step(out) <= step and time.monotonic() < end:
         time.sleep(0.02)
     return last_step(out) > step
 

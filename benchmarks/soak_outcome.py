@@ -12,7 +12,7 @@ from onepolicy.report.figure import NEUTRAL, REPLAY, ROLLOUT, TRAINER, Figure, L
 
 TAIL = 1 << 16  # bytes, more than a line
 SAMPLES = 32  # a step
-K3 = 1e-6  # of two float32 engines; weights of another step are 1e-5 and more away
+K3 = 1e-9  # float32 on both sides: rounding leaves 2e-13, the weights of one update before 4e-7 and more
 SMOOTH = 25  # steps
 LOOKS = {
     "driver": ROLLOUT,
@@ -120,7 +120,8 @@ def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
         steps = [max(1, each["step"]) for each in strikes if each["whom"] == whom]
         at = [curves["killed"][step - 1] for step in steps]
         if steps:
-            data.append(markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": 10}))
+            size = 15 if look.symbol.endswith("-open") else 10  # a ring around the kill before it
+            data.append(markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": size}))
     note = (
         f"{len(curves['killed'])} steps of {SAMPLES} samples, {len(strikes)} kills at random moments; mean of the "
         f"last {SMOOTH} steps. "

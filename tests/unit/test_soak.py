@@ -76,7 +76,7 @@ def test_a_step_that_is_missing(judged, rows):
     ("metric", "value", "name"),
     [
         ("correction/slots", 31 * 14.5, "samples_exact"),
-        ("mismatch/k3", 1e-5, "sampled_from_the_learners_weights"),
+        ("mismatch/k3", 1e-8, "sampled_from_the_learners_weights"),
         ("mismatch/k3", float("nan"), "sampled_from_the_learners_weights"),
         ("replay/native_rows", 1.0, "sampled_from_the_learners_weights"),
         ("train/reward", 0.4001, "metrics_bit_equal"),
