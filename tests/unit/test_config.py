@@ -76,6 +76,8 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["correction.preset=off", "correction.cap=3"], ["correction.cap", "unknown setting"]),
         (["correction.preset=off", "correction.weight.high=3"], ["no effect with level = none"]),
         (["correction.preset=tsi"], ["none is called 'tsi'; there are recompute, "]),
+        (["correction.preset=[1]"], ["correction.preset: Input should be a valid string"]),
+        (["objective.preset=[1]"], ["objective.preset: Input should be a valid string"]),
         (["correction.preset=pg-tis"], ["pg-tis multiplies", "would count twice", "objective.surrogate = pg"]),
         (["correction.preset=ppo-is", "objective.preset=reinforce"], ["ppo-is makes the rollout the anchor", "pg-tis"]),
         (["correction.preset=ppo-is", "train.reuse_scoring_forward=true"], ["no scoring forward to reuse"]),

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.objective import FromRollout
 
 if TYPE_CHECKING:
     from onepolicy.config.run import RunConfig
-
-
-def overlaps(data: dict[str, Any]) -> bool:
-    """Of a tree of settings: RolloutConfig.overlaps, False where it is not valid."""
-    rollout = data.get("rollout", {})
-    staleness = rollout.get("max_staleness") if isinstance(rollout, dict) else getattr(rollout, "max_staleness", None)
-    return isinstance(staleness, int) and staleness > 0
 
 
 def check_asynchronous(config: RunConfig) -> None:

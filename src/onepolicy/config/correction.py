@@ -162,7 +162,7 @@ class CorrectionConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _start_from_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("preset") is None:
+        if not isinstance(data, dict) or not isinstance(data.get("preset"), str):
             return data
         name = ALIASES.get(data["preset"], data["preset"])
         if name not in presets():

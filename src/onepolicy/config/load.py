@@ -85,7 +85,7 @@ def parse_value(text: str) -> Any:
 def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """One line per problem: field, value, mend."""
     schema, lines = kind.model_json_schema(), []
-    problems = error.errors()
+    problems = [each for each in error.errors() if each["type"] != "default_factory_not_called"]  # follows from another
     for item in problems:
         location = item["loc"]
         inner = [other for other in problems if other["loc"][: len(location)] == location and other is not item]

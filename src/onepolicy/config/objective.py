@@ -184,7 +184,7 @@ class ObjectiveConfig(Frozen):
         if not isinstance(data, dict):
             return data
         merged = dict(data)
-        if data.get("preset") is not None:
+        if isinstance(data.get("preset"), str):
             if data["preset"] not in objective_presets():
                 known = ", ".join(objective_presets())
                 raise ValueError(f"objective.preset: none is called {data['preset']!r}; there are {known}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from onepolicy.config.base import Frozen
 from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, refuse_unlike_vllm
@@ -32,7 +32,7 @@ class RolloutConfig(Frozen):
     group_size: PositiveInt = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
-    max_staleness: Annotated[NonNegativeInt | None, BeforeValidator(_off)] = None
+    max_staleness: Annotated[Annotated[int, Field(strict=True, ge=0)] | None, BeforeValidator(_off)] = None
     """Updates that the policy may have had since any token of a step was sampled: sampling goes on while the trainer
     learns, so many steps ahead (docs/asynchronous.md). 0: it waits for the newest weights after all. Unset or off: one
     after the other."""

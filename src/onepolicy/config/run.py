@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from onepolicy.config.asynchronous import check_asynchronous, overlaps
+from onepolicy.config.asynchronous import check_asynchronous
 from onepolicy.config.base import Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster, RayCluster
 from onepolicy.config.correction import CorrectionConfig
@@ -46,6 +46,13 @@ class CheckpointConfig(Frozen):
     """Newest checkpoints to keep; 0: all."""
 
 
+def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
+    """By the settings before it, as far as they are valid."""
+    replay, rollout = checked.get("replay"), checked.get("rollout")
+    stale = isinstance(rollout, RolloutConfig) and rollout.overlaps
+    return CorrectionConfig(preset="recompute" if isinstance(replay, FromRollout) and not stale else "tis")
+
+
 class RunConfig(Frozen):
     out: str
     """Run folder; must be new or empty."""
@@ -59,7 +66,7 @@ class RunConfig(Frozen):
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = R3()
     """Without a mode: r3."""
-    correction: CorrectionConfig
+    correction: CorrectionConfig = Field(default_factory=_usual_correction)
     """Unset: recompute where the rollout's routes are replayed (R3 + TIS was worse than R3 alone, R3 paper 5.2),
     TIS with cap 2 where they are not (replay.mode = off or r2), and where tokens may be of older weights
     (rollout.max_staleness)."""
@@ -80,13 +87,8 @@ class RunConfig(Frozen):
         data = dependent_defaults(data)
         if isinstance(cluster := data.get("cluster"), dict):
             data = {**data, "cluster": {"kind": "local"} | cluster}
-        replay = data.get("replay", {})
-        if isinstance(replay, dict):
-            replay = {"mode": "r3"} | replay
-            data = {**data, "replay": replay}
-        if "correction" not in data:
-            mode = replay.get("mode") if isinstance(replay, dict) else getattr(replay, "mode", None)
-            data = {**data, "correction": {"preset": "tis" if mode in ("off", "r2") or overlaps(data) else "recompute"}}
+        if isinstance(replay := data.get("replay"), dict):
+            data = {**data, "replay": {"mode": "r3"} | replay}
         return data
 
     @model_validator(mode="after")
