@@ -7,11 +7,12 @@ import shutil
 import pytest
 import torch
 from models import make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_learner import batch_of, learner_of, one_step
 from transformers import AutoModelForCausalLM
 
-from onepolicy.config import UsageError
+from onepolicy.config import ModelConfig, UsageError
+from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train import checkpoint
@@ -99,6 +100,34 @@ def test_every_byte_of_every_file_counts(saved, tmp_path):
             checkpoint.verify(copy)
         (copy / name).write_bytes(whole)
     assert checkpoint.verify(copy)["step"] == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-00002-of-00002.safetensors", "shards/rank_7.safetensors", "pytorch_model.bin", "adapter_config.json"],
+)
+def test_no_weights_are_read_from_a_file_that_was_not_written_with_it(saved, tmp_path, name):
+    copy = shutil.copytree(saved[1], tmp_path / "step_00001")
+    (copy / "notes.txt").write_text("nobody reads this")
+    checkpoint.verify(copy)
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_bytes(b"")
+    with pytest.raises(UsageError, match=f"{name}: not written with this checkpoint.*move it out"):
+        checkpoint.verify(copy)
+
+
+def test_zeros_beside_sharded_weights_are_not_loaded(saved, tmp_path):
+    """transformers takes model.safetensors wherever there is one, whatever the index says."""
+    copy, (_, path, learner) = tmp_path / "step_00001", saved
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("model*"))
+    learner.model.save_pretrained(copy, max_shard_size="20KB")
+    policy = ModelConfig(path=str(copy))
+    whole = load_model(policy, torch.float32, torch.device("cpu")).state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in learner.model.state_dict().items())
+    zeros = {name: torch.zeros_like(value) for name, value in load_file(path / "model.safetensors").items()}
+    save_file(zeros, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=r"has a model.safetensors that its .*index.json does not name"):
+        load_model(policy, torch.float32, torch.device("cpu"))
 
 
 def test_what_a_killed_process_left_is_swept_away(saved, tmp_path):

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
 
@@ -108,7 +108,7 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    """UsageError for an index that names a file outside of its folder, which transformers would read."""
+    """UsageError for an index that names a file outside of its folder, or leaves out one that transformers prefers."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return
@@ -119,6 +119,11 @@ def _refuse_foreign_files(folder: Path) -> None:
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:
             raise UsageError(f"model.path: {index} names {file!r}, which is not a file of this folder")
+    if SAFE_WEIGHTS_NAME not in files and (folder / SAFE_WEIGHTS_NAME).is_file():
+        raise UsageError(
+            f"model.path: {folder} has a {SAFE_WEIGHTS_NAME} that its {SAFE_WEIGHTS_INDEX_NAME} does not name, and "
+            "transformers would load that one; move it or the index out of the folder"
+        )
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

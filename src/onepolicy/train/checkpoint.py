@@ -39,6 +39,8 @@ CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
 SELF = "sha256 of the rest"  # field of state.json
 HASHING = 4  # files at a time
+READ = ("*.safetensors", "*.index.json", "*.bin", "adapter_config.json")
+"""Files that transformers, vLLM or SGLang would load weights from, whether they are listed or not."""
 MEND = "delete the folder to fall back to an older checkpoint"
 
 
@@ -157,11 +159,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json, after checking that every file it lists is there, with the bytes that were written.
+    """The checkpoint's state.json, after checking that every file it lists is there, with the bytes that were written,
+    and no other that weights would be read from.
 
     Reads all files once. A checkpoint of an older version has no checksums: of that, sizes are checked.
     """
     state = read_state(checkpoint)
+    there = {str(path.relative_to(checkpoint)) for pattern in READ for path in checkpoint.rglob(pattern)}
+    if others := sorted(there - state["files"].keys()):
+        raise UsageError(
+            f"{checkpoint}: {', '.join(others)}: not written with this checkpoint, but weights would be read from it; "
+            "move it out of the folder"
+        )
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
