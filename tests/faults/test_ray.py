@@ -3,6 +3,9 @@
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -60,22 +63,63 @@ def descendants_of(pid):
     return children + [each for child in children for each in descendants_of(child)]
 
 
+@pytest.fixture
+def running_ray(tmp_path):
+    """Environment and setting of a run on a Ray that was there before it and stays."""
+    (token := tmp_path / "token").write_text("0" * 64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+    head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    head += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(head, env=environment, **quiet)
+    try:
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, process, poll=0.5)
+        yield {"env": environment}, f"cluster.address=127.0.0.1:{port}"
+    finally:
+        children = descendants_of(process.pid)
+        process.terminate()
+        process.wait(LONG)
+        wait_for(lambda: all(map(gone, children)))
+
+
 @pytest.mark.parametrize("victim", ["driver", "rank 1"])
 def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
     """Nothing of it stays behind: neither its Ray, nor what that started."""
     run = Run(tmp_path / "run", recipe, "train.ranks=2", "--restarts", "1")
     pids = run.after(3)
     everything = descendants_of(int(pids["driver"]))
-    assert {int(pids["rank 1"]), int(pids["replica 0"])} <= set(everything)
+    actors = int(pids["rank 1"]), int(pids["replica 0"])
+    assert set(actors) <= set(everything)
     os.kill(int(pids[victim]), signal.SIGKILL)
     began = time.monotonic()
-    wait_for(lambda: all(map(gone, everything)), run.process)
-    print(f"{victim}: its processes ended after {time.monotonic() - began:.0f} s")
+    wait_for(lambda: all(map(gone, actors)), run.process)
+    print(f"{victim}: rank and replica ended after {time.monotonic() - began:.0f} s")
     print(f"{victim}: next step after {run.next_step(began):.0f} s")
     errors = finished(run.process)
+    wait_for(lambda: all(map(gone, everything)))  # Ray's own helpers look only now and then whether it is still there
+    print(f"{victim}: nothing of it is left after {time.monotonic() - began:.0f} s")
     how = "SIGKILL" if victim == "driver" else "exit status 1"
     assert re.search(rf"ended by {how} after step \d; restart 1 of 1", errors)
     assert victim == "driver" or re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
+    assert_complete(run.out, 6)
+    assert_same_run(whole, run.out, 6)
+
+
+def test_driver_killed_on_a_ray_that_stays(recipe, whole, running_ray, tmp_path):
+    """It takes the run's processes away and gives their room to the next."""
+    how, address = running_ray
+    run = Run(tmp_path / "run", recipe, "train.ranks=2", "--restarts", "1", address, **how)
+    pids = run.after(3)
+    os.kill(int(pids["driver"]), signal.SIGKILL)
+    began = time.monotonic()
+    wait_for(lambda: all(gone(int(pids[name])) for name in ("rank 1", "replica 0")), run.process)
+    print(f"rank and replica ended after {time.monotonic() - began:.0f} s")
+    print(f"next step after {run.next_step(began):.0f} s")
+    finished(run.process)
     assert_complete(run.out, 6)
     assert_same_run(whole, run.out, 6)
 

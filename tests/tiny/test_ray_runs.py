@@ -161,7 +161,7 @@ def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monk
     assert list(map(without_faults, rows(out))) == list(map(without_faults, rows(exact)))
     assert_same_weights(out, exact)
     assert repeated(out) > 0
-    assert "replica 0 is back after" in caplog.text
+    print(re.search(r"replica 0 is back after .*", caplog.text)[0])
 
 
 def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monkeypatch, caplog):
