@@ -70,7 +70,7 @@ def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
         time.sleep(generator.uniform(0, 0.5))
         os.kill(driver, signal.SIGKILL)
     errors = Fault(out).survived(run)
-    assert errors.count("ended by SIGKILL after step") == kills
+    assert errors.count("ended by SIGKILL ") == kills
     assert_complete(out, steps)
     assert_same_run(whole, out, steps)
 
@@ -84,7 +84,7 @@ def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
     os.kill(rank, signal.SIGKILL)
     errors = Fault(out).survived(run)
     assert re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
-    assert re.search(r"ended by exit status 1 after step \d; restart 1 of 2", errors)
+    assert re.search(r"ended by exit status 1 in step \d; restart 1 of 2", errors)
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)
 
@@ -115,4 +115,4 @@ def test_a_fault_of_one_step_is_not_restarted_for_ever(recipe, tmp_path):
     settings = ["objective.dynamic_sampling=1", "rollout.sampling.temperature=0.001"]
     errors = finished(start(recipe, f"out={out}", *settings, "--restarts", "50"), status=1)
     assert errors.count("; restart ") == 2
-    assert "where it has ended 3 times in a row; not restarted" in errors
+    assert "where it has ended 3 times; not restarted" in errors

@@ -103,7 +103,7 @@ def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
     wait_for(lambda: all(map(gone, everything)))  # Ray's own helpers look only now and then whether it is still there
     print(f"{victim}: nothing of it is left after {time.monotonic() - began:.0f} s")
     how = "SIGKILL" if victim == "driver" else "exit status 1"
-    assert re.search(rf"ended by {how} after step \d; restart 1 of 1", errors)
+    assert re.search(rf"ended by {how} in step \d; restart 1 of 1", errors)
     assert victim == "driver" or re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
     assert_complete(run.out, 6)
     assert_same_run(whole, run.out, 6)

@@ -227,11 +227,11 @@ def test_a_node_that_goes_takes_its_replica_along(train, two_nodes, processes, e
 def test_no_room_and_nobody_there_are_told(recipe, two_nodes, tmp_path, capsys):
     command = ["train", str(recipe), f"out={tmp_path / 'x'}", "cluster.kind=ray", "train.device=cpu"]
     address = f"cluster.address={two_nodes.address}"
-    assert main([*command, address, "cluster.cpus_per_replica=3", "cluster.start_timeout=3"]) == 2
+    assert main([*command, address, "cluster.cpus_per_replica=3", "cluster.start_timeout=3"]) == 75
     errors = capsys.readouterr().err
     assert "found no room within 3 s" in errors
     assert "1 x 3 CPU, 0 GPU: replicas" in errors
     assert errors.count("2 CPU, 0 GPU: node") == 2
-    assert main([*command, "cluster.address=127.0.0.1:1"]) == 2
+    assert main([*command, "cluster.address=127.0.0.1:1"]) == 75
     assert "cluster.address: no Ray at 127.0.0.1:1" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -1,24 +1,35 @@
 """`onepolicy train --restarts N`: what is started again, how often, and what never is."""
 
-import json
+import asyncio
+import contextlib
 import os
+import pty
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from subprocess import PIPE
 
 import pytest
 
 from onepolicy.cli import main
+from onepolicy.loop import run as loop_run
 from onepolicy.loop import supervise
+from onepolicy.rollout.http import EngineClient
 
 FIRST, RESUME = ["train", "recipe"], ["train", "--resume", "run"]
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """run([(exit status, last step logged or None), ...], restarts) -> status, commands started, waits, texts."""
+    """run([(exit status, step begun or None), ...], restarts) -> status, commands started, waits, texts.
+
+    Not even a folder is there before a step has been begun.
+    """
     out = tmp_path / "run"
 
     def go(ends, restarts):
@@ -30,7 +41,7 @@ def run(monkeypatch, tmp_path):
             if step is not None:
                 out.mkdir(exist_ok=True)
                 (out / "config.json").write_text("{}")
-                (out / "metrics.jsonl").write_text("".join(json.dumps({"step": s + 1}) + "\n" for s in range(step)))
+                (out / supervise.BEGUN).write_text(str(step))
             return status
 
         monkeypatch.setattr(supervise, "_run", end)
@@ -46,23 +57,47 @@ def test_a_run_that_dies_is_resumed_until_it_has_finished(run):
     assert status == 0
     assert commands == [FIRST, RESUME, RESUME, RESUME]
     assert waits == [1, 1, 2]
-    assert "ended by SIGKILL after step 2; restart 1 of 4 in 1 s" in texts[0]
-    assert "exit status 1 after step 5" in texts[1]
+    assert "ended by SIGKILL in step 2; restart 1 of 4 in 1 s" in texts[0]
+    assert "exit status 1 in step 5" in texts[1]
 
 
 def test_before_there_is_a_run_folder_it_is_started_anew(run):
-    assert run([(-9, None), (-9, 0), (0, 3)], restarts=2)[1] == [FIRST, FIRST, RESUME]
+    assert run([(-9, None), (-9, 1), (0, 3)], restarts=2)[1] == [FIRST, FIRST, RESUME]
 
 
 @pytest.mark.parametrize("status", [0, 2, 130, 143])
-def test_what_is_never_restarted(run, status):
-    assert run([(status, 1)], restarts=5)[:2] == (status, [FIRST])
+def test_what_is_never_restarted_and_why(run, status):
+    found = run([(status, 1)], restarts=5)
+    assert found[:2] == (status, [FIRST])
+    assert [text.endswith("not restarted") for text in found[3]] == [True] * (status != 0)
 
 
 def test_a_fault_of_one_step_is_given_up(run):
     status, _, waits, texts = run([(1, 7)] * 3, restarts=50)
     assert (status, waits) == (1, [1, 2])
-    assert "after step 7, where it has ended 3 times in a row; not restarted" in texts[-1]
+    assert "in step 7, where it has ended 3 times; not restarted" in texts[-1]
+
+
+def test_trouble_at_the_start_is_outlasted(run):
+    """It does not count as a fault of the step before it, and the waits grow to a minute."""
+    none, late = [(1, None)], [(supervise.NotThere.EXIT, None)]
+    status, _, waits, texts = run([(-9, 7), *8 * none, (-9, 7), *late, (0, 9)], restarts=20)
+    assert status == 0
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    assert "exit status 1 before any step; restart 2 of 20 in 2 s" in texts[1]
+    assert "what it needs is not there (yet) before any step" in texts[-1]
+    assert run([*4 * none, (1, 8), *2 * none, (0, 9)], restarts=20)[2] == [1, 2, 4, 8, 1, 2, 4]
+
+
+def test_a_run_that_never_gets_to_a_step_is_given_up(run):
+    status, _, waits, texts = run([(1, None)] * supervise.STARTS, restarts=50)
+    assert (status, sum(waits)) == (1, 243)
+    assert "before any step, 10 times in a row; not restarted" in texts[-1]
+
+
+def test_faults_of_one_step_are_told_from_starts_in_between(run):
+    assert "in step 7, where it has ended 3 times" in run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3][-1]
+    assert run([(1, 7), (1, 7), (1, 8), (1, 7), (1, 7), (0, 9)], restarts=50)[0] == 0
 
 
 def test_restarts_are_counted(run):
@@ -75,10 +110,41 @@ def test_sigterm_ends_the_run_and_its_supervision():
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     timer.start()
     began = time.monotonic()
-    assert supervise._run([sys.executable, "-c", "import time; time.sleep(60)"]) == supervise.STOPPED
+    assert supervise._run([sys.executable, "-c", "import time; time.sleep(60)"]) == 143
     assert time.monotonic() - began < 30
     timer.join()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+CTRL_C = """
+import sys
+from onepolicy.loop import supervise
+code = (
+    "import signal, time\\nsignal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\\n"
+    "print('there', flush=True)\\ntime.sleep(1.5)\\nraise SystemExit(1)"
+)
+print(supervise._run([sys.executable, "-c", code]))
+"""
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_ctrl_c_reaches_the_run_once(typed):
+    """Sent to the supervisor alone, and typed at the terminal of both."""
+    if typed:
+        pid, terminal = pty.fork()
+        if not pid:
+            os.execv(sys.executable, [sys.executable, "-c", CTRL_C])
+        stop, out = partial(os.write, terminal, b"\x03"), os.fdopen(terminal, errors="replace")
+    else:
+        process = subprocess.Popen([sys.executable, "-c", CTRL_C], stdout=PIPE, text=True, start_new_session=True)
+        stop, out = partial(process.send_signal, signal.SIGINT), process.stdout
+    lines = [out.readline()]
+    stop()
+    with contextlib.suppress(OSError):  # how the end of a terminal reads
+        lines += out
+    assert re.findall(r"\w+", "".join(lines).replace("^C", "")) == ["there", "interrupted", "130"]
+    out.close()
+    os.waitpid(pid, 0) if typed else process.wait()
 
 
 def test_the_signal_that_ended_a_run_is_its_status():
@@ -96,6 +162,22 @@ def test_settings_that_cannot_take_effect(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(tmp_path / "recipe.toml"), "--restarts", "3"]) == 2
     assert "--max-restarts" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_yet_has_its_own_exit_status(monkeypatch, capsys, tmp_path):
+    """Not 2, which is final."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    def start(*_, **__):
+        with (client := EngineClient(url, retries=0, server="the server")).starting():
+            asyncio.run(client.get("/health"))
+
+    monkeypatch.setattr(loop_run, "start", start)
+    text = 'out = "x"\nsteps = 1\nmodel.path = "m"\ntask.kind = "chain"'
+    (tmp_path / "recipe.toml").write_text(text)
+    assert main(["train", str(tmp_path / "recipe.toml")]) == supervise.NotThere.EXIT == 75
+    assert "Is the server running there" in capsys.readouterr().err
 
 
 def test_importing_it_loads_no_torch():

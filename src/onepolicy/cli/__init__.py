@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
 from onepolicy.cli.common import EPILOG, command, hosts_of, prepare_process
-from onepolicy.config import TrainingError, UsageError, load, read_recipe, resolve
+from onepolicy.config import NotThere, TrainingError, UsageError, load, read_recipe, resolve
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
-        return 2
+        return NotThere.EXIT if isinstance(error, NotThere) else 2
     except TrainingError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ from onepolicy.cluster.engine import RemoteEngine, told
 from onepolicy.cluster.place import Needs, Room, Where, table
 from onepolicy.cluster.rank import RankProcess
 from onepolicy.cluster.replica import ReplicaProcess
-from onepolicy.config import EngineConfig, ModelConfig, QuantFormat, RunConfig, TrainingError, UsageError
+from onepolicy.config import EngineConfig, ModelConfig, NotThere, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, RolloutEngine
@@ -162,7 +162,7 @@ def _get(name: str, reference: Any, limit: float) -> Any:
     try:
         return ray.get(reference, timeout=limit)
     except GetTimeoutError:
-        raise UsageError(f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs") from None
+        raise NotThere(f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs") from None
     except RayTaskError as error:
         raise told(name, error) from None
     except RayActorError as error:

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import NotThere, RunConfig
 from onepolicy.config.cluster import RayCluster
 
 Bundle = dict[str, float]
@@ -55,7 +55,7 @@ class Room:
     """A placement group that is there. `close` gives it back."""
 
     def __init__(self, needs: Needs, cluster: RayCluster) -> None:
-        """UsageError, with what is missing, if Ray does not find it within cluster.start_timeout."""
+        """NotThere, with what is missing, if Ray does not find it within cluster.start_timeout."""
         own = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         labels = [own if needs.driver and i == 0 else {} for i in range(len(needs.bundles))]
         self.needs = needs
@@ -64,7 +64,7 @@ class Room:
         )
         if not self.group.wait(cluster.start_timeout):
             remove_placement_group(self.group)
-            raise UsageError(
+            raise NotThere(
                 f"cluster: Ray found no room within {cluster.start_timeout:g} s (cluster.start_timeout) for\n"
                 f"{_listed(needs)}\nIts nodes, of which others may use a part:\n{_nodes()}\nAsk for "
                 "less (cluster.replicas, cluster.cpus_per_replica, cluster.gpus_per_replica, train.ranks, "

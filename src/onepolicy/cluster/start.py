@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import NotThere, RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         )
     except (ConnectionError, RuntimeError, RaySystemError, ValueError) as error:
         where = f"no Ray at {cluster.address}" if cluster.address else "Ray does not start"
-        raise UsageError(f"cluster.address: {where}: {str(error).strip().splitlines()[0]}") from error
+        raise NotThere(f"cluster.address: {where}: {str(error).strip().splitlines()[0]}") from error
     try:
         yield
     finally:
@@ -100,14 +100,14 @@ def check_address(address: str, auth: str) -> None:
 
 
 def _refuse_silence(address: str) -> None:
-    """UsageError if nothing listens at host:port, which Ray itself would go on asking for many minutes."""
+    """NotThere if nothing listens at host:port, which Ray itself would go on asking for many minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, OverflowError) as error:
-        raise UsageError(f"cluster.address: no Ray at {address}: {error}") from None
+        raise NotThere(f"cluster.address: no Ray at {address}: {error}") from None
 
 
 @cache  # Ray reads the token once in a process

@@ -1,6 +1,6 @@
 """Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py holds that)."""
 
-from onepolicy.config.base import Frozen, TrainingError, UsageError
+from onepolicy.config.base import Frozen, NotThere, TrainingError, UsageError
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
@@ -58,6 +58,7 @@ __all__ = [
     "JsonlTask",
     "LogConfig",
     "ModelConfig",
+    "NotThere",
     "ObjectiveConfig",
     "OptimConfig",
     "PromptsTask",

@@ -30,6 +30,7 @@ from onepolicy.loop.probe import save_probe
 from onepolicy.loop.recover import nothing, outlive, wait_for_server
 from onepolicy.loop.step import Parts, StepResult, rl_step
 from onepolicy.loop.summary import summarise
+from onepolicy.loop.supervise import BEGUN
 from onepolicy.sync.check import checked_push
 from onepolicy.sync.local import push_weights
 from onepolicy.train import checkpoint
@@ -151,6 +152,8 @@ async def _repeat(
         for step in range(origin.step, config.steps):
             done = step + 1
             every = config.log.counterfactual_every
+            with folder.writing(out):
+                folder.replace_text(out / BEGUN, str(done))
             probing = every > 0 and (step % every == 0 or done == config.steps)
             result = await _step(parts, ahead, step, progress, probe=probing)
             if step == origin.step and (found := preflight(result.batch)).bug:

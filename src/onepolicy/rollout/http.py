@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from onepolicy.config import SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import NotThere, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.config.engine import refuse_secret_url
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EngineLost(TrainingError):
     """The server gives no usable reply, or is no longer the one that was given this run's weights."""
 
 
-class NoEngine(UsageError):
+class NoEngine(NotThere):
     """No server gave a usable reply while the run started."""
 
 
