@@ -77,9 +77,9 @@ class Fault:
         self.recovered(run)
         return finished(run)
 
-    def resumed(self, *settings):
+    def resumed(self):
         """`--resume`, to the end."""
-        self.survived(start("--resume", self.out, *settings))
+        self.survived(start("--resume", self.out))
 
 
 def steps_of(out):

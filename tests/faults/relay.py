@@ -27,6 +27,7 @@ class Relay:
     def __exit__(self, *_):
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(10)
+        self._loop.close()
 
     def stall(self):
         self._loop.call_soon_threadsafe(self._stall)

@@ -81,7 +81,7 @@ def begin(server, recipe, tmp_path):
     def run(url, *overrides, more=()):
         out = tmp_path / "run"
         engine = ["kind=vllm-server", f"url={url}", f"token_env={TOKEN}", "dtype=float32", "slots=8"]
-        engine += ["timeout_s=4", "retries=1", *overrides]
+        engine += ["timeout_s=60", "retries=1", *overrides]
         process = start(recipe, f"out={out}", "steps=12", *more, *(f"rollout.engine.{setting}" for setting in engine))
         wait_for(lambda: len(steps_of(out)) >= 2, process)
         return process, out
@@ -114,7 +114,7 @@ def silent(request, network, server):
 
 def test_silence_for_a_while_is_survived(begin, silent):
     url, begins, ends = silent
-    run, out = begin(url, "patience_s=300")
+    run, out = begin(url, "timeout_s=4", "patience_s=300")
     begins()
     try:
         time.sleep(12)  # longer than the retries last
@@ -129,7 +129,7 @@ def test_silence_for_a_while_is_survived(begin, silent):
 def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
     """The server hears of the update when the run has long given it up, and of the next one after that."""
     with Relay(server.near, (server.host, server.port)) as relay:
-        run, out = begin("http://{}:{}".format(*relay.address), "patience_s=300")
+        run, out = begin("http://{}:{}".format(*relay.address), "timeout_s=4", "patience_s=300")
         relay.stall_before(b"onepolicy_receive")
         assert relay.stalled.wait(LONG)
         time.sleep(12)
@@ -141,7 +141,7 @@ def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
 
 def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
     url, begins, ends = silent
-    run, out = begin(url, "patience_s=5")
+    run, out = begin(url, "timeout_s=4", "patience_s=5")
     begins()
     fault = Fault(out)
     try:
@@ -149,7 +149,8 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
     finally:
         ends()
     fault.ended()
-    assert "got no answer within 4 s (rollout.engine.timeout_s)" in errors
+    # without its link there is no way to open another connection either
+    assert re.search(r"got (no answer within 4 s \(rollout.engine.timeout_s\)|Connect\w+: )", errors), errors
     assert "--resume" in errors
     Fault(out).resumed()
     assert_right(out)
