@@ -1,5 +1,6 @@
 """Parts of a sharded learner that need no second process: who computes what, messages, channels, settings."""
 
+import contextlib
 import dataclasses
 import socket
 import threading
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
     Cause,
@@ -178,6 +180,47 @@ def test_who_does_not_know_the_token_is_hung_up_on():
     assert "rank 1 (process" in found[1].peer
     for each in (stranger, ours, found[1], listener):
         each.close()
+
+
+def test_a_stranger_that_dawdles_does_not_keep_the_ranks_out(monkeypatch):
+    """A byte now and then is not enough: the whole greeting has one limit."""
+    monkeypatch.setattr(channel, "GREETING_S", 0.3)
+    listener = Listener("127.0.0.1")
+    stranger, stop = socket.create_connection(listener.address), threading.Event()
+
+    def dawdle():
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.1):
+                stranger.sendall(b"0")
+
+    dawdling = threading.Thread(target=dawdle)
+    dawdling.start()
+    ours = connect(listener.address, listener.token, 1, 5.0)
+    try:
+        found = listener.accept(2, 2.0, lambda: None)  # with a limit a byte: 32 bytes in 3 s
+    finally:
+        stop.set()
+        dawdling.join()
+    for each in (stranger, ours, found[1], listener):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "resolved", "listens"),
+    [
+        ("node-1", "127.0.1.1", "0.0.0.0"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("node-1", "127.0.0.2", "0.0.0.0"),
+    ],
+)
+def test_a_driver_whose_own_name_is_a_loopback_address_is_reached_by_it(host, resolved, listens, monkeypatch):
+    """Other machines resolve the name as they know it, so it is the name that they are told."""
+    monkeypatch.setattr(channel.socket, "gethostbyname", lambda name: resolved)
+    listener = Listener(host)
+    assert listener.socket.getsockname()[0] == listens
+    assert read_advertised(advertised(listener.address, listener.token))[0][0] == host
+    listener.close()
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -113,7 +113,7 @@ class Launched:
 
     place: Place  # of this process
     store: dist.Store  # that all ranks share until they know each other
-    host: str  # where this process listens for them
+    host: str  # what this machine is called by theirs
     tell: Callable[[str], None]  # them, where it listens and the token it wants (channel.advertised)
     alive: Callable[[], None]  # RankLost if one of them will never come
 
@@ -171,7 +171,7 @@ def launch_here(config: RunConfig) -> Iterator[Launched]:
     place, limit = Place.of_environment(), config.train.rank_timeout
     if place is not None:
         store = rendezvous(TORCHRUN, place, limit)
-        host = LOOPBACK if place.local else socket.gethostbyname(os.environ["MASTER_ADDR"])
+        host = LOOPBACK if place.local else os.environ["MASTER_ADDR"]
         yield Launched(place, store, host, partial(store.set, DRIVER), lambda: None)
         return
     place = Place(0, config.train.ranks, 0, True)

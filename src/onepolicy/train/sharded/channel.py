@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
+import math
 import os
 import secrets
 import socket
@@ -15,6 +17,8 @@ from onepolicy.config import TrainingError
 from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32
+GREETING_S = 5.0
+"""For all that a rank sends when it comes: others wait meanwhile."""
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 """Seconds, seconds, probes; milliseconds for what was sent and is not acknowledged. A machine that is gone ends a wait
 without a limit after a minute."""
@@ -59,17 +63,20 @@ class Channel:
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
 
-    def receive(self, limit: float | None) -> Message:
-        """limit: seconds until the next bytes arrive; None: as long as the other side lives."""
-        size = int.from_bytes(self._read(8, limit), "little")
-        return Message.decode(self._read(size, limit))
+    def receive(self, limit: float | None, end: float = math.inf) -> Message:
+        """limit: seconds until the next bytes arrive; None: as long as the other side lives. end: as in `read`."""
+        size = int.from_bytes(self.read(8, limit, end), "little")
+        return Message.decode(self.read(size, limit, end))
 
-    def _read(self, count: int, limit: float | None) -> bytes:
+    def read(self, count: int, limit: float | None, end: float = math.inf) -> bytes:
+        """end: on the monotonic clock, by when all of them must be there."""
         data = bytearray(count)
         view, filled = memoryview(data), 0
         try:
             self.connection.settimeout(limit)
             while filled < count:
+                if end < math.inf:
+                    self.connection.settimeout(max(end - time.monotonic(), 1e-3))  # 0 would not wait at all
                 if (got := self.connection.recv_into(view[filled:])) == 0:
                     raise RankLost(f"{self.peer} has ended")
                 filled += got
@@ -84,11 +91,14 @@ class Channel:
 
 
 class Listener:
-    """Where the ranks find the driver. Who does not know the token is hung up on before a message is read."""
+    """Where the ranks find the driver. Who does not know the token is hung up on before a message is read.
+
+    host: what this machine is called by theirs.
+    """
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.socket = socket.create_server((host, 0))
+        self.socket = socket.create_server((_own_address(host), 0))
         self.address: tuple[str, int] = (host, self.socket.getsockname()[1])
 
     def accept(self, ranks: int, limit: float, alive: Callable[[], None]) -> dict[int, Channel]:
@@ -112,10 +122,11 @@ class Listener:
     def _greet(self, connection: socket.socket) -> tuple[int, Channel] | None:
         channel = Channel(connection, "a rank")
         try:
-            if not hmac.compare_digest(channel._read(TOKEN_BYTES, 5.0), self.token):
+            end = time.monotonic() + GREETING_S
+            if not hmac.compare_digest(channel.read(TOKEN_BYTES, GREETING_S, end), self.token):
                 connection.close()
                 return None
-            about = channel.receive(5.0).header
+            about = channel.receive(GREETING_S, end).header
         except RankLost:
             connection.close()
             return None
@@ -124,6 +135,14 @@ class Listener:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _own_address(host: str) -> str:
+    """Where to listen as `host`. Debian has a machine's own name on a loopback address that no other machine reaches:
+    then everywhere."""
+    address = socket.gethostbyname(host)
+    everywhere = ipaddress.ip_address(address).is_loopback and host not in (address, "localhost")
+    return "" if everywhere else address
 
 
 def connect(address: tuple[str, int], token: bytes, rank: int, limit: float) -> Channel:
