@@ -1,7 +1,7 @@
 """A run of many steps whose processes are killed at random moments: does it end as if nobody had disturbed it?
 
     python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak                   # driver and ranks
-    python benchmarks/soak.py --server --steps 100 --kills 8 --out runs/soak-server    # and a vLLM server
+    python benchmarks/soak.py --server --steps 300 --kills 12 --out runs/soak-server   # and a vLLM server
     python benchmarks/soak.py --show --out runs/soak --figures docs/figures --png      # of a soak that has ended
 
 A small policy is made and trained twice, at once: in peace, and under `onepolicy train --restarts` while SIGKILL
@@ -15,7 +15,6 @@ OUT/soak.json holds what held, what was lost and how long it took until a new st
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -47,6 +46,7 @@ EMBEDDED = '{ dtype = "float32", slots = 32 }'
 POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "steps=1200", "warmup_steps=20"]
 POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
 AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, unless there is a new step before it
+LIMIT_S = 1800.0  # without a new step
 COMMAND = [sys.executable, "-m", "onepolicy.cli"]
 
 
@@ -116,7 +116,7 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
         try:
             for number, whom in enumerate(victims):
                 due = round(0.95 * args.steps * (number + generator.random()) / args.kills)
-                wait_beyond(due - 1, run, out)
+                new_step(due - 1, run, out)
                 time.sleep(generator.uniform(0, 1.5))
                 hits = [hit(run, whom, server, out)]
                 step = hits[0]["step"]
@@ -124,7 +124,7 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
                     hits.append(hit(run, "driver", server, out) | {"whom": "driver, resuming"})
                     if hits[1]["step"] == step:
                         hits[1]["lost"] = 0  # none of them was computed again yet
-                new = wait_beyond(step, run, out)
+                new = new_step(step, run, out)
                 now = time.monotonic()
                 for each in hits:
                     struck = each.pop("struck")
@@ -135,25 +135,36 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
     return strikes
 
 
-def wait_beyond(step: int, run: subprocess.Popen, out: Path, limit_s: float = math.inf) -> bool:
-    """Whether the log came to have a later step before the run ended."""
+def wait_beyond(step: int, run: subprocess.Popen, out: Path, limit_s: float) -> bool:
+    """Whether the log came to have a later step in time and before the run ended."""
     end = time.monotonic() + limit_s
     while run.poll() is None and last_step(out) <= step and time.monotonic() < end:
         time.sleep(0.02)
     return last_step(out) > step
 
 
+def new_step(step: int, run: subprocess.Popen, out: Path) -> bool:
+    found = wait_beyond(step, run, out, LIMIT_S)
+    assert found or run.poll() is not None, f"no step after {step} within {LIMIT_S} s"
+    return found
+
+
 def hit(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> dict:
+    """Kill, and wait until the driver has ended: its last step may come after its rank's death."""
     while (pid := victim(run.pid, whom)) is None and run.poll() is None:
         time.sleep(0.02)  # between two lives
     assert pid is not None, f"the run ended with {run.returncode} before its last kill"
-    step = last_step(out)
+    driver, struck = victim(run.pid, "driver"), time.monotonic()
     if server and "server" in whom:
         server.kill()
     if whom != "server":
         os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{driver}").exists():
+            assert time.monotonic() < struck + LIMIT_S, f"the driver outlives its {whom}"
+            time.sleep(0.02)
+    step = last_step(out)
     lost = 0 if whom == "server" else step - newest_checkpoint(out)
-    return {"whom": whom, "step": step, "lost": lost, "struck": time.monotonic()}
+    return {"whom": whom, "step": step, "lost": lost, "struck": struck}
 
 
 def victim(supervisor: int, whom: str) -> int | None:
