@@ -1,6 +1,7 @@
 """When the episodes of which step are played, who waits for whom, and what becomes of errors; and the settings."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,32 @@ def test_an_error_comes_out_at_its_own_step_and_the_rest_is_ended(monkeypatch):
 
     with pytest.raises(UsageError, match="routes of problem 7"):
         asyncio.run(asyncio.wait_for(main(), timeout=60))
+
+
+def test_who_interrupts_an_update_is_told_why_it_takes_a_while(monkeypatch, caplog):
+    learning, ended = threading.Event(), threading.Event()
+
+    def learn(*_, **__):
+        learning.set()
+        ended.wait(60)
+
+    async def main():
+        play = Play(monkeypatch)
+        monkeypatch.setattr(asynchronous, "learn", learn)
+        run = parts(1)
+        run.config.rollout.engine, run.engine = None, None
+        async with Ahead(run, first=0) as ahead:
+            step = asyncio.create_task(asynchronous.asynchronous_step(run, ahead, 0, probe=False))
+            await settle()
+            play.gates[0].set()
+            await asyncio.to_thread(learning.wait, 60)
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+            ended.set()
+
+    asyncio.run(main())
+    assert caplog.messages == ["stopping once the update in progress has ended"]
 
 
 def test_staleness_by_hand():

@@ -9,6 +9,7 @@ import torch
 from fake_vllm import GENERATE, VOCAB, connected, embedding
 from http_support import Reply, Server
 
+from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
 from onepolicy.loop import asynchronous, folder, recover, run, setup
 from onepolicy.loop.asynchronous import Ahead
@@ -150,6 +151,18 @@ def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake):
     assert 0.4 < time.monotonic() - began < 30
 
 
+def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work_counts(parts, fake):
+    """An evaluation beside episodes in play asks for nothing else that would notice."""
+    engine = parts.config.rollout.engine.model_copy(update={"patience_s": 0.0})
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
+    )
+    assert len(asyncio.run(outlive(parts, lambda: batch(parts.engine)))) == 4
+    restart(fake)
+    with pytest.raises(EngineLost, match="holds weights 'default'"):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+
+
 def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
     tries = []
 
@@ -213,6 +226,18 @@ def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, mon
             run.resume(tmp_path / "run", progress)
     assert len(notes) == 1
     assert notes[0].endswith("Waiting up to 300 s for it")
+
+
+def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
+    folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), folder.START, "{}")
+    moved = []
+    monkeypatch.setattr(run, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9})
+    settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
+    assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0
+    expected = run_of("https://elsewhere:8000", token_env="TOKEN")
+    assert moved == [expected]
+    assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.slots=3"]) == 2
+    assert "rollout.engine.url, rollout.engine.token_env and cluster.* may change" in capsys.readouterr().err
 
 
 def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch):

@@ -1,9 +1,14 @@
 """Best step and the written crash rule."""
 
+import re
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from onepolicy.config import resolve
 from onepolicy.loop.summary import crash_step, summarise
+from onepolicy.report.terminal import summary_table
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,16 @@ def test_summary_by_hand(tmp_path):
     assert summary["k3_cuts"] == [pytest.approx(5.0)]
     assert summary["time"]["step"] == 2.0
     assert summary["time"]["probe"] == 0.5  # one probe in four steps
+
+
+def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
+    config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
+
+    def told(*skipped):
+        rows = [{"step": 1 + i, "train/reward": 0.5, "train/updates_skipped": n} for i, n in enumerate(skipped)]
+        console = Console(file=StringIO(), width=100)
+        console.print(summary_table(summarise(config, rows, tmp_path, None)))
+        return console.file.getvalue()
+
+    assert "updates skipped" not in told(0.0, 0.0, 0.0)
+    assert re.search(r"updates skipped\W+3: their gradients were not finite", told(2.0, 0.0, 1.0))

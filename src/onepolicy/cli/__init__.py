@@ -157,29 +157,29 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _resume(path: Path, overrides: list[str]) -> int:
     changed: dict[str, int] = {}
-    placed: list[str] = []
+    moved: list[str] = []
     for override in overrides:
         name, _, value = override.partition("=")
-        if name.startswith("cluster."):
-            placed.append(override)
+        if name.startswith("cluster.") or name in ("rollout.engine.url", "rollout.engine.token_env"):
+            moved.append(override)
             continue
         number = int(value) if value.isascii() and value.isdigit() else -1
         if name not in ("steps", "train.ranks") or number < (name == "steps"):
             raise UsageError(
-                f"--resume: only steps=N, train.ranks=N and cluster.* may change, not {override!r}; change settings "
-                f"with --from {path}"
+                "--resume: only steps=N, train.ranks=N, rollout.engine.url, rollout.engine.token_env and cluster.* may "
+                f"change, not {override!r}; change settings with --from {path}"
             )
         changed[name] = number
     steps = changed.get("steps")
     config = read_config(path)
-    if placed:
-        config = resolve(config.model_dump(), placed)
+    if moved:
+        config = resolve(config.model_dump(), moved)
     prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
     with terminal_progress(steps or config.steps) as progress, hosts_of(config, progress) as hosts:
-        summary = run.resume(path, progress, steps, changed.get("train.ranks"), hosts, config.cluster)
+        summary = run.resume(path, progress, steps, changed.get("train.ranks"), hosts, config)
     return _show(summary)
 
 

@@ -10,6 +10,7 @@ order of the synchronous loop; with max_staleness 0 they are the same to the bit
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,8 @@ from onepolicy.loop.recover import outlive
 from onepolicy.loop.step import Clock, Parts, Rollouts, StepResult, learn, sample, timed
 from onepolicy.sync.local import push_weights
 from onepolicy.types import Group
+
+LOG = logging.getLogger(__name__)
 
 
 class Ahead:
@@ -120,7 +123,11 @@ async def asynchronous_step(
     with clock("wait"):
         rollouts = await outlive(parts, episodes, partial(ahead.forget, step))
     with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
-        result = await asyncio.to_thread(learn, parts, step, rollouts, clock, probe=probe)
+        try:
+            result = await asyncio.to_thread(learn, parts, step, rollouts, clock, probe=probe)
+        except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
+            LOG.warning("stopping once the update in progress has ended")
+            raise
     with clock("sync"):
         push = partial(push_weights, parts.learner, *parts.samplers)
         await outlive(parts, push, partial(ahead.forget, step + 1))

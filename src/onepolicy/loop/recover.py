@@ -39,7 +39,7 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]], forget: Callab
     engine, config = parts.engine, parts.config.rollout.engine
     patience = config.patience_s if isinstance(config, VLLMServerConfig | SGLangConfig) else 0
     patience = PATIENCE_S if patience is None else patience
-    if not patience or not isinstance(engine, LastingEngine):  # several engines as one look after themselves
+    if not isinstance(engine, LastingEngine):  # several engines as one look after themselves
         return await work()
     lost = 0
     while True:
@@ -49,7 +49,7 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]], forget: Callab
             return done
         except EngineLost as error:
             lost += 1
-            if lost > TIMES:
+            if lost > TIMES or not patience:
                 raise
             LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
             began = time.monotonic()

@@ -12,7 +12,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
-from onepolicy.config.cluster import ClusterConfig
 from onepolicy.config.stored import read_config
 from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
@@ -78,17 +77,15 @@ def resume(
     steps: int | None = None,
     count: int | None = None,
     hosts: Hosts = HERE,
-    cluster: ClusterConfig | None = None,
+    config: RunConfig | None = None,
 ) -> Json:
     """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
 
-    steps: to train on to. count: another number of ranks. hosts, cluster: other ones. A run that was killed between its
+    steps: to train on to. count: another number of ranks. hosts: other ones. config: its settings, with what else may
+    change (where its processes and servers are); None: as they are in its folder. A run that was killed between its
     last step and its summary gets its summary and report.
     """
-    config = read_config(run)
-    if cluster is not None:
-        config = config.model_copy(update={"cluster": cluster})
-    config = ranks.effective(config, count, resuming=True)
+    config = ranks.effective(config or read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with folder.held(run):

@@ -64,6 +64,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
             for key in ("rollout", "wait", "score", "score_saved", "probe", "update", "sync", "step")
         },
     }
+    if skipped := sum(row.get("train/updates_skipped", 0.0) for row in train):
+        summary["updates_skipped"] = skipped
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
     measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")

@@ -49,6 +49,8 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append((_score(summary), _course(summary) + f"best {number(best['value'])} at step {best['step']}"))
         crash = summary.get("crash_step")  # judged by evaluations
         rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
+    if skipped := summary.get("updates_skipped"):
+        rows.append(("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")]))
     rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
     if spread := cut_range(summary):
         rows.append(("k3 cut by, per probe", spread))
