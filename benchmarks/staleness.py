@@ -226,8 +226,9 @@ def learning_figure(found: dict[Arm, list[Row]]) -> Figure:
 
 
 def of_rate(look: Look, lower: bool) -> Look:
-    """Filled and as it is for the lower rate; open markers for the higher one."""
-    return look if lower else Look(look.color, "solid", f"{look.symbol}-open", look.pattern)
+    """Dotted for the lower rate; open markers for the higher one."""
+    dash, symbol = ("dot", look.symbol) if lower else ("solid", f"{look.symbol}-open")
+    return Look(look.color, dash, symbol, look.pattern)
 
 
 def drawn(curves: list[tuple[str, Look, list[tuple[int, float]]]]) -> list[dict[str, Any]]:
