@@ -1,6 +1,6 @@
 """Dumps of runs that sample while they learn: old tokens that are declared are not taken for a bug."""
 
-from audit_support import gaussian_rows, world_rows
+from audit_support import gaussian_rows, moved_routes, with_routes, world_rows
 
 from onepolicy.audit.report import as_tree
 from onepolicy.audit.run import audit
@@ -38,3 +38,10 @@ def test_a_bug_is_named_though_most_tokens_are_old(tmp_path):
     assert audited(tmp_path, rows).verdict.causes == ("temperature",)
     old = [row | {"trained_version": 2} for row in rows]
     assert audited(tmp_path, old).verdict.causes == ("age",)
+
+
+def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
+    rows = moved_routes(with_routes(world_rows(1)), "row")
+    old = [row | {"version": 1, "trained_version": 4} for row in rows]
+    assert "too old" not in audited(tmp_path, rows).verdict.text()
+    assert "too old: by up to 3 updates" in audited(tmp_path, old).verdict.text()

@@ -145,7 +145,8 @@ def _misplaced_routes(found: Tally, onset: int | None) -> str:
     try:
         check_alignment(_trace(rollout, valid, experts), _trace(trainer, valid, experts), torch.from_numpy(bounds))
     except RoutingError as error:
-        return str(error)
+        oldest = max(found.ages.found, default=0)
+        return f"{error}" + (f". Or they are too old: by up to {oldest} updates" if oldest else "")
     return ""
 
 
