@@ -1,6 +1,7 @@
 """Several engines as one: who is asked, what happens when one is lost, and that none answers with old weights."""
 
 import asyncio
+import time
 from functools import partial
 
 import pytest
@@ -13,8 +14,9 @@ from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.replicas import Replicas, Roots, chosen, common_caps
-from onepolicy.rollout.weight_files import WeightFiles, read_weights
+from onepolicy.rollout.weight_files import WeightFiles, Written, read_weights
 from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.sync.checksum import Checksums
 from onepolicy.types import Completion, Sampling
 
 GREEDY = Sampling(0.0, 4)
@@ -36,12 +38,12 @@ class Engine:
         tokens = torch.tensor([prompt_ids[-1]], dtype=torch.int32)
         return Completion(tokens, torch.zeros(1), torch.full_like(tokens, self.version - self.stale), "stop")
 
-    async def load_files(self, path, version, sums, shared=None):
+    async def load_files(self, written, shared=None):
         if self.lost_after is not None and len(self.asked) >= self.lost_after:
             raise EngineLost(f"{self.name} is gone")
-        self.loaded.append(dict(read_weights(path)))
-        assert sums.keys() == self.loaded[-1].keys()
-        self.version = version
+        self.loaded.append(dict(read_weights(written.folder)))
+        assert written.sums.keys() == self.loaded[-1].keys()
+        self.version = written.version
 
     async def reset_cache(self):
         pass
@@ -117,10 +119,12 @@ def test_weights_reach_all_and_an_engine_lost_meanwhile_is_left_out(tmp_path):
 def broadcast_to(tmp_path, *receive):
     """What each receiver ended with."""
     files = WeightFiles(str(tmp_path))
-    folder = files.write([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))], 5)
+    checksums = Checksums(b"key")
+    folder = files.write(checksums.passing([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))]), 5)
+    written = Written(str(folder), 5, b"key", checksums.take())
 
     async def main():
-        async with Broadcast(str(folder), 5, len(receive), host="127.0.0.1", limit=20) as broadcast:
+        async with Broadcast(written, len(receive), host="127.0.0.1", limit=20) as broadcast:
             takes = (broadcast.to(partial(asyncio.to_thread, each)) for each in receive)
             return await asyncio.gather(*takes, return_exceptions=True)
 
@@ -165,15 +169,52 @@ def test_replicas_hand_out_one_broadcast(tmp_path):
         return Broadcast(*args, host="127.0.0.1", limit=20)
 
     class Receives(Engine):
-        async def load_files(self, path, version, sums, shared=None):
+        async def load_files(self, written, shared=None):
             self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
-            self.version = version
+            self.version = written.version
 
     engines = [Receives("replica 0"), Receives("replica 1")]
     together = Replicas(engines, WeightFiles(str(tmp_path)), broadcast=open_broadcast)
     asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
     assert [each["a"].item() for engine in engines for each in engine.loaded] == [1, 1]
-    assert [(version, receivers) for _, version, receivers in opened] == [(5, 2)]
+    assert [(written.version, receivers) for written, receivers in opened] == [(5, 2)]
+
+
+def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
+    """A bit of a file is another one by the time that it is read."""
+
+    class Damaged(WeightFiles):
+        def write(self, weights, version, **keywords):
+            folder = super().write(weights, version, **keywords)
+            (path,) = folder.glob("*.safetensors")
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 0x40
+            path.write_bytes(data)
+            return folder
+
+    class Receives(Engine):
+        async def load_files(self, written, shared=None):
+            self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
+
+    engine = Receives("replica 0")
+    open_broadcast = partial(Broadcast, host="127.0.0.1", limit=20)
+    together = Replicas([engine], Damaged(str(tmp_path)), broadcast=open_broadcast)
+    with pytest.raises(TrainingError, match="what is to be sent has changed: the bytes of 'a'"):
+        asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
+    assert not engine.loaded
+
+
+def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sender, "send", lambda *_: time.sleep(0.5))
+    written = Written(str(tmp_path), 5, b"key", {})
+
+    async def receive(after):
+        async with Broadcast(written, 1, host="127.0.0.1", limit=0.1) as broadcast:
+            return await broadcast.to(lambda *_: asyncio.sleep(after, "loaded"))
+
+    assert asyncio.run(receive(after=0.3)) == "loaded"
+    with pytest.raises(TimeoutError):  # silent after all has been sent
+        asyncio.run(receive(after=30))
 
 
 def test_an_answer_of_old_weights_is_an_error(tmp_path):
@@ -186,9 +227,9 @@ def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new
     """One engine has taken the update, the other has not yet; requests from before it and from meanwhile."""
 
     class Slow(Engine):
-        async def load_folder(self, path, version):
+        async def load_files(self, written, shared=None):
             await loaded.wait()
-            await super().load_folder(path, version)
+            await super().load_files(written)
 
     async def main():
         engines = [Engine("replica 0"), Slow("replica 1")]
@@ -214,7 +255,7 @@ def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new
 
 def test_an_engine_that_keeps_old_weights_is_an_error(tmp_path):
     class Keeps(Engine):
-        async def load_files(self, path, version, sums, shared=None):
+        async def load_files(self, written, shared=None):
             pass
 
     with pytest.raises(TrainingError, match="replica 0 holds weight version 0 after loading 3"):

@@ -167,6 +167,8 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         files.write(weights(2), 2)
     assert first.exists()
     assert not (files.folder / "version_2").exists()
+    with pytest.raises(TrainingError, match=r"^cluster\.shared_dir: .* set cluster\.shared_dir to a folder with room"):
+        WeightFiles(str(tmp_path), "cluster.shared_dir").write(weights(2), 2)
 
 
 def test_folders_of_processes_that_are_no_more_are_removed(tmp_path):

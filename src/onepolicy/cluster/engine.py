@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,7 +25,7 @@ from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
-from onepolicy.sync.checksum import Sums
+from onepolicy.rollout.weight_files import Written
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -33,8 +35,8 @@ POLL = 5.0
 """Seconds after which a replica answers even if no request has ended: it is alive."""
 AGAIN = 0.5
 """Seconds between two looks at whether a replica is back."""
-GRACE = 10.0
-"""Seconds in which a replica whose broadcast took too long can say so itself."""
+LOOKS = 10
+"""At an answer that does not come, before it is given up."""
 
 
 class RemoteEngine:
@@ -49,9 +51,12 @@ class RemoteEngine:
         self._unsent: list[int] = []
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._lives = 0  # processes that were given up
+        self._life = 0  # of the process that requests are sent to
+        self._builds = itertools.count(1)
+        self._taken: list[int] = []  # answers that the process does not know to have arrived
+        self._loading = 0
         self._mending = asyncio.Lock()
-        self._weights: tuple[str, int, Sums] | None = None  # of load_files; None: those it was built with
+        self._weights: Written | None = None  # of load_files; None: those it was built with
         self._restarts = self._repeated = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
@@ -68,16 +73,22 @@ class RemoteEngine:
         finally:
             self._asked.pop(number, None)
 
-    async def load_files(self, folder: str, version: int, sums: Sums, shared: Broadcast | None = None) -> None:
-        self.version, self._weights = -1, (folder, version, sums)
-        while True:
-            life = self._lives
+    async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
+        """See rollout.replicas.Replica."""
+        self.version, self._weights = -1, written
+        if self._mending.locked():  # a new process is being given them, perhaps after older ones
+            if shared is not None:
+                shared.give_up()
+            shared = None
+            async with self._mending:
+                pass
+        while self.version != written.version:
+            life = self._life
             try:
-                return await self._load(shared)
+                self.version = await self._load(written, shared)
+                return
             except GONE as error:
                 await self._mend(life, error)
-                if self.version == version:  # a new process has been given them
-                    return
             except TrainingError as error:
                 if shared is None:
                     raise
@@ -99,36 +110,38 @@ class RemoteEngine:
 
     async def _exchange(self) -> None:
         """Send what is asked, take answers, until nothing is left to wait for."""
-        collecting: asyncio.Task[bytes] | None = None
-        wait = min(POLL, self._config.reply_timeout / 2)
         while self._asked:
-            life = self._lives
+            life = self._life
+            collecting: asyncio.Task[None] | None = None
             try:
-                if self._unsent:
-                    await self._send()
-                if collecting is None:
-                    collecting = asyncio.create_task(self._call("collect", wait, limit=self._config.reply_timeout))
-                more = asyncio.create_task(self._more.wait())
-                await asyncio.wait((collecting, more), return_when=asyncio.FIRST_COMPLETED)
-                more.cancel()
-                if collecting.done():
-                    done, collecting = collecting, None
-                    self._settle(decode_answers(done.result()))
+                while self._asked and life == self._life:
+                    if self._unsent:
+                        await self._send(life)
+                    collecting = collecting or asyncio.create_task(self._collect(life))
+                    more = asyncio.create_task(self._more.wait())
+                    await asyncio.wait((collecting, more), return_when=asyncio.FIRST_COMPLETED)
+                    more.cancel()
+                    if collecting.done():
+                        done, collecting = collecting, None
+                        done.result()
             except GONE as error:
+                await self._mend(life, error)
+            finally:
                 if collecting is not None:
                     collecting.cancel()
-                    collecting = None
-                await self._mend(life, error)
-        if collecting is not None:
-            collecting.cancel()
 
-    async def _send(self) -> None:
+    async def _send(self, life: int) -> None:
         self._more.clear()
-        numbers = [number for number in self._unsent if number in self._asked]
-        await self._call(
-            "submit", encode_requests({n: self._asked[n][0] for n in numbers}), limit=self._config.reply_timeout
-        )
-        self._unsent = [number for number in self._unsent if number not in numbers]
+        requests = {number: self._asked[number][0] for number in self._unsent if number in self._asked}
+        await self._call("submit", life, encode_requests(requests), limit=self._config.reply_timeout)
+        if life == self._life:  # a new process has been asked nothing yet
+            self._unsent = [number for number in self._unsent if number in self._asked and number not in requests]
+
+    async def _collect(self, life: int) -> None:
+        limit, taken = self._config.reply_timeout, list(self._taken)
+        answers = decode_answers(await self._call("collect", life, min(POLL, limit / 2), taken, limit=limit))
+        self._taken = list(answers)
+        self._settle(answers)
 
     def _settle(self, answers: dict[int, Completion | Exception]) -> None:
         for number, answer in answers.items():
@@ -159,7 +172,7 @@ class RemoteEngine:
     async def _insist(self, act: Any) -> None:
         """Do it, with a new process if need be."""
         while True:
-            life = self._lives
+            life = self._life
             try:
                 return await act()
             except GONE as error:
@@ -171,7 +184,7 @@ class RemoteEngine:
         EngineLost if Ray has given it up, or it takes too long.
         """
         async with self._mending:
-            if life != self._lives:
+            if life != self._life:
                 return  # somebody else saw it first
             LOG.warning("%s is gone (%s); waiting for Ray to restart it", self.name, _words(error))
             begun = time.monotonic()
@@ -179,62 +192,86 @@ class RemoteEngine:
                 ray.kill(self._actor, no_restart=False)
             try:
                 async with asyncio.timeout(self._config.restart_timeout):
-                    await self._come_back(error)
+                    self._life = await self._come_back(error)
             except TimeoutError:
                 ray.kill(self._actor)
                 raise EngineLost(
                     f"{self.name} did not come back within {self._config.restart_timeout:g} s (cluster.restart_timeout)"
                 ) from error
-            self._lives += 1
             self._restarts += 1
             self._repeated += len(self._asked)
             self._unsent = list(self._asked)
+            self._more.set()
             seconds = time.monotonic() - begun
             LOG.warning("%s is back after %.1f s; %d requests are repeated", self.name, seconds, len(self._asked))
 
-    async def _come_back(self, error: Exception) -> None:
-        limit = self._config.restart_timeout
+    async def _come_back(self, error: Exception) -> int:
+        """The new process's life: requests under it are taken from now on."""
         while True:
             if isinstance(error, ActorDiedError):
                 raise EngineLost(
                     f"{self.name} is gone for good (cluster.restarts = {self._config.restarts})"
                 ) from error
             try:
-                await self._call("build", self._text, limit=limit)
-                if self._weights is not None:
-                    await self._load()
-                return
+                life = next(self._builds)
+                await self._call("build", self._text, life, limit=self._config.restart_timeout)
+                while (newest := self._weights) is not None:
+                    version = await self._load(newest)
+                    if newest is self._weights:  # no update came meanwhile
+                        self.version = version
+                        break
+                return life
             except GONE as again:
                 error = again
                 await asyncio.sleep(AGAIN)
 
-    async def _load(self, shared: Broadcast | None = None) -> None:
-        """The newest weights, from their files: read by the replica, or read here and sent. shared: to others too."""
-        assert self._weights is not None
-        folder, version, sums = self._weights
+    async def _load(self, written: Written, shared: Broadcast | None = None) -> int:
+        """From files: read by the replica, or read here and sent. shared: to others too. The version it then holds."""
         limit = self._config.restart_timeout
-        if self._config.weights == "disk":
-            self.version = await self._call("load", folder, version, sums, limit=limit)
-        elif shared is not None:
-            self.version = await self._receive(shared, version)
-        else:
-            async with Broadcast(folder, version, 1, host=self._host, limit=limit) as alone:
-                self.version = await self._receive(alone, version)
+        self._loading += 1
+        try:
+            if self._config.weights == "disk":
+                about = written.folder, written.version, written.key, written.sums
+                return await self._call("load", *about, limit=limit)
+            if shared is not None:
+                return await shared.to(partial(self._receive, written.version))
+            async with Broadcast(written, 1, host=self._host, limit=limit) as alone:
+                return await alone.to(partial(self._receive, written.version))
+        finally:
+            self._loading -= 1
 
-    async def _receive(self, broadcast: Broadcast, version: int) -> int:
-        limit = broadcast.limit + GRACE
-        return await broadcast.to(lambda *seat: self._call("receive", *seat, version, limit=limit))
+    async def _receive(self, version: int, invitation: str, rank: int) -> int:
+        return await self._call("receive", invitation, rank, version, limit=math.inf)  # whose limit is the broadcast's
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
-        """One of GONE, or the error that the method raised."""
-        reference = getattr(self._actor, method).remote(*args)
+        """One of GONE, or the error that the method raised. limit: seconds; while weights are loaded, which has a limit
+        of its own, requests may wait longer."""
+        answer = asyncio.ensure_future(getattr(self._actor, method).remote(*args))
+        asking = method in ("submit", "collect")
         try:
-            async with asyncio.timeout(limit):
-                return await reference
+            return await heard(answer, limit, lambda: asking and self._loading > 0)
         except RayTaskError as error:
             if isinstance(error.cause, NotBuilt):
                 raise error.cause from None
             raise told(self.name, error) from None
+
+
+async def heard(answer: asyncio.Future[Any], limit: float, excused: Callable[[], bool] = lambda: False) -> Any:
+    """Its result. TimeoutError if there is none after `limit` seconds in which this event loop could have seen it.
+
+    What holds the event loop up, for however long, takes one of LOOKS parts of the limit. excused(): this one does not
+    count.
+    """
+    left = LOOKS
+    try:
+        while not answer.done():
+            if left == 0:
+                raise TimeoutError
+            await asyncio.wait((answer,), timeout=None if limit == math.inf else limit / LOOKS)
+            left -= not excused()
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def told(name: str, error: RayTaskError) -> Exception:

@@ -32,7 +32,7 @@ from onepolicy.models.quant.parts import PartSize, Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.replicas import Replica, Replicas
-from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.rollout.weight_files import WeightFiles, Written
 from onepolicy.sync.group import open_store
 from onepolicy.train.sharded.channel import RankLost
 
@@ -128,7 +128,7 @@ class _Processes:
             "cuda": self.cuda if self.cluster.gpus_per_replica is None else self.cluster.gpus_per_replica > 0,
         }
         text = json.dumps(about)
-        building = [actor.build.remote(text) for actor in self.replicas]
+        building = [actor.build.remote(text, 0) for actor in self.replicas]
         engines: list[Replica] = []
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
             built = json.loads(_get(f"replica {i}", reference, self.cluster.start_timeout))
@@ -138,14 +138,14 @@ class _Processes:
         contract, sizes = built["contract"], built["sizes"]
         return Replicas(
             engines,
-            WeightFiles(self.cluster.shared_dir),
+            WeightFiles(self.cluster.shared_dir, "cluster.shared_dir"),
             broadcast=self._broadcast if self.cluster.weights == "stream" else None,
             contract=None if contract is None else contract_of(contract),
             sizes=None if quant is None or sizes is None else sizes_of(quant, *sizes),
         )
 
-    def _broadcast(self, folder: str, version: int, receivers: int) -> Broadcast:
-        return Broadcast(folder, version, receivers, host=self.address, limit=self.cluster.reply_timeout)
+    def _broadcast(self, written: Written, receivers: int) -> Broadcast:
+        return Broadcast(written, receivers, host=self.address, limit=self.cluster.reply_timeout)
 
 
 def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Sizes:

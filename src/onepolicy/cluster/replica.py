@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NotBuilt(Exception):
-    """This process was restarted, and has no engine yet."""
+    """This process was restarted and has no engine yet, or was built again since."""
 
 
 class ReplicaProcess:
@@ -32,15 +32,22 @@ class ReplicaProcess:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None
+        self._life = 0
         self._running: set[asyncio.Task[None]] = set()
-        self._done: dict[int, Completion | BaseException] = {}
+        self._done: dict[int, Completion | BaseException] = {}  # until the driver says that it has them
         self._some = asyncio.Event()
 
     async def about(self) -> str:
         return about()
 
-    async def build(self, text: str) -> str:
-        """With the model's own weights. Asked again, it keeps its engine and drops what it was doing."""
+    async def build(self, text: str, life: int) -> str:
+        """With the model's own weights. Asked again, it keeps its engine and drops what it was doing.
+
+        life: the driver counts them up; what comes under another one from now on was sent earlier, and is refused.
+        """
+        if life < self._life:
+            raise NotBuilt
+        self._life = life
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -50,36 +57,40 @@ class ReplicaProcess:
             self._engine = build_engine(json.loads(text))
         return json.dumps(description(self._engine))
 
-    async def submit(self, data: bytes) -> None:
+    async def submit(self, life: int, data: bytes) -> None:
         """Requests that meet in one message start together, in their order."""
         from onepolicy.cluster.wire import decode_requests
 
-        engine = self._built
+        engine = self._of(life)
         for number, request in decode_requests(data).items():
             task = asyncio.create_task(self._run(engine, number, request))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def collect(self, limit: float) -> bytes:
-        """All answers there are, as soon as there is one, but after `limit` seconds at the latest."""
+    async def collect(self, life: int, limit: float, taken: list[int]) -> bytes:
+        """All answers there are, as soon as there is one, but after `limit` seconds at the latest.
+
+        They stay here until they are in `taken`: nobody can say whether what is returned arrives.
+        """
         from onepolicy.cluster.wire import encode_answers
 
-        _ = self._built
+        self._of(life)
+        for number in taken:
+            self._done.pop(number, None)
         if not self._done:
             self._some.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self._some.wait()
-        answers, self._done = self._done, {}
-        return encode_answers(answers)
+        return encode_answers(self._done)
 
-    async def load(self, folder: str, version: int, sums: Sums) -> int:
-        """Files that this process sees, too. Returns the version it holds afterwards."""
+    async def load(self, folder: str, version: int, key: bytes, sums: Sums) -> int:
+        """Files that this process sees, too, whose checksums with `key` are `sums`. The version it holds afterwards."""
         from onepolicy.config import TrainingError
         from onepolicy.rollout.weight_files import read_weights
         from onepolicy.sync.checksum import Checksums, difference
 
-        checksums = Checksums()
+        checksums = Checksums(key)
         await self._built.load_weights(checksums.passing(read_weights(folder)), version)
         if (problem := difference(sums, checksums.take())) is not None:
             self._built.version = -1  # it answers nothing
@@ -97,6 +108,11 @@ class ReplicaProcess:
 
     async def reset_cache(self) -> None:
         await self._built.reset_cache()
+
+    def _of(self, life: int) -> RolloutEngine:
+        if life != self._life:
+            raise NotBuilt
+        return self._built
 
     @property
     def _built(self) -> RolloutEngine:

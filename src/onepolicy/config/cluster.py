@@ -35,7 +35,8 @@ class RayCluster(Frozen):
     weights: Literal["stream", "disk"] = "stream"
     """How a step's weights reach the replicas: each is sent them over the network, or reads the files in shared_dir."""
     shared_dir: str | None = None
-    """Folder that all nodes see, for weights = disk; needed where replicas are on other machines."""
+    """Folder that the driver writes a step's weights into, two versions for a while. Unset: the system's temporary one,
+    which often is memory. weights = disk with replicas on other machines needs one that all nodes see."""
     start_timeout: PositiveFloat = 300.0
     """Seconds that Ray gets to find room for all processes, and a replica to load its model."""
     reply_timeout: PositiveFloat = 300.0
@@ -48,11 +49,6 @@ class RayCluster(Frozen):
 
     @model_validator(mode="after")
     def _settings_take_effect(self) -> Self:
-        if self.shared_dir is not None and self.weights != "disk":
-            raise ValueError(
-                f"cluster.shared_dir: has no effect with cluster.weights = {self.weights}; leave it out or set weights "
-                "to disk"
-            )
         if self.auth == "none" and self.address is None:
             raise ValueError(
                 "cluster.auth: none has no effect without cluster.address, where Ray is started with a token; leave it "

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from onepolicy.config import TrainingError
-from onepolicy.rollout.weight_files import read_weights
+from onepolicy.rollout.weight_files import Written, read_weights
 from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.group import in_thread
 
@@ -24,22 +24,33 @@ class Broadcast:
     error: leaving the `async with` raises only what no receiver has seen.
     """
 
-    def __init__(self, folder: str, version: int, receivers: int, *, host: str, limit: float) -> None:
-        """folder: of WeightFiles. host: this machine's address for the receivers. limit: seconds of every wait."""
-        self.limit = limit
-        self._sender = Sender(receivers=receivers, host=host, timeout_s=limit)
-        self._send = partial(self._sender.send, read_weights(folder), version)
+    def __init__(self, written: Written, receivers: int, *, host: str, limit: float) -> None:
+        """host: this machine's address for the receivers. limit: seconds of every wait; all of it may take longer."""
+        self._limit = limit
+        self._sender = Sender(receivers=receivers, host=host, timeout_s=limit, key=written.key)
+        self._send = partial(self._sender.send, read_weights(written.folder), written.version, written.sums)
         self._ranks = itertools.count(1)
         self._failed = False
 
     async def to(self, receive: Callable[[str, int], Awaitable[T]]) -> T:
-        """receive(invitation, rank): what it returns once that process has all weights."""
+        """What receive(invitation, rank) returns once that process has all weights. TimeoutError if it is silent."""
+        receiving = asyncio.ensure_future(receive(self._sender.invitation, next(self._ranks)))
         try:
-            return await receive(self._sender.invitation, next(self._ranks))
+            await asyncio.wait((receiving, self._sending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((receiving,), timeout=self._limit)  # while the sender sends, it has an eye on receivers
+            if not receiving.done():
+                raise TimeoutError
+            return receiving.result()
         except BaseException:
-            self._failed = True
-            self._sender.give_up()  # nobody is at the other end
+            self.give_up()
             raise
+        finally:
+            receiving.cancel()
+
+    def give_up(self) -> None:
+        """A receiver will not come, or has ended early."""
+        self._failed = True
+        self._sender.give_up()
 
     async def __aenter__(self) -> Self:
         self._sending = asyncio.ensure_future(in_thread(self._send))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +19,9 @@ from onepolicy.invariant.contract import Contract
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
-from onepolicy.rollout.weight_files import WeightFiles
-from onepolicy.sync.checksum import Checksums, Sums
+from onepolicy.rollout.weight_files import WeightFiles, Written
+from onepolicy.sync.checksum import Checksums
+from onepolicy.sync.group import in_thread
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
@@ -35,9 +38,9 @@ class Replica(Protocol):
 
     async def reset_cache(self) -> None: ...
 
-    async def load_files(self, folder: str, version: int, sums: Sums, shared: Broadcast | None = None) -> None:
-        """Tensors under transformers' names in memory, in the files of WeightFiles. sums: their checksums. shared: a
-        broadcast of them, of which this is one receiver."""
+    async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
+        """Tensors under transformers' names in memory. shared: a broadcast of them, of which this is one receiver.
+        Afterwards it reads older files no more."""
         ...
 
 
@@ -50,12 +53,12 @@ class Replicas:
         engines: Sequence[Replica],
         files: WeightFiles,
         *,
-        broadcast: Callable[[str, int, int], Broadcast] | None = None,
+        broadcast: Callable[[Written, int], Broadcast] | None = None,
         contract: Contract | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """files: where the weights are written, once for all engines. broadcast(folder, version, receivers): of these
-        files to all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
+        """files: where the weights are written, once for all engines. broadcast(written, receivers): of these files to
+        all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
         assert engines
         self.version, self.contract, self.sizes = 0, contract, sizes
         self.caps = common_caps([engine.caps for engine in engines])
@@ -89,21 +92,23 @@ class Replicas:
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Requests that are running go on with them, each when its engine has them."""
-        checksums = Checksums()
-        folder = str(self._files.write(checksums.passing(weights), version))
-        sums = checksums.take()
+        checksums = Checksums(key := secrets.token_bytes(32))
+        write = partial(self._files.write, checksums.passing(weights), version, keep_older=True)
+        folder = await in_thread(write)  # engines that have requests want to be heard meanwhile
+        written = Written(str(folder), version, key, checksums.take())
         self.version, self._newest = -1, version
 
         async def load(engine: Replica, shared: Broadcast | None) -> None:
-            await engine.load_files(folder, version, sums, shared)
+            await engine.load_files(written, shared)
             if engine.version != version:
                 raise TrainingError(f"{engine.name} holds weight version {engine.version} after loading {version}")
 
         if self._broadcast is None:
             await self._on_all(lambda engine: load(engine, None))
         else:
-            async with self._broadcast(folder, version, len(self._living)) as shared:
+            async with self._broadcast(written, len(self._living)) as shared:
                 await self._on_all(lambda engine: load(engine, shared))
+        self._files.remove_older()
         self._roots.clear()
         self.version = self._oldest = version
 

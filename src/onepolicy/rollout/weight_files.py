@@ -10,6 +10,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -17,9 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.sync.checksum import Sums
 
 SHARD_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A step's weights in a folder of WeightFiles. sums: of the learner's tensors on their way there, with this key."""
+
+    folder: str
+    version: int
+    key: bytes
+    sums: Sums
 
 
 class WeightFiles:
@@ -28,24 +40,26 @@ class WeightFiles:
     What a killed process left behind is removed by the next one that uses the same `folder`.
     """
 
-    def __init__(self, folder: str | None) -> None:
-        """folder: one that the engine's process sees too; None: the system's temporary one."""
+    def __init__(self, folder: str | None, setting: str = "rollout.engine.sync_dir") -> None:
+        """folder: one that the engine's process sees too; None: the system's temporary one. setting: its name."""
+        self._setting = setting
         base = Path(folder) if folder else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
         try:
             base.mkdir(mode=0o777 if folder else 0o700, parents=True, exist_ok=True)
             if not folder:
-                _refuse_foreign(base)
+                _refuse_foreign(base, setting)
             _remove_orphans(base)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base))
         except OSError as error:
-            raise UsageError(f"rollout.engine.sync_dir: {base} cannot be written to: {error}") from error
+            raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: Path | None = None
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False) -> Path:
         """A folder with these tensors in files of about SHARD_BYTES, in transformers' layout. Complete or absent.
 
         The weights are never in memory a second time, only a file's worth of them. The version before is removed.
+        keep_older: by `remove_older`, once nobody reads it.
         """
         done, unfinished = self.folder / f"version_{version}", self.folder / "unfinished"
         try:
@@ -61,13 +75,19 @@ class WeightFiles:
             unfinished.rename(done)
         except (OSError, SafetensorError) as error:
             raise TrainingError(
-                f"rollout.engine.sync_dir: {self.folder} cannot hold the weights of version {version}: {error}; "
-                "choose a folder with more room"
+                f"{self._setting}: {self.folder} cannot hold the weights of version {version}: {error}; set "
+                f"{self._setting} to a folder with room for them twice"
             ) from error
-        if self._newest not in (None, done):
-            shutil.rmtree(self._newest, ignore_errors=True)
         self._newest = done
+        if not keep_older:
+            self.remove_older()
         return done
+
+    def remove_older(self) -> None:
+        """All versions but the one that was written last."""
+        for path in self.folder.glob("version_*"):
+            if path != self._newest:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]]:
@@ -83,13 +103,13 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]
         yield shard
 
 
-def _refuse_foreign(base: Path) -> None:
+def _refuse_foreign(base: Path, setting: str) -> None:
     """UsageError for a folder that somebody else put at this name, where everybody may put one."""
     about = base.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
         raise UsageError(
-            f"rollout.engine.sync_dir: {base} belongs to somebody else, or others may write to it, and could give the "
-            "engine other weights; remove it, or set sync_dir to a folder of yours"
+            f"{setting}: {base} belongs to somebody else, or others may write to it, and could give the engine other "
+            f"weights; remove it, or set {setting} to a folder of yours"
         )
 
 

@@ -54,30 +54,40 @@ class Sender:
         backend: str = "gloo",
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
+        key: bytes | None = None,
     ) -> None:
-        """host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs."""
+        """host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs. key: a secret one
+        that checksums of these weights were made with; None: one is made."""
         store = open_store(host, timeout_s)
-        key = secrets.token_bytes(32)
+        key = secrets.token_bytes(32) if key is None else key
         self.secret = Invitation(host, store.port, key.hex(), 1 + receivers, backend, timeout_s)
         self.invitation = self.secret.encode()
         self._store, self._board, self._checksums = store, Board(store, key, timeout_s), Checksums(key)
+        self._known: Sums | None = None
         self._group: Any = None
         self._ranks = range(1, 1 + receivers)
         self._given_up = threading.Event()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, known: Sums | None = None) -> str:
         """All tensors to all receivers; waits until every one has loaded them. The digest that both sides agree on.
 
-        Blocks: give it a thread of its own beside an event loop. TrainingError if a receiver does not come, fails, is
-        silent for too long, or has other bytes. After that the receivers' engines hold no version.
+        known: what their checksums with this sender's key must be. Blocks: give it a thread of its own beside an event
+        loop. TrainingError if the weights are other ones, or a receiver does not come, fails, is silent for too long,
+        or has other bytes. After that the receivers' engines hold no version.
         """
-        buckets, digest = 0, hashlib.sha256()
+        buckets, digest, missing = 0, hashlib.sha256(), set(known or ())
+        self._known = known
         try:
             self._group = self._gathered()
             for bucket in in_buckets(weights, BUCKET_BYTES):
                 self._refuse_failed()
                 digest.update(self._send_bucket(buckets, bucket, version))
                 buckets += 1
+                missing -= bucket.keys()
+            if missing:
+                raise TrainingError(
+                    f"weight sync of version {version}: {min(missing)!r} is not among what is to be sent"
+                )
             end = {"version": version, "digest": digest.hexdigest(), "end": buckets}
             self._board.put(f"bucket/{buckets}", end)
             for rank in self._ranks:
@@ -123,6 +133,10 @@ class Sender:
         for name, tensor in bucket.items():
             self._checksums.add(name, tensor)
         sums = self._checksums.take()
+        if self._known is not None:
+            problem = difference({name: self._known[name] for name in self._known.keys() & sums.keys()}, sums)
+            if problem is not None:
+                raise TrainingError(f"weight sync of version {version}: what is to be sent has changed: {problem}")
         flat = flattened(list(bucket.values()), cpu=self.secret.backend == "gloo")
         work = start_broadcast(self._group, flat)
         # only now: a receiver that waits for bytes cannot be told that there will be none
