@@ -145,6 +145,7 @@ class Sampling:
     stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
     top_logprobs: int = 0  # log-probabilities of this many of the likeliest tokens, with every sampled one
     routes_from: int = 0  # first slot whose route is wanted; an engine may return earlier ones as well
+    first_prompt: int = 0  # tokens at the prompt's beginning that its episode began with; 0 = all of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 loses what was in play, and nothing is trained on twice or in part."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -81,10 +82,12 @@ def test_summary_and_report_say_what_overlapped(overlapping):
 
 
 def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(recipe, train, tmp_path, monkeypatch):
-    """Killed right after the checkpoint of step 2, while episodes of steps 3 to 5 are in play."""
-    out, saved = tmp_path / "run", loop.checkpoint.save
+    """Killed right after the checkpoint of step 2, while episodes of steps 3 to 5 are in play. They have the event loop
+    to themselves while it is written."""
+    out, saved, threads = tmp_path / "run", loop.checkpoint.save, set()
 
     def killing(*arguments, step, **more):
+        threads.add(threading.current_thread())
         saved(*arguments, step=step, **more)
         if step == 2:
             raise KeyboardInterrupt
@@ -93,6 +96,8 @@ def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(recipe, tr
     settings = ["steps=5", "rollout.max_staleness=2", "checkpoint.every=1", "eval.every=0"]
     assert main(["train", str(recipe), f"out={out}", *settings]) != 0
     assert [row["step"] for row in rows(out)] == [1, 2]
+    assert threads
+    assert threading.main_thread() not in threads
     monkeypatch.undo()
     assert main(["train", "--resume", str(out)]) == 0
     found = rows(out)

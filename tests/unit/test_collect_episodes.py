@@ -153,3 +153,23 @@ def test_an_evaluation_counts_all_of_a_forked_episode():
     config = EvalConfig(problems=2, greedy=True, k=0)
     metrics = asyncio.run(evaluate(Engine(), environment, config, stop=(), max_tokens=1))
     assert metrics == {"eval/greedy": 1.0, "eval/response_length": 2.5}
+
+
+def test_every_turn_says_how_its_episode_began():
+    asked = []
+
+    class Notes(Engine):
+        async def generate(self, tokens, sampling, *, seed):
+            asked.append((tokens, sampling.first_prompt))
+            return await super().generate(tokens, sampling, seed=seed)
+
+    class Turns(Failing):
+        async def episode(self, problem, sample, temperature):
+            await sample([1, 2, problem.id])
+            await sample([1, 2, problem.id, 3, 4])
+            await sample([1, 2, 5])  # a history that was rewritten
+            return group([0.0]).samples
+
+    config = RolloutConfig(prompts_per_step=1, group_size=1)
+    asyncio.run(collect(Notes(), Turns({}), config, stop=(), step=0, seed=0))
+    assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]

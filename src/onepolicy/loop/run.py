@@ -167,7 +167,11 @@ async def _repeat(
             if _due(done, config.checkpoint.every, config.steps):
                 with folder.writing(out):
                     log.sync()  # a checkpoint never outlives the rows before it
-                    checkpoint.save(out, learner, tokenizer, step=done, extra={"parent": origin.parent})
+                    save = partial(checkpoint.save, out, learner, tokenizer, step=done, extra={"parent": origin.parent})
+                    if ahead is None:
+                        save()
+                    else:  # episodes are in play, and need the event loop
+                        await asyncio.to_thread(save)
                     checkpoint.prune(out, config.checkpoint.keep)
 
 

@@ -49,13 +49,14 @@ async def play(
     name: str = "",
 ) -> tuple[Sample, ...]:
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
-    turn = 0
+    turn = first_prompt = 0
 
     async def sample(tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0) -> Completion:
-        nonlocal turn
+        nonlocal turn, first_prompt
         turn += 1
+        first_prompt = first_prompt or len(tokens)
         limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
-        asked = dataclasses.replace(sampling, max_tokens=limit, routes_from=routes_from)
+        asked = dataclasses.replace(sampling, max_tokens=limit, routes_from=routes_from, first_prompt=first_prompt)
         completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
         check_sampled(completion, f"{name}, turn {turn - 1}")
         check_completion(completion, tokens, routes, f"{name}, turn {turn - 1}")

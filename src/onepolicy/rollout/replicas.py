@@ -65,7 +65,6 @@ class Replicas:
         self._living = list(engines)
         self._files, self._broadcast = files, broadcast
         self._oldest = self._newest = 0  # versions that engines hold; they differ while weights are loaded
-        self._roots = Roots()
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +73,7 @@ class Replicas:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
         """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
-        asked, root = self._oldest, self._roots.of(prompt_ids)
+        asked, root = self._oldest, prompt_ids[: sampling.first_prompt or None]
         while True:
             engine = chosen(self._living, root)
             try:
@@ -109,11 +108,9 @@ class Replicas:
             async with self._broadcast(written, len(self._living)) as shared:
                 await self._on_all(lambda engine: load(engine, shared))
         self._files.remove_older()
-        self._roots.clear()
         self.version = self._oldest = version
 
     async def reset_cache(self) -> None:
-        self._roots.clear()
         await self._on_all(lambda engine: engine.reset_cache())
 
     def take_metrics(self) -> dict[str, float]:
@@ -143,31 +140,10 @@ class Replicas:
             raise TrainingError(f"no rollout replica is left: {error}; `--resume` continues after the last checkpoint")
 
 
-class Roots:
-    """First prompts of the episodes since the caches were last emptied."""
-
-    def __init__(self) -> None:
-        self._known: set[bytes] = set()
-        self._lengths: set[int] = set()
-
-    def of(self, prompt_ids: Sequence[int]) -> bytes:
-        """The shortest known prompt that this one begins with, as bytes; itself if there is none."""
-        whole = np.asarray(prompt_ids, dtype=np.int64).tobytes()
-        for length in sorted(self._lengths):
-            if length <= len(whole) and whole[:length] in self._known:
-                return whole[:length]
-        self._known.add(whole)
-        self._lengths.add(len(whole))
-        return whole
-
-    def clear(self) -> None:
-        self._known.clear()
-        self._lengths.clear()
-
-
-def chosen(engines: Sequence[Replica], root: bytes) -> Replica:
+def chosen(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
     """Rendezvous hashing: what another engine's end moves are only its own requests."""
-    return max(engines, key=lambda engine: hashlib.blake2b(root + engine.name.encode(), digest_size=8).digest())
+    key = np.asarray(root, dtype=np.int64).tobytes()
+    return max(engines, key=lambda engine: hashlib.blake2b(key + engine.name.encode(), digest_size=8).digest())
 
 
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
