@@ -18,6 +18,7 @@ from onepolicy.plan.dry import Held
 from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
 from onepolicy.plan.hardware import Constant, parse_cluster
 from onepolicy.plan.memory import gathered, learner_memory, start_memory
+from onepolicy.plan.save import save_of
 from onepolicy.plan.times import decode, learning, rollout, sync, sync_way
 from onepolicy.plan.traffic import traffic_of
 from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of
@@ -311,7 +312,8 @@ def test_ray_replicas_have_devices_of_their_own():
     assert slots_of(config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3) == 1
     memory = engine_memory(DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1)
     assert memory.room == 4000  # half a device
-    assert sync_way(own) == "files"
+    assert sync_way(own) == "stream"
+    assert sync_way(config(cluster=RAY | {"weights": "disk"})) == "files"
 
 
 @pytest.mark.parametrize(("sync", "way"), [("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")])
@@ -330,6 +332,34 @@ def test_sync_by_way():
     assert sync(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
     codes = dataclasses.replace(WEIGHTS, total=2500)
     assert sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory") == (8000 + 2500) / 100
+
+
+def test_sync_to_several_engines():
+    """Files are written once; the sender of a gloo broadcast sends all of it to 1, 2, 4, ... receivers in turn."""
+    own = config(rollout=SERVER)
+
+    def seconds(way, engines, tensor_parallel=1):
+        return sync(DIMS, own, cluster(16), WEIGHTS, 1, way, engines=engines, tensor_parallel=tensor_parallel)
+
+    assert [seconds("gloo", n) for n in (1, 2, 3, 4, 8)] == [400, 800, 800, 1200, 1600]
+    assert seconds("gloo", 1, 8) == seconds("gloo", 8)  # every process of a server has all of it
+    assert [seconds("stream", n) for n in (1, 8)] == [200 + 400, 200 + 1600]
+    assert [seconds("files", n) for n in (1, 8, 9)] == [200 + 200, 200 + 200, 200 + 400]
+    assert seconds("nccl", 8) == seconds("nccl", 1)
+
+
+def test_saving_a_checkpoint():
+    """2000 parameters: 12 bytes each in float32, 2 + 8 + 4 in bfloat16 with masters; 20 bytes a second."""
+    save = save_of(DIMS, config(train={"ranks": 16, "rank_timeout": 1200.0}), cluster(16), 16)
+    assert (save.size, save.staged) == (24_000, 12_000)  # 8 ranks on a node
+    assert (save.written, save.counts) == (1200, 1200 + 1200 + 800)
+    assert save.in_time
+    assert not save_of(DIMS, config(train={"ranks": 16, "rank_timeout": 1199.0}), cluster(16), 16).in_time
+    alone = save_of(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
+    assert (alone.size, alone.staged, alone.written, alone.counts) == (28_000, 0, 1400, 2800)
+    assert alone.in_time
+    critic = config(objective={"baseline": "critic", "normalise": "none"})
+    assert save_of(DIMS, critic, cluster(), 1).size == 48_000
 
 
 def test_routes_as_engines_send_them():

@@ -73,11 +73,13 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, co
     from onepolicy.plan.planner import Planner, best
     from onepolicy.plan.table import render, tree
     from onepolicy.plan.traffic import traffic_of
-    from onepolicy.plan.work import in_process
+    from onepolicy.plan.work import in_process, replicated
 
     assert isinstance(console, Console)
     if arguments.sync and in_process(config):
         raise UsageError("--sync: the engine is in the learner's process, so weights are copied; leave it out")
+    if arguments.sync and replicated(config):
+        raise UsageError("--sync: is for a server; give cluster.weights=stream or cluster.weights=disk")
     with console.status("running the model without memory"):
         planner = Planner(
             config,

@@ -18,7 +18,12 @@ def mends(planner: Planner, chosen: Option) -> list[str]:
         found += _of_learner(planner, chosen)
     if not chosen.engine_fits:
         found += _of_engine(planner, chosen)
-    if not chosen.host_fits:
+    if chosen.save.staged > chosen.host_room:
+        found.append(
+            f"nodes with more than {chosen.save.staged / 1e9:,.0f} GB of memory: a checkpoint's shards are copied "
+            "there while they are written (--constant host_memory=BYTES if they do)"
+        )
+    if chosen.start.host > chosen.host_room:
         found.append(
             f"nodes with more than {chosen.start.host / 1e9:,.0f} GB of memory: the model is read whole in "
             f"model.dtype = {planner.config.model.dtype} before it is spread (--constant host_memory=BYTES if they do)"

@@ -16,6 +16,7 @@ from onepolicy.plan.dry import DryModel, Held, Micro
 from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_of
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import LearnerMemory, StartMemory, compute_dtype, learner_memory, start_memory
+from onepolicy.plan.save import Save, save_of
 from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
 from onepolicy.plan.work import Work, devices_per_replica, in_process, replicated, work_of
 
@@ -42,6 +43,7 @@ class Option:
     learning: Learning
     sync: float
     start: StartMemory
+    save: Save
     learner_room: float  # bytes a rank may use
     host_room: float  # bytes of a node's own memory
     engine_on_learner: bool
@@ -58,7 +60,7 @@ class Option:
 
     @property
     def host_fits(self) -> bool:
-        return self.start.host <= self.host_room
+        return max(self.start.host, self.save.staged) <= self.host_room
 
     @property
     def engine_fits(self) -> bool:
@@ -139,8 +141,18 @@ class Planner:
                 capacity=max(1, engine.sequences),
             ),
             learning(self.dims, config, self.cluster, self.work, split.learners),
-            sync(self.dims, config, self.cluster, self.weights, split.learners, self.way),
+            sync(
+                self.dims,
+                config,
+                self.cluster,
+                self.weights,
+                split.learners,
+                self.way,
+                engines=split.engines,
+                tensor_parallel=split.tensor_parallel,
+            ),
             start_memory(self.dims, config, self.cluster, split.learners),
+            save_of(self.dims, config, self.cluster, split.learners),
             self.room,
             float("inf") if self.cluster.is_cpu else self.cluster["host_memory"],
             in_process(config),

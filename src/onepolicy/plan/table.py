@@ -28,6 +28,13 @@ LEARNER = {
     "routes": "routes",
     "others": "critic, reference, re-prefill",
 }
+WAYS = {
+    "memory": "copied",
+    "files": "files, written once",
+    "gloo": "one gloo broadcast to all",
+    "stream": "files, written once, then one gloo broadcast to all",
+    "nccl": "one NCCL broadcast to all",
+}
 SPLITS = 5
 
 
@@ -40,6 +47,7 @@ def render(
     if len(options) > 1:
         yield _splits(options, chosen)
     yield _traffic(traffic, planner.way)
+    yield _saved(chosen)
     if lines:
         yield Text("\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)]), style="bold red")
     yield _constants(planner)
@@ -69,6 +77,7 @@ def _option_tree(option: Option) -> Tree:
         "learner_bytes": learner,
         "engine": asdict(option.engine),
         "start_bytes": asdict(option.start),
+        "checkpoint": asdict(option.save) | {"in_time": option.save.in_time},
         "seconds": option.parts | {"step": option.seconds, "overlapped": option.overlapped},
         "decode_step": asdict(option.rollout.step),
         "learning": asdict(option.learning),
@@ -172,9 +181,27 @@ def _traffic(traffic: Traffic, way: str) -> Table:
     if traffic.route_bytes_per_token:
         table.add_row(f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes))
         table.add_row("  as the engine sends them", size(traffic.routes_sent))
-    table.add_row(f"weights to each engine ({way})", size(traffic.weights))
+    table.add_row(f"weights to each engine ({WAYS[way]})", size(traffic.weights))
     if traffic.gathered:
         table.add_row("layers and gradients, to and from each rank", size(traffic.gathered))
+    return table
+
+
+def _saved(option: Option) -> Table:
+    save = option.save
+    table = _table("a checkpoint, in the background" if save.staged else "a checkpoint", "what", "")
+    table.add_row("bytes", size(save.size))
+    table.add_row("seconds to write" + ", all ranks into one folder" * bool(save.staged), _seconds(save.written))
+    table.add_row("seconds until it counts", _seconds(save.counts))
+    if save.staged:
+        room = f" of {size(option.host_room)}" if option.host_room < inf else ""
+        style = "green" if save.staged <= option.host_room else "bold red"
+        table.add_row("host memory of a node meanwhile", Text(f"{size(save.staged)}{room}", style))
+    if not save.in_time:
+        mend = (
+            f"train.rank_timeout = {save.limit:g} s is less than writing takes: raise it, or give --constant disk=B/s"
+        )
+        table.add_row(Text("too slow", "bold red"), Text(mend, "bold red"))
     return table
 
 

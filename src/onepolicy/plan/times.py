@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, SGLangConfig, VLLMServerConfig
+from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims
 from onepolicy.plan.engine import Weights, cache_bytes, sent_dtype
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import BYTES, FLOAT32, gather_dtype
-from onepolicy.plan.work import Work, in_process, slots_of
+from onepolicy.plan.work import Work, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +167,37 @@ class Pass:
         return Pass(self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead)
 
 
-def sync(dims: Dims, config: RunConfig, cluster: Cluster, weights: Weights, ranks: int, way: str) -> float:
+def sync(
+    dims: Dims,
+    config: RunConfig,
+    cluster: Cluster,
+    weights: Weights,
+    ranks: int,
+    way: str,
+    *,
+    engines: int = 1,
+    tensor_parallel: int = 1,
+) -> float:
     """Seconds until the engines have the new weights, sent in the engine's dtype, unrounded where it quantises them.
 
-    memory: into an engine in the same process; files: written and read again; gloo: through the host; nccl: broadcast
-    from rank 0. Sharded learners gather every tensor first.
+    memory: into an engine in the same process; files: written once, read by every node of the engines; gloo: one
+    broadcast through the hosts, a binomial tree, so the sender sends all of it once per level; stream: written once,
+    then broadcast so; nccl: broadcast from rank 0. Sharded learners gather every tensor first.
     """
     sent = dims.total * BYTES[sent_dtype(config)]
     gather = 0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
     if way == "memory":
         return gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
-    speeds = {"files": cluster["disk"] / 2, "gloo": cluster["host"], "nccl": cluster.point_to_point()}
-    return gather + sent / speeds[way]
+    receivers = engines * tensor_parallel
+    levels, nodes = math.ceil(math.log2(1 + receivers)), math.ceil(receivers / cluster.per_node)
+    written, broadcast = sent / cluster["disk"], levels * sent / cluster["host"]
+    seconds = {
+        "files": written * (1 + nodes),
+        "gloo": broadcast,
+        "stream": written + broadcast,
+        "nccl": sent / cluster.point_to_point(),
+    }
+    return gather + seconds[way]
 
 
 def sync_way(config: RunConfig) -> str:
@@ -184,4 +205,6 @@ def sync_way(config: RunConfig) -> str:
     engine = config.rollout.engine
     if isinstance(engine, SGLangConfig | VLLMServerConfig):
         return "files" if engine.sync == "disk" else engine.sync
-    return "memory" if in_process(config) else "files"
+    if isinstance(config.cluster, RayCluster):
+        return "stream" if config.cluster.weights == "stream" else "files"
+    return "memory"
