@@ -61,6 +61,11 @@ def settings(*overrides) -> RunConfig:
     return resolve(BASE, ["cluster.kind=ray", *overrides])
 
 
+@pytest.mark.parametrize("weights", ["stream", "disk"])
+def test_the_folder_of_weights_is_free_to_choose(weights):
+    assert settings(f"cluster.weights={weights}", "cluster.shared_dir=x").cluster.shared_dir == "x"
+
+
 def test_room():
     config = settings("cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2")
     needs = Needs.of(config, cuda=False)
