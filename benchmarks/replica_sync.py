@@ -1,0 +1,93 @@
+"""Seconds of a weight sync to replicas of `cluster.kind = ray` on this machine: one broadcast to all of them, one
+for each, and files that each reads itself; in turn, for several numbers of replicas.
+
+    python benchmarks/replica_sync.py --rounds 6         # 1, 2 and 4 replicas of 196M parameters
+    python benchmarks/replica_sync.py --models tiny --replicas 1 8
+
+Writing the step's files, which all three begin with, counts and is shown alone. Median of the rounds after the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from sync import CPU, MAX_LEN, big_model, build_model, show
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from onepolicy.cluster.start import opened
+from onepolicy.config import HFEngineConfig, ModelConfig, resolve
+from onepolicy.loop.run import Progress
+from onepolicy.rollout.replicas import Replicas
+
+
+class Written:
+    """The learner's tensors, and how long it took to take them, checksums and files included."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.weights = model.state_dict()
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        begun = time.perf_counter()
+        yield from self.weights.items()
+        self.seconds = time.perf_counter() - begun
+
+
+def measured(folder: str, model: PreTrainedModel, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds by what was done, sorted."""
+    settings = {"out": "x", "steps": 1, "model": {"path": folder}, "task": {"kind": "chain"}}
+    config = resolve(settings, ["cluster.kind=ray", f"cluster.replicas={count}", "train.device=cpu"])
+    own = HFEngineConfig(dtype="bfloat16")
+    found: dict[str, list[float]] = {"files": [], "together": [], "one each": [], "disk": []}
+    with opened(config, Progress()) as hosts:
+        replicas = hosts.build_engine(ModelConfig(path=folder), own, CPU, routes=None, max_len=MAX_LEN)
+        assert isinstance(replicas, Replicas)
+        together = replicas._broadcast
+        disk = config.cluster.model_copy(update={"weights": "disk"})
+
+        ways = [("together", together, config.cluster), ("one each", None, config.cluster), ("disk", None, disk)]
+
+        async def load() -> None:
+            for version in range(rounds + 1):
+                ways.append(ways.pop(0))  # what comes first finds other caches
+                for name, broadcast, cluster in ways:
+                    replicas._broadcast = broadcast
+                    for engine in replicas._living:
+                        engine._config = cluster  # type: ignore[attr-defined]
+                    written, begun = Written(model), time.perf_counter()
+                    await replicas.load_weights(written, version)
+                    found[name].append(time.perf_counter() - begun)
+                    found["files"].append(written.seconds)
+
+        asyncio.run(load())
+    return {name: sorted(times[3 if name == "files" else 1 :]) for name, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=("tiny", "big"), default=["big"])
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in args.models:
+        model = build_model() if name == "tiny" else big_model()
+        size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
+        print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for count in args.replicas:
+                show(f"{name}, {count} replicas", measured(folder, model, count, args.rounds), size)
+
+
+if __name__ == "__main__":
+    main()
