@@ -44,7 +44,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu") or not _worth_it(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        return LinearFunction.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+        out = LinearFunction.apply(x.flatten(0, -2), weight, bias)
+        # a module that returns a view would lose FSDP2's hook if it were changed in place, which FSDP2 warns of
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])
     return times(x, weight, bias)
 
 
