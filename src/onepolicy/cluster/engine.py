@@ -116,7 +116,7 @@ class RemoteEngine:
             try:
                 while self._asked and life == self._life:
                     if self._unsent:
-                        await self._send(life)
+                        await self._send()
                     collecting = collecting or asyncio.create_task(self._collect(life))
                     more = asyncio.create_task(self._more.wait())
                     await asyncio.wait((collecting, more), return_when=asyncio.FIRST_COMPLETED)
@@ -130,7 +130,8 @@ class RemoteEngine:
                 if collecting is not None:
                     collecting.cancel()
 
-    async def _send(self, life: int) -> None:
+    async def _send(self) -> None:
+        life = self._life
         self._more.clear()
         requests = {number: self._asked[number][0] for number in self._unsent if number in self._asked}
         await self._call("submit", life, encode_requests(requests), limit=self._config.reply_timeout)
