@@ -2,8 +2,8 @@
 
     python benchmarks/quant_step.py --formats off int8 --steps 2
 
-Steps are the loop's own; formats go one after another. Seconds are those a clock on the wall shows, so the
-shares say more than the numbers.
+Steps are the loop's own. Formats take their steps in turn, so that other work on the machine meets all of them; every
+format keeps a learner of its own (about 4 GB).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
 from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import rl_step
+from onepolicy.loop.step import Parts, rl_step
 from onepolicy.train.policy import make_tokenizer
 
 TIMES = ("rollout", "score", "update", "sync", "step")
@@ -34,14 +34,21 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens of a response")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| rollout.quant | " + " | ".join(f"{name}, s" for name in TIMES) + " | sampling's share |\n|" + " --- |" * 7)
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder) / "model")
-        for quant in options.formats:
-            rows = steps_of(Path(folder), quant, options.steps, options.length)
-            found = [statistics.median(row[f"time/{name}"] for row in rows) for name in TIMES]
-            seconds = " | ".join(f"{each:.2f}" for each in found)
-            print(f"| {quant} | {seconds} | {found[0] / found[-1]:.0%} |", flush=True)
+        runs = {quant: build(Path(folder), quant, options.steps, options.length) for quant in options.formats}
+        rows = {quant: [] for quant in runs}
+        for step in range(options.steps + 1):
+            for quant, parts in runs.items():
+                rows[quant].append(asyncio.run(rl_step(parts, step, probe=False)).metrics)
+    print("| rollout.quant | " + " | ".join(f"{name}, s" for name in TIMES) + " | sampling's share | step / first |")
+    print("|" + " --- |" * (len(TIMES) + 3))
+    first = [row["time/step"] for row in rows[options.formats[0]][1:]]
+    for quant, (_, *measured) in rows.items():
+        found = [statistics.median(row[f"time/{name}"] for row in measured) for name in TIMES]
+        ratio = statistics.median(row["time/step"] / other for row, other in zip(measured, first, strict=True))
+        seconds = " | ".join(f"{each:.2f}" for each in found)
+        print(f"| {quant} | {seconds} | {found[0] / found[-1]:.0%} | {ratio:.2f} |", flush=True)
 
 
 def save(folder: Path) -> None:
@@ -52,8 +59,7 @@ def save(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def steps_of(folder: Path, quant: str, steps: int, length: int) -> list[dict[str, float]]:
-    """Metrics of each step but the first, which warms up."""
+def build(folder: Path, quant: str, steps: int, length: int) -> Parts:
     tree = {
         "out": str(folder / "unused"),
         "steps": steps + 1,
@@ -67,7 +73,7 @@ def steps_of(folder: Path, quant: str, steps: int, length: int) -> list[dict[str
         "train": {"threads": 1},
     }
     parts, _ = build_parts(resolve(tree, []))
-    return [asyncio.run(rl_step(parts, step, probe=False)).metrics for step in range(steps + 1)][1:]
+    return parts
 
 
 if __name__ == "__main__":

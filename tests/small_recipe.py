@@ -10,6 +10,7 @@ def write_recipe(policy, *lines):
     task = {{ kind = "chain", ops = 2 }}
     rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
     optim = {{ lr = 1e-3 }}
+    objective = {{ entropy_coef = 0.01 }}  # every step changes the weights, also where all rewards are equal
     checkpoint = {{ every = 2 }}
     """
     path.write_text("\n".join([common, *lines]))

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from faults_support import FAR, FAR_LINK, LINK, NEAR, SPACE, ip
+from faults_support import FAR, FAR_LINK, LINK, NEAR, SPACE, ip, rows
 
 from onepolicy.cli import main
 from small_recipe import write_recipe
@@ -35,6 +35,9 @@ def whole(recipe, tmp_path_factory):
     """The recipe's run as it is without a fault."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}"]) == 0
+    assert all(
+        row["train/grad_norm"] > 0 for row in rows(out)
+    )  # a step that is lost or made twice shows in the weights
     return out
 
 

@@ -27,7 +27,6 @@ from onepolicy.cli import main
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600)]
-MOVING = "objective.entropy_coef=0.01"  # so that every step has other weights, whatever the rewards
 RAY = ["cluster.kind=ray", f"cluster.start_timeout={LONG}", f"cluster.restart_timeout={LONG}"]
 
 
@@ -37,7 +36,7 @@ class Run:
     def __init__(self, out, *arguments, **how):
         self.out, self._said = out, out.with_suffix(".stdout")
         with self._said.open("w") as file:
-            self.process = start(*arguments, f"out={out}", MOVING, *RAY, stdout=file, **how)
+            self.process = start(*arguments, f"out={out}", *RAY, stdout=file, **how)
 
     def after(self, step):
         wait_for(lambda: len(steps_of(self.out)) >= step, self.process)
@@ -54,7 +53,7 @@ class Run:
 def whole(recipe, tmp_path_factory):
     """The local run on two ranks, which one replica's equals to the bit."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    assert main(["train", str(recipe), f"out={out}", MOVING, "train.ranks=2"]) == 0
+    assert main(["train", str(recipe), f"out={out}", "train.ranks=2"]) == 0
     return out
 
 
@@ -128,7 +127,7 @@ def test_a_replica_that_stands_still_is_replaced(recipe, tmp_path):
     """Stopped, not killed: no connection breaks. cluster.reply_timeout is the bound."""
     exact = ["numerics=on-policy", "model.dtype=float32"]
     whole = tmp_path / "whole"
-    assert main(["train", str(recipe), f"out={whole}", MOVING, *exact]) == 0
+    assert main(["train", str(recipe), f"out={whole}", *exact]) == 0
     run = Run(tmp_path / "run", recipe, *exact, "cluster.replicas=2", "cluster.reply_timeout=10")
     stopped = int(run.after(2)["replica 0"])
     os.kill(stopped, signal.SIGSTOP)

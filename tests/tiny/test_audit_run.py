@@ -16,7 +16,13 @@ from onepolicy.loop import setup
 from onepolicy.loop.measure import _open, look, measure_config
 from onepolicy.sync.local import push_weights
 
-EVERY_STEP = ("log.counterfactual_every=1", "eval.every=0", "steps=2", "rollout.prompts_per_step=8")
+EVERY_STEP = (
+    "log.counterfactual_every=1",
+    "eval.every=0",
+    "steps=2",
+    "rollout.prompts_per_step=8",
+    "objective.entropy_coef=0",
+)
 
 
 @pytest.fixture
@@ -94,7 +100,7 @@ def rows_of(batch, **more):
 )
 def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train, tmp_path, temperature, causes):
     """Half of the samples come from the checkpoint of an earlier step of a real run; then all of them, undeclared."""
-    run = train(None, "optim.lr=1e-2", "steps=4", "rollout.prompts_per_step=8", "eval.every=0")
+    run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
     config = measure_config({}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None)
     parts, _ = setup.build_parts(config)

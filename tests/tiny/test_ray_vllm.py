@@ -47,8 +47,7 @@ def answers(monkeypatch):
 @pytest.mark.parametrize(("weights", "killed"), [("stream", False), ("disk", True)])
 def test_replicas_sample_from_the_learners_weights(weights, killed, recipe, answers, tmp_path, monkeypatch, caplog):
     out = tmp_path / "run"
-    own = ["objective.entropy_coef=0.01"]  # every step has other weights, whatever the rewards
-    own += [f"steps={STEPS}", "eval.every=0", f"cluster.weights={weights}", "cluster.replicas=2", "train.device=cpu"]
+    own = [f"steps={STEPS}", "eval.every=0", f"cluster.weights={weights}", "cluster.replicas=2", "train.device=cpu"]
     processes = start_noting(monkeypatch)
     done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1) if killed else []
     limits = ["cluster.start_timeout=900", "cluster.restart_timeout=900"]  # two starts of vLLM on a busy machine

@@ -18,7 +18,7 @@ from onepolicy.train.pack import pack
 
 SETTINGS = [
     "out=unused", "rollout.max_staleness=1", "rollout.engine.dtype=float32", "rollout.prompts_per_step=6",
-    "rollout.engine.slots=24", "optim.clip_norm=1e9", "replay.min_agreement=0",
+    "rollout.engine.slots=24", "optim.clip_norm=1e9", "replay.min_agreement=0", "objective.entropy_coef=0",
 ]  # fmt: skip
 
 
