@@ -52,6 +52,51 @@ def written(tmp_path):
     del files  # which removes the folder
 
 
+class Stopping(Engine):
+    """Weights that break off take it out of service, as they do the engines that sample."""
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        for _ in range(sampling.max_tokens):
+            await asyncio.sleep(0.001)
+            if self.version < 0:
+                raise RuntimeError("the last load_weights failed half-way")
+        return await super().generate(prompt_ids, replace(sampling, max_tokens=1), seed=seed)
+
+    async def load_weights(self, weights, version):
+        self.version = -1
+        await asyncio.sleep(0.05)
+        if len(list(weights)) != 1:
+            raise TrainingError("the sender is gone")
+        self.version = version
+
+
+class BreaksOff:
+    """A broadcast that ends half-way, because another receiver has died."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def give_up(self):
+        pass
+
+    async def to(self, receive):
+        await self.actor.process._engine.load_weights([], 4)
+
+
+def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(written, monkeypatch):
+    monkeypatch.setattr(replica, "build_engine", lambda _: Stopping())
+    engine = opened(actor := Actor())
+
+    async def go():
+        await actor.process.build("{}", 0)
+        running = asyncio.ensure_future(asked(engine, range(3), max_tokens=100))
+        await asyncio.sleep(0.05)
+        await engine.load_files(written, BreaksOff(actor))
+        return await asyncio.wait_for(running, 20)
+
+    assert [int(done.version[0]) for done in asyncio.run(go())] == [4, 4, 4]
+
+
 def opened(actor, **cluster):
     return RemoteEngine("replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1")
 

@@ -16,6 +16,7 @@ from onepolicy.rollout.broadcast import Broadcast
 from onepolicy.rollout.http import EngineLost
 from onepolicy.rollout.replicas import Replicas, chosen, common_caps
 from onepolicy.rollout.weight_files import WeightFiles, Written, read_weights
+from onepolicy.sync.board import Board
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.checksum import Checksums
 from onepolicy.types import Completion, Sampling
@@ -206,6 +207,27 @@ def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
     with pytest.raises(TrainingError, match="what is to be sent has changed: the bytes of 'a'"):
         asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
     assert not engine.loaded
+
+
+def test_a_sender_that_is_held_up_while_its_receivers_end_has_not_failed(tmp_path, monkeypatch):
+    wait = Board.wait
+
+    def held_up(board, names, meanwhile):
+        def later():
+            if names[0].startswith("done/"):
+                time.sleep(0.3)
+            meanwhile()
+
+        return wait(board, names, later)
+
+    def slowly_taken(invitation, rank):
+        found = taken(invitation, rank)
+        time.sleep(0.1)
+        return found
+
+    monkeypatch.setattr(Board, "wait", held_up)
+    (found,) = broadcast_to(tmp_path, slowly_taken)
+    assert found.keys() == {"a", "b"}
 
 
 def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):

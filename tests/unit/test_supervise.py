@@ -116,9 +116,21 @@ def test_sigterm_ends_the_run_and_its_supervision():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_signal_that_comes_while_the_process_is_started_reaches_it(monkeypatch):
+    popen = subprocess.Popen
+
+    def start(command):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return popen(command)
+
+    monkeypatch.setattr(supervise.subprocess, "Popen", start)
+    assert supervise._run([sys.executable, "-c", "import time; time.sleep(60)"]) == 143
+
+
 CTRL_C = """
-import sys
+import signal, sys
 from onepolicy.loop import supervise
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script it is ignored
 code = (
     "import signal, time\\nsignal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\\n"
     "print('there', flush=True)\\ntime.sleep(1.5)\\nraise SystemExit(1)"

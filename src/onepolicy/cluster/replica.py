@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from onepolicy.types import Completion
 
 
+AGAIN = 0.05
+"""Seconds between two looks at whether an engine has whole weights again."""
+
+
 class NotBuilt(Exception):
     """This process was restarted and has no engine yet, or was built again since."""
 
@@ -121,8 +125,14 @@ class ReplicaProcess:
         return self._engine
 
     async def _run(self, engine: RolloutEngine, number: int, request: Request) -> None:
-        asked = engine.generate(request.prompt_ids.tolist(), request.sampling, seed=request.seed)
-        (answer,) = await asyncio.gather(asked, return_exceptions=True)
+        prompt = request.prompt_ids.tolist()
+        while True:
+            asked = engine.generate(prompt, request.sampling, seed=request.seed)
+            (answer,) = await asyncio.gather(asked, return_exceptions=True)
+            if not isinstance(answer, Exception) or engine.version >= 0:
+                break
+            while engine.version < 0:  # a broadcast broke off half-way; the weights are sent once more, alone
+                await asyncio.sleep(AGAIN)
         self._done[number] = answer
         self._some.set()
 

@@ -81,26 +81,29 @@ def step_begun(out: Path) -> int | None:
 def _run(command: list[str]) -> int:
     """Its exit status, negative: the signal that ended it. SIGTERM and SIGINT are passed on; after one of them the
     status is 128 and its number, unless the command has finished."""
-    process = subprocess.Popen(command)
-    with _passed_on(process) as passed:
+    came: list[int] = []
+    process = None
+
+    def pass_on(number: int, _: object) -> None:
+        came.append(number)
+        # A terminal sends Ctrl-C to the process as well, so that is not repeated.
+        if process is not None and (number != signal.SIGINT or not _in_foreground()):
+            process.send_signal(number)
+
+    with _heeded(pass_on):
+        process = subprocess.Popen(command)
+        if came:  # before there was a process to take it
+            process.send_signal(came[0])
         status = process.wait()
-    return 128 + passed[-1] if passed and status else status
+    return 128 + came[-1] if came and status else status
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Signals that came meanwhile. A terminal sends Ctrl-C to the process as well, so that is not repeated."""
-    passed: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        passed.append(number)
-        if number != signal.SIGINT or not _in_foreground():
-            process.send_signal(number)
-
+def _heeded(pass_on: Callable[[int, object], None]) -> Iterator[None]:
     heeded = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in heeded}
     try:
-        yield passed
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

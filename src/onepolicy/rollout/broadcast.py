@@ -59,7 +59,8 @@ class Broadcast:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sender.give_up()  # everybody has ended
+        if error is not None or self._failed:
+            self._sender.give_up()  # everybody has ended
         (sent,) = await asyncio.gather(self._sending, return_exceptions=True)
         seen = error is not None or (self._failed and isinstance(sent, TrainingError))
         if isinstance(sent, BaseException) and not seen:

@@ -52,9 +52,13 @@ async def by_broadcast(
         async def receive() -> list[str]:
             try:
                 told = await call("onepolicy_receive", sender.invitation, version)
-            finally:
-                sender.give_up()  # all have ended: nobody will come any more
-            return [each["problem"] for each in told if each["problem"]]
+                problems = [each["problem"] for each in told if each["problem"]]
+            except BaseException:
+                sender.give_up()  # nobody will come any more
+                raise
+            if problems:
+                sender.give_up()
+            return problems
 
         sending = in_thread(partial(sender.send, weights, version))
         problems, sent = await asyncio.gather(receive(), sending, return_exceptions=True)
