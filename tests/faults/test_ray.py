@@ -26,9 +26,9 @@ from faults_support import (
 
 from onepolicy.cli import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600)]
-pytestmark += [pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")]  # imported, it would read
-# its environment before the tests that start it in this process have set it
+# Not imported here: Ray would read its environment before the tests that start it in this process have set it.
+no_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600), no_ray]
 RAY = ["cluster.kind=ray", f"cluster.start_timeout={LONG}", f"cluster.restart_timeout={LONG}"]
 
 
