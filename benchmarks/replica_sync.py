@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
-from sync import CPU, MAX_LEN, big_model, build_model, show
+from sync import CPU, MAX_LEN, saved, show
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -79,14 +78,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.models:
-        model = build_model() if name == "tiny" else big_model()
-        size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
-        print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            for count in args.replicas:
-                show(f"{name}, {count} replicas", measured(folder, model, count, args.rounds), size)
+    for name, model, size, folder in saved(args.models):
+        for count in args.replicas:
+            show(f"{name}, {count} replicas", measured(folder, model, count, args.rounds), size)
 
 
 if __name__ == "__main__":

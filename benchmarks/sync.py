@@ -138,6 +138,17 @@ def show(name: str, found: dict[str, list[float]], size: float) -> None:
         )
 
 
+def saved(names: list[str]) -> Iterator[tuple[str, PreTrainedModel, float, str]]:
+    """Name, model, gigabytes in float32, and a folder that it is saved in."""
+    for name in names:
+        model = build_model() if name == "tiny" else big_model()
+        size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
+        print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            yield name, model, size, folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("tiny", "big"), default=["tiny", "big"])
@@ -145,16 +156,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for name in args.models:
-        model = build_model() if name == "tiny" else big_model()
-        size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
-        print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            show(name, checksum(model, args.rounds), size)
-            for kind in args.kinds:
-                with opened(kind, folder, Path(folder) / "log") as engines:
-                    show(name, seconds(engines, model, args.rounds), size)
+    for name, model, size, folder in saved(args.models):
+        show(name, checksum(model, args.rounds), size)
+        for kind in args.kinds:
+            with opened(kind, folder, Path(folder) / "log") as engines:
+                show(name, seconds(engines, model, args.rounds), size)
 
 
 if __name__ == "__main__":
