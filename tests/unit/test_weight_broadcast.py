@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -194,6 +195,26 @@ def test_a_receiver_that_is_killed_is_an_error_at_once():
         with pytest.raises(TrainingError, match=r"gone|given up"):
             sender.send(((str(i), torch.ones(100_000)) for i in range(100)), 1)
     ending.join()
+
+
+def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
+    """Others wait in the group until its connections close, and the error is kept until they have ended."""
+    sent = []
+
+    class Work:
+        def wait(self):
+            raise RuntimeError("connection reset")
+
+    def start(group, data):
+        sent.append(weakref.ref(work := Work()))
+        return work
+
+    monkeypatch.setattr(module, "start_broadcast", start)
+    monkeypatch.setattr(Sender, "_gathered", lambda _: object())
+    with Sender(receivers=1, host="127.0.0.1", timeout_s=20) as sender:
+        with pytest.raises(TrainingError, match="a receiver is gone or too slow: connection reset") as kept:
+            sender.send([("a", torch.ones(1))], 3)
+        assert sent[0]() is None, kept
 
 
 def test_who_has_not_the_key_cannot_alter_an_update():

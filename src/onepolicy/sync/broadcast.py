@@ -143,10 +143,13 @@ class Sender:
         self._board.put(f"bucket/{number}", {"version": version, "tensors": sums})
         try:
             finish(work, flat.device)
+            return json.dumps(sums).encode()
         except RuntimeError as error:
-            self._refuse_failed()
-            raise TrainingError(f"weight sync: a receiver is gone or too slow: {error}") from None
-        return json.dumps(sums).encode()
+            problem = str(error)
+        # An error that held `work`, in its frames or its context, would keep the connections open that others wait for.
+        del work
+        self._refuse_failed()
+        raise TrainingError(f"weight sync: a receiver is gone or too slow: {problem}")
 
     def _acknowledged(self, rank: int, end: dict[str, object]) -> None:
         self._wait([f"done/{rank}"], "to load what it was sent")
