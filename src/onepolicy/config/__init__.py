@@ -2,7 +2,14 @@
 
 from onepolicy.config.base import Frozen, NotThere, TrainingError, UsageError
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
-from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config.engine import (
+    EngineConfig,
+    HFEngineConfig,
+    ServerEngineConfig,
+    SGLangConfig,
+    VLLMEngineConfig,
+    VLLMServerConfig,
+)
 from onepolicy.config.load import apply_override, load, read_recipe, resolve
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
 from onepolicy.config.objective import (
@@ -73,6 +80,7 @@ __all__ = [
     "SGLangConfig",
     "SamplingConfig",
     "SearchTool",
+    "ServerEngineConfig",
     "Simulated",
     "SoftReplay",
     "TaskConfig",

@@ -71,13 +71,13 @@ class ServeConfig(VLLMEngineConfig):
         return self
 
 
-class VLLMServerConfig(Frozen):
-    """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
+class ServerEngineConfig(Frozen):
+    """What every server in a process of its own is asked with."""
 
-    kind: Literal["vllm-server"] = "vllm-server"
-    url: str = "http://127.0.0.1:8000"
+    kind: str
+    url: str
     token_env: str | None = None
-    """Environment variable that holds the server's bearer token; needed where the server is on another machine."""
+    """Environment variable that holds the server's token; needed where the server is on another machine."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the server was started with; another is refused."""
     lm_head: Head = "same"
@@ -85,7 +85,7 @@ class VLLMServerConfig(Frozen):
     slots: PositiveInt = 64
     """Requests in flight at once."""
     max_len: PositiveInt | None = None
-    """Prompt + completion tokens of one sequence; unset: the model's context length."""
+    """Prompt + completion tokens of one sequence; unset: the model's context length, less what the server reserves."""
     timeout_s: PositiveFloat = 600.0
     """Of one attempt of a request."""
     retries: int = Field(5, ge=0)
@@ -103,55 +103,38 @@ class VLLMServerConfig(Frozen):
     @model_validator(mode="after")
     def _settings_take_effect(self) -> Self:
         refuse_idle_head(self)
-        refuse_idle_folder(self)
+        if self.sync_dir is not None and self.sync != "disk":
+            raise ValueError(
+                f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {self.sync}; leave it out or set "
+                "sync to disk"
+            )
         refuse_secret_url(self.url)
         return self
 
 
-class SGLangConfig(Frozen):
+class VLLMServerConfig(ServerEngineConfig):
+    """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
+
+    kind: Literal["vllm-server"] = "vllm-server"
+    url: str = "http://127.0.0.1:8000"
+
+
+class SGLangConfig(ServerEngineConfig):
     """A SGLang server (0.5.23) in a process of its own; docs/engines.md says how to start it."""
 
     kind: Literal["sglang"] = "sglang"
     url: str = "http://127.0.0.1:30000"
-    token_env: str | None = None
-    """Environment variable that holds the server's API key; needed where the server is on another machine."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """What the server was started with; another is refused."""
     lm_head: Head = "same"
     """float32: the server was started with --enable-fp32-lm-head; it computes from the rounded weights."""
-    slots: PositiveInt = 64
-    """Requests in flight at once."""
-    max_len: PositiveInt | None = None
-    """Prompt + completion tokens of one sequence; unset: the model's context length less what the server reserves."""
-    sync: Literal["gloo", "nccl", "disk"] = "gloo"
-    """How weights reach the server: broadcast through the host's memory, broadcast from the trainer's GPU to others, or
-    files in sync_dir."""
-    sync_dir: str | None = None
-    """Folder that server and trainer both see, for sync = disk; unset: the system's temporary folder."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Requests that run while weights are loaded: abort them and go on from their tokens; let the server compute their
     keys, values and routes again with the new weights; or keep those of the old weights."""
-    timeout_s: PositiveFloat = 600.0
-    """Of one attempt of a request."""
-    retries: int = Field(5, ge=0)
-    """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
-    patience_s: float | None = Field(None, ge=0)
-    """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
-    again and the rollouts of the step are repeated (with rollout.max_staleness those of every step in play). 0: the
-    run ends. Unset: 300. A resumed run waits as long for its server before it starts."""
 
     reserved: ClassVar[int] = 6
     """Tokens of its context length that the server does not give to a request."""
 
-    @model_validator(mode="after")
-    def _settings_take_effect(self) -> Self:
-        refuse_idle_head(self)
-        refuse_idle_folder(self)
-        refuse_secret_url(self.url)
-        return self
 
-
-def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig) -> None:
+def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | ServerEngineConfig) -> None:
     """ValueError if lm_head has no effect."""
     if config.lm_head == "float32" and config.dtype == "float32":
         raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
@@ -186,15 +169,6 @@ def refuse_secret_url(url: str) -> None:
         raise UsageError(
             "rollout.engine.url: has a user, a password or a query in it, which files and messages of the run would "
             "show; put a token in an environment variable and name that in rollout.engine.token_env"
-        )
-
-
-def refuse_idle_folder(config: VLLMServerConfig | SGLangConfig) -> None:
-    """ValueError if sync_dir has no effect."""
-    if config.sync_dir is not None and config.sync != "disk":
-        raise ValueError(
-            f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {config.sync}; leave it out or set "
-            "sync to disk"
         )
 
 

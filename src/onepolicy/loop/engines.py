@@ -16,6 +16,7 @@ from onepolicy.config import (
     QuantFormat,
     RolloutConfig,
     RunConfig,
+    ServerEngineConfig,
     SGLangConfig,
     UsageError,
     VLLMEngineConfig,
@@ -58,7 +59,7 @@ def build_engine(
     if isinstance(config, VLLMEngineConfig):
         cpu = device.type == "cpu"
         return VLLMEngine(model, read_config(model), config, routes=routes, max_len=max_len, cpu=cpu, quant=quant)
-    if isinstance(config, VLLMServerConfig | SGLangConfig) and config.sync == "nccl" and device.type != "cuda":
+    if isinstance(config, ServerEngineConfig) and config.sync == "nccl" and device.type != "cuda":
         raise UsageError(f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo or disk")
     if isinstance(config, VLLMServerConfig):
         server = VLLMServer(model, read_config(model), config, routes=routes, max_len=max_len, quant=quant)

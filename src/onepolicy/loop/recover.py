@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from onepolicy.config import RunConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.interfaces import LastingEngine
 from onepolicy.rollout.http import EngineLost, NoEngine, clients
 from onepolicy.sync.check import readopt
@@ -37,7 +37,7 @@ async def outlive(parts: Parts, work: Callable[[], Awaitable[T]], forget: Callab
     forget: ends what else is being asked of the engine, before it is given the weights again.
     """
     engine, config = parts.engine, parts.config.rollout.engine
-    patience = config.patience_s if isinstance(config, VLLMServerConfig | SGLangConfig) else 0
+    patience = config.patience_s if isinstance(config, ServerEngineConfig) else 0
     patience = PATIENCE_S if patience is None else patience
     if not isinstance(engine, LastingEngine):  # several engines as one look after themselves
         return await work()
@@ -64,7 +64,7 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
     Returns at the latest after rollout.engine.patience_s and one attempt; the start says what is wrong with a server.
     """
     engine = config.rollout.engine
-    if not isinstance(engine, VLLMServerConfig | SGLangConfig):
+    if not isinstance(engine, ServerEngineConfig):
         return
     patience = PATIENCE_S if engine.patience_s is None else engine.patience_s
     _, client = clients(engine, server="the server")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onepolicy.config import RunConfig, SGLangConfig, VLLMServerConfig
+from onepolicy.config import RunConfig, ServerEngineConfig
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims
@@ -203,7 +203,7 @@ def sync(
 def sync_way(config: RunConfig) -> str:
     """How this engine gets its weights."""
     engine = config.rollout.engine
-    if isinstance(engine, SGLangConfig | VLLMServerConfig):
+    if isinstance(engine, ServerEngineConfig):
         return "files" if engine.sync == "disk" else engine.sync
     if isinstance(config.cluster, RayCluster):
         return "stream" if config.cluster.weights == "stream" else "files"

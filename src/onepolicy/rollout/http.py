@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from onepolicy.config import NotThere, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.config.engine import refuse_secret_url
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class EngineClient:
             yield client
 
 
-def clients(config: VLLMServerConfig | SGLangConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
+def clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
     """With the settings' retries, and without any. server: its name in errors."""
     client = partial(EngineClient, config.url, token_env=config.token_env, timeout_s=config.timeout_s, server=server)
     return client(retries=config.retries), client(retries=0)
