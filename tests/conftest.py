@@ -1,0 +1,30 @@
+"""What a test may ask of the machine, and what happens where the machine lacks it.
+
+A test that drives a system program says so: `@pytest.mark.needs("bwrap")`, or `need("bwrap")` in its fixture. Where the
+program is missing the test is skipped, with the name of the package that brings it. In CI (`CI=true`) nothing may be
+missing, so a skip fails there; only a skip for the processor or for a device (`MAY_LACK`) stays a skip.
+"""
+
+import os
+
+import pytest
+from needs import need
+
+MAY_LACK = ("this processor", "no CUDA device")
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("needs"):
+        need(*mark.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+        path, line, said = report.longrepr
+        reason = said.removeprefix("Skipped: ")
+        if not reason.startswith(MAY_LACK):
+            report.outcome = "failed"
+            report.longrepr = f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
+    return report
