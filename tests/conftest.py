@@ -8,6 +8,7 @@ missing, so a skip fails there; only a skip for the processor or for a device (`
 import os
 
 import pytest
+
 from needs import need
 
 MAY_LACK = ("this processor", "no CUDA device")

@@ -9,7 +9,7 @@ import torch
 from conftest import rows, timeless
 from rich.console import Console
 from safetensors.torch import load_file
-from test_resume import assert_same_run, finish, next_command, run_and_kill
+from test_resume import EVERY, assert_same_run, finish, next_command, run_and_kill
 
 from onepolicy.cli import main
 from onepolicy.loop import run as loop
@@ -122,8 +122,7 @@ def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_sigkill_at_staleness_zero_resumes_to_the_bit(train, recipe, tmp_path):
-    settings = ["steps=4", "checkpoint.every=1"]
-    whole, out = train("whole", *settings, "rollout.max_staleness=0"), tmp_path / "killed"
+    whole, out = train("whole", "steps=4", *EVERY, "rollout.max_staleness=0"), tmp_path / "killed"
     command = [*next_command(recipe, out, 4), "rollout.max_staleness=0"]
     assert run_and_kill(command, lambda: (out / "checkpoints" / "step_00002").exists())
     finish(recipe, out, 4)

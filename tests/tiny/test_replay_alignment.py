@@ -26,8 +26,10 @@ from onepolicy.measure.routing import routing_agreement
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, windows
+from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
 from onepolicy.sync.local import push_weights
+from onepolicy.train.checks import _warn_of_collapse
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
 
@@ -263,6 +265,54 @@ def test_an_engine_that_returns_filler_is_refused_with_its_sample(parts) -> None
 
     with pytest.raises(UsageError, match=r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"):
         step_with(parts, zero)
+
+
+@pytest.mark.parametrize("mode", ["r3", "off"])
+def test_a_layer_written_once_is_not_captured(policy, mode: str) -> None:
+    """Refused by what the trainer's own router chooses, also where the routes are only measured."""
+
+    def once(completion: Completion) -> Completion:
+        ids = completion.routing.ids.clone()
+        ids[:, 1] = ids[0, 1]
+        return dataclasses.replace(completion, routing=dataclasses.replace(completion.routing, ids=ids))
+
+    parts = parts_of(policy, f"replay.mode={mode}")
+    words = (
+        r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: the engine did not capture"
+    )
+    with pytest.raises(RoutingError, match=words):
+        step_with(parts, once)
+    assert parts.learner.version == 0
+
+
+@pytest.mark.parametrize("mode", ["r3", "off"])
+def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(policy, mode: str, caplog) -> None:
+    parts = parts_of(policy, f"replay.mode={mode}")
+    collapse(parts, layer=2)
+    _warn_of_collapse.cache_clear()
+    assert parts.learner.version == 0
+    result = step_with(parts, lambda completion: completion)
+    assert parts.learner.version == 1
+    assert constant_layers(result.batch.routing, result.batch.cu_seqlens)[:, 2].any()
+    assert "layer 2: the router has collapsed" in caplog.text
+    assert "layer 1" not in caplog.text
+
+
+def collapse(parts: Parts, layer: int) -> None:
+    """Give this layer a router that ranks its experts alike for whatever tokens the policy writes."""
+    router = parts.learner.model.model.layers[layer].mlp.gate
+    seen: list[Tensor] = []
+    hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, -2)))
+    ranks = torch.linspace(-1, 1, router.weight.shape[0]).roll(5)[:, None]
+    for _ in range(4):  # other routes, other tokens, other inputs
+        parts.learner.score_without_replay(rollout(parts))
+        inputs = torch.cat(seen)
+        direction = inputs.mean(0)
+        while (behind := inputs @ direction <= 0.5).any():  # the perceptron's rule
+            direction = direction + 0.1 * inputs[behind].mean(0)
+        with torch.no_grad():
+            router.weight.copy_(ranks * direction)
+    hook.remove()
 
 
 def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:

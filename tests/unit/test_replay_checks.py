@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.replay.checks import RouteRules, check_completion, check_trace, with_routes
+from onepolicy.replay.alignment import check_captured
+from onepolicy.replay.checks import (
+    Misaligned,
+    RouteRules,
+    check_completion,
+    check_trace,
+    constant_layers,
+    with_routes,
+)
 from onepolicy.replay.modes import gate_mass
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
@@ -74,11 +82,6 @@ PITFALLS = {
         "layer 1 has the same experts [0, 1, 2, 3]",
         "filler",
     ),
-    "a layer written once": (
-        torch.cat([routes()[:, :3], routes()[:1, 3:].expand(SLOTS, -1, -1)], 1),
-        "layer 5 has the same experts",
-        "a buffer written once",
-    ),
     "another model": (routes() + 3, "outside 0..31", "another model"),
 }
 
@@ -107,8 +110,41 @@ def test_repeated_tokens_may_repeat_their_routes() -> None:
     arrive(torch.cat([routes()[:30], routes()[29:30].expand(2, -1, -1), routes()[32:]]))
     same = routes()[:1].expand(SLOTS, -1, -1)
     check_trace(trace(same), layers=LAYERS, num_experts=E, top_k=K)  # all layers constant: all tokens may be equal
-    with pytest.raises(UsageError, match="rows 0 to 43 repeat"):
-        arrive(same.contiguous())
+    arrive(same.contiguous())  # or all routers may have collapsed: the trainer's own choice tells
+
+
+def written_once(column: int = 3) -> Tensor:
+    ids = routes().clone()
+    ids[:, column] = ids[0, column]
+    return ids
+
+
+def test_constant_layers_by_hand() -> None:
+    """One sample of 44 rows, and the same rows as samples of 20 and 24: a layer may be constant in one of them."""
+    assert constant_layers(trace(routes())).tolist() == [[False] * 4]
+    assert constant_layers(trace(written_once())).tolist() == [[False, False, False, True]]
+    half = routes().clone()
+    half[20:, 1] = half[20, 1]
+    bounds = torch.tensor([0, 20, 44])
+    assert constant_layers(trace(half)).tolist() == [[False] * 4]
+    assert constant_layers(trace(half), bounds).tolist() == [[False] * 4, [False, True, False, False]]
+    valid = torch.ones(SLOTS, dtype=torch.bool)
+    valid[20:36] = False  # 8 rows are too few to tell
+    assert not constant_layers(trace(half, valid), bounds).any()
+    valid[20:36], valid[20:24] = True, False
+    assert constant_layers(trace(half, valid), bounds).tolist() == [[False] * 4, [False, True, False, False]]
+    assert not constant_layers(trace(routes()[:0])).any()
+
+
+def test_a_collapsed_router_and_a_layer_that_was_not_captured() -> None:
+    arrive(written_once())  # on arrival nobody can tell
+    mine, bounds = trace(written_once()), torch.tensor([0, 20, 44])
+    assert check_captured(mine, mine, bounds) == {5: written_once()[0, 3].tolist()}
+    assert check_captured(trace(routes()), mine) == {}
+    with pytest.raises(Misaligned, match=r"layer 5 has the same experts .* in all 20 rows of sample 0") as caught:
+        check_captured(mine, trace(routes()), bounds)
+    assert "the engine did not capture this layer" in str(caught.value)
+    assert caught.value.of_layers
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.measure.routing import routing_agreement
-from onepolicy.replay.checks import Misaligned
+from onepolicy.replay.checks import Misaligned, constant_layers
 from onepolicy.types import RoutingTrace
 
 WINDOW = 16  # rows looked at together
@@ -64,6 +64,38 @@ def check_alignment(
             f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
         )
         raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)), of_layers=False)
+
+
+def check_captured(
+    routing: RoutingTrace,
+    native: RoutingTrace,
+    bounds: Tensor | None = None,  # [S + 1] first row of every sample and the end; None: one sample
+    *,
+    least: float = MIN_AGREEMENT,
+) -> dict[int, list[int]]:
+    """Tell a router that has collapsed from a layer that the engine did not capture: both give the same experts in
+    every row of a sample. Return decoder layer -> experts of the collapsed routers.
+
+    `native` is what the trainer's routers choose for the same tokens. A collapsed router chooses these experts there
+    too. Where the trainer chooses others Misaligned is raised, naming sample and layer.
+    """
+    bounds = torch.tensor([0, len(routing)]) if bounds is None else _checked(bounds, len(routing))
+    collapsed = {}
+    for sample, column in constant_layers(routing, bounds).nonzero().tolist():
+        rows = slice(*bounds[sample : sample + 2].tolist())
+        mine, layer = _cut(routing, rows), routing.layers[column]
+        experts = mine.ids[mine.valid][0, column].tolist()
+        agreement = _column(mine, _cut(native, rows), column, column)
+        if agreement < least:
+            raise Misaligned(
+                f"layer {layer} has the same experts {experts} in all {int(mine.valid.sum())} rows of sample {sample} "
+                f"of the batch, but the trainer's own router chooses them in {agreement:.0%} only: the engine did not "
+                "capture this layer (a buffer written once, another rank's layer). Had the router collapsed, the "
+                "trainer would choose the same",
+                of_layers=True,
+            )
+        collapsed[layer] = experts
+    return collapsed
 
 
 def _checked(bounds: Tensor, rows: int) -> Tensor:  # [S + 1] int64, CPU

@@ -112,8 +112,8 @@ def with_routes(sample: Sample, rules: RouteRules | None, name: str) -> Sample:
 def check_trace(
     trace: RoutingTrace, *, layers: tuple[int, ...], num_experts: int, top_k: int, name: str = "trace"
 ) -> None:
-    """Every valid row names `top_k` different experts of every MoE layer of this model, and no layer the same ones
-    throughout; else UsageError with layer, row and likely cause."""
+    """Every valid row names `top_k` different experts of every MoE layer of this model, and no layer the filler ids
+    0, 1, .. K-1 throughout; else UsageError with layer, row and likely cause."""
     if trace.layers != layers:
         raise UsageError(f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}")
     if trace.num_experts != num_experts:
@@ -134,7 +134,7 @@ def check_trace(
                 "logical expert ids, or a fused shared-expert column"
             )
         raise UsageError(f"{name}: an expert twice {where}; {_why_twice(ids, trace.valid, column)}")
-    _check_constant(trace, ids, name)
+    _check_filler(trace, ids, name)
 
 
 def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
@@ -152,32 +152,50 @@ def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
 ENOUGH_ROWS, ENOUGH_BITS = 16, 64.0
 
 
-def _check_constant(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """A layer with the same experts in every row was not captured, or is all filler.
+def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:  # [S, L] bool
+    """Return which layers have the same experts in every valid row of a sample that is long enough to tell.
 
-    If every layer is constant, all tokens may be equal (attention over equal values is constant too), which only filler
-    ids 0, 1, .. K-1 rule out.
+    bounds [S + 1] int64: first row of every packed sample and the end; None: one sample. Such a layer was not captured,
+    or its router has collapsed onto these experts, or the sample's tokens are all equal. Only the trainer's own choice
+    tells these apart, see `alignment.check_captured`.
     """
+    ends = torch.tensor([0, len(trace)]) if bounds is None else bounds
+    samples, device = len(ends) - 1, trace.ids.device
+    found = torch.zeros(samples, len(trace.layers), dtype=torch.bool, device=device)
+    if trace.top_k == trace.num_experts or len(trace) == 0:
+        return found
+    ids = _comparable(trace.ids)
+    segment = torch.repeat_interleave(torch.arange(samples), ends.diff().cpu()).to(device)  # [T]
+    rows = torch.zeros(samples, dtype=torch.int64, device=device)
+    rows = rows.index_add(0, segment, trace.valid.long())
+    none = torch.full((samples,), len(trace), device=device)
+    places = torch.arange(len(trace), device=device)
+    first = none.scatter_reduce(0, segment[trace.valid], places[trace.valid], "amin")  # first valid row
+    first = first.clamp(max=len(trace) - 1)
+    other = (ids != ids[first[segment]]).any(-1) & trace.valid[:, None]  # [T, L]
+    changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
+    changes = changes.index_add(0, segment, other.long())
     bits = math.log2(math.perm(trace.num_experts, trace.top_k))
-    if trace.top_k == trace.num_experts or len(trace) < max(ENOUGH_ROWS, ENOUGH_BITS / bits):
-        return
-    first = ids[trace.valid.int().argmax()]  # [L, K]; any row if none is valid
-    constant = ((ids == first) | ~trace.valid[:, None, None]).flatten(2).all(2).all(0)  # [L]
-    filler = constant & (first == torch.arange(trace.top_k, device=ids.device)).all(1) & (trace.top_k > 1)
-    wrong = filler | (constant & ~constant.all())
-    if wrong.any() and int(trace.valid.sum()) >= max(ENOUGH_ROWS, ENOUGH_BITS / bits):
+    return (changes == 0) & (rows >= max(ENOUGH_ROWS, ENOUGH_BITS / bits))[:, None]
+
+
+def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
+    """Refuse a layer whose rows are all 0, 1, .. K-1: a router that collapses does not choose these in this order."""
+    filler = torch.arange(trace.top_k, device=ids.device)
+    wrong = constant_layers(trace)[0] & (ids[trace.valid] == filler).all(-1).all(0) & (trace.top_k > 1)
+    if wrong.any():
         column = int(wrong.nonzero()[0])
-        what = "filler ids" if filler[column] else "a buffer written once, or a router that has collapsed onto them"
         raise UsageError(
-            f"{name}: layer {trace.layers[column]} has the same experts {trace.ids[0, column].tolist()} in all "
-            f"{int(trace.valid.sum())} rows; the engine did not capture this layer ({what})"
+            f"{name}: layer {trace.layers[column]} has the same experts {filler.tolist()} in all "
+            f"{int(trace.valid.sum())} rows; the engine did not capture this layer (filler ids)"
         )
 
 
 def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:  # tokens [T]
     """Rows repeated over all layers while the tokens change were not captured: a padded batch, a stale buffer.
 
-    Repeated tokens may repeat their routes: a run of one token converges to one hidden state.
+    Repeated tokens may repeat their routes: a run of one token converges to one hidden state. Where all rows are the
+    same, every router may have collapsed, which `alignment.check_captured` finds out.
     """
     ids = _comparable(trace.ids)
     same = (ids[1:] == ids[:-1]).flatten(1).all(1) & trace.valid[1:] & trace.valid[:-1]
@@ -186,6 +204,8 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:  # tok
         0, run[1:], (same & (tokens[1:] != tokens[:-1])).long()
     )
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
+    if constant_layers(trace).all():
+        return
     if len(ids) and trace.top_k < trace.num_experts and int(changes.max()) >= max(3, 160 / bits):
         rows = (run == changes.argmax()).nonzero()[:, 0]
         raise UsageError(

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
+from onepolicy.replay.alignment import check_captured
 from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import RoutingError, check_trace, refuse_router_loss
+from onepolicy.replay.checks import RoutingError, check_trace, constant_layers, refuse_router_loss
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.layers import Router, find_routers
 from onepolicy.replay.parallel import masks_weights, refuse_unknown_sharding
@@ -92,10 +93,14 @@ class Routers:
             raise UsageError(f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True")
         if weights and trace.weights is None:
             raise UsageError("replay: the trace has no combine weights; record them with record(weights=True)")
-        replayed = Replayed(self._routers, trace, native=native, soft=soft, weights=weights)
+        suspicious = bool(constant_layers(trace).any())
+        kept = native or suspicious
+        replayed = Replayed(self._routers, trace, native=kept, soft=soft, weights=weights)
         with replayed.active():
             yield replayed
         replayed.check()
+        if suspicious:
+            check_captured(trace, replayed.native())
 
     def trace_from(self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None) -> RoutingTrace:
         """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""

@@ -3,13 +3,18 @@ draw random numbers in a forward."""
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from transformers import PreTrainedModel
 
 from onepolicy.config import FromRollout, TrainingError, UsageError
 from onepolicy.config.objective import ReplayConfig
-from onepolicy.replay.alignment import check_alignment
+from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import Misaligned
 from onepolicy.types import LARGEST_LOGP, TokenBatch
+
+LOG = logging.getLogger(__name__)
 
 
 def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
@@ -50,11 +55,17 @@ def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
 
 
 def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:
-    """RoutingError if the routes replayed in this batch are not those of its tokens and weights.
+    """RoutingError if the rollout's routes are not those of this batch's tokens and weights, also where they are only
+    measured; one warning for each router that has collapsed.
 
     version: of the weights that scored it; where older ones sampled, the error says how old they are.
     """
     native = scored.routing_native
+    if scored.routing is not None and native is not None:
+        collapsed = check_captured(scored.routing, native, scored.cu_seqlens)
+        if len(scored.input_ids.unique()) > 1:  # else attention over equal values is constant too
+            for layer, experts in collapsed.items():
+                _warn_of_collapse(layer, tuple(experts))
     if isinstance(replay, FromRollout) and replay.min_agreement > 0 and native is not None:
         assert scored.routing is not None
         try:
@@ -69,6 +80,17 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
             )
             raise Misaligned(f"{error}. {old}", of_layers=error.of_layers) from error
     return scored
+
+
+@functools.cache
+def _warn_of_collapse(layer: int, experts: tuple[int, ...]) -> None:
+    LOG.warning(
+        "layer %d: the router has collapsed: engine and trainer alike send every token of a sample to experts %s. "
+        "These routes are right, but the policy may be lost: lower optim.lr or objective.entropy_coef and go on from "
+        "an earlier checkpoint",
+        layer,
+        list(experts),
+    )
 
 
 RANDOM = (

@@ -83,7 +83,8 @@ class LocalLearner:
     def _score_all(self, batch: TokenBatch) -> TokenBatch:
         """By the policy, the reference and the critic, as far as there are any."""
         if self.config.scores_old:
-            batch = self._score(batch, replay=True, graph=self.config.train.reuse_scoring_forward)
+            graph = self.config.train.reuse_scoring_forward
+            batch = self._checked(self._score(batch, replay=True, graph=graph))
         if (reference := self.reference) is not None:
             logp = self._per_slot(batch, lambda micro: self._forward(micro, reference).logp)
             batch = batch.replace(logp_ref=logp)
@@ -92,7 +93,7 @@ class LocalLearner:
         return batch
 
     def score_again(self, batch: TokenBatch) -> TokenBatch:
-        return self._score(batch, replay=True, graph=False)
+        return self._checked(self._score(batch, replay=True, graph=False))
 
     def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
         return self._score(batch, replay=False, graph=False)
@@ -229,7 +230,7 @@ class LocalLearner:
             scores.put(chosen, scored, tape)
             if graph:
                 self._graphs.append((chosen, scored))
-        return self._checked(scores.filled(self.routers)) if replay else scores.filled(self.routers)
+        return scores.filled(self.routers)
 
     def _checked(self, scored: TokenBatch) -> TokenBatch:
         return check_routes(scored, self.config.replay, self.version)
