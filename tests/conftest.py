@@ -11,7 +11,7 @@ import pytest
 
 from needs import need
 
-MAY_LACK = ("this processor", "no CUDA device")
+MAY_LACK = ("this processor", "this system", "no CUDA device")
 
 
 def pytest_runtest_setup(item):

@@ -303,7 +303,7 @@ def resident(what):
     return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured by Linux")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system is not Linux, which measures it")
 def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(two, tmp_path, monkeypatch):
     """Gathered tensor by tensor, renamed layer by layer, sent bucket by bucket. (The other ranks drop what they help to
     gather.)"""

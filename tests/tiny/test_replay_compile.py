@@ -6,7 +6,6 @@ The fast test stops at dynamo (backend eager); slow ones trace the backward too 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.needs("g++")  # of inductor
 def test_inductor_takes_new_routes() -> None:
     model = _build("qwen3_moe", num_hidden_layers=1)
     traces = [_trace(bind_routers(model), seed) for seed in (2, 3)]

@@ -38,7 +38,7 @@ def test_the_same_process_may_claim(ours):
     assert "numerics: on-policy, fast" in cannot_claim(ours, {ours, fingerprint(CPU, "fast")})
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX-512")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512")
 def test_another_instruction_set_is_refused(ours, avx2):
     why = cannot_claim(ours, {avx2})
     for part in ("ATEN_CPU_CAPABILITY: unset, avx2", "capability: AVX512, AVX2", "bits: "):

@@ -218,7 +218,7 @@ def test_this_build_passes():
 def test_a_build_that_fails_is_refused_by_operator(monkeypatch, attribute, value, named):
     """Without padding, without splitting long sums, with torch's own kernel: each is found and named."""
     if attribute == "TERMS" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("the default kernels")
+        pytest.skip("this processor runs torch's default kernels")
     monkeypatch.setattr(ops, attribute, value)
     with pytest.raises(UsageError, match=f"numerics: {named}.*torch {torch.__version__.partition('+')[0]}"):
         probe.check_build.__wrapped__(CPU, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from report_run import make_fixture_run
 
+from needs import need
 from onepolicy.report.html import write_report
 
 # Written into the page ahead of everything else; the results are read from the dumped DOM.
@@ -86,10 +87,11 @@ class Drawn(HTMLParser):
 
 
 def chromium() -> str:
-    binary = shutil.which("chromium")
-    if binary is None:
-        pytest.fail("no `chromium` on PATH: the report is tested in a real browser; apt-get install chromium (Debian)")
-    return binary
+    """The report is tested in a real browser."""
+    need("chromium")
+    found = shutil.which("chromium")
+    assert found is not None
+    return found
 
 
 @dataclass

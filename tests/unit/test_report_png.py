@@ -36,6 +36,7 @@ def test_json_stands_alone_without_the_page(tmp_path):
     assert layout["height"] > json.loads(written[1].read_text())["layout"]["height"] - SQUARE[1] + 440
 
 
+@pytest.mark.needs("chromium")
 def test_png_is_drawn_in_its_colours(tmp_path):
     write_figures(tmp_path, [CURVE, BARS], png=True)
     for figure, color in ((CURVE, LIGHT["rollout"]), (BARS, LIGHT["replay"])):

@@ -80,6 +80,7 @@ def test_measure_draws_every_scoring():
     assert turns({"metrics": {"without_replay": {"mismatch/k3": 1e-4}}}) == []
 
 
+@pytest.mark.needs("chromium")
 def test_json_and_png_are_written(tmp_path):
     figure = of(make_fixture_run(tmp_path / "run", steps=20, tokens=40, turns=True))
     written = write_figures(tmp_path / "figures", [figure], png=True)
