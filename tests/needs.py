@@ -10,6 +10,7 @@ PACKAGES = {
     "g++": "g++",
     "ip": "iproute2",
     "setpriv": "util-linux",
+    "unshare": "util-linux",
 }
 
 
