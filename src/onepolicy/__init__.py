@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from onepolicy.no_statistics import turn_off
+
+turn_off()
+
 __version__ = "0.1.0"
 
 _PUBLIC = {

@@ -31,6 +31,7 @@ RANK = {
     "types": 1,
     "jsonl": 1,
     "config": 0,
+    "no_statistics": 0,
 }
 ONLY_TORCH = {"measure", "correct", "objective"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 
 from onepolicy.cluster.about import about
+from onepolicy.no_statistics import turn_off
 
 
 class RankProcess:
@@ -13,6 +14,7 @@ class RankProcess:
 
     def __init__(self, environment: dict[str, str]) -> None:
         """environment: variables to be set before torch is imported."""
+        turn_off()  # the worker's environment is that of a Ray which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.update(environment)
 

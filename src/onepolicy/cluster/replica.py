@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from onepolicy.cluster.about import about
+from onepolicy.no_statistics import turn_off
 
 if TYPE_CHECKING:
     from onepolicy.cluster.wire import Request
@@ -33,6 +34,7 @@ class ReplicaProcess:
     """A Ray actor. Ray starts it anew when its process dies; it then knows nothing, and is built again."""
 
     def __init__(self) -> None:
+        turn_off()  # the worker's environment is that of a Ray which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None

@@ -9,20 +9,20 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepolicy.config import NotThere, RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
+from onepolicy.no_statistics import turn_off
 
 if TYPE_CHECKING:
     from onepolicy.loop.hosts import Hosts
     from onepolicy.loop.run import Progress
 
 QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or it warns of what it will not do one day
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
@@ -58,16 +58,20 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
     import ray
     from ray.exceptions import RaySystemError
 
+    start: AbstractContextManager[None] = nullcontext()
+    if cluster.address is None:
+        start = _without_api_server()
     limits: dict[str, Any] = {} if cluster.address else {"num_cpus": _cpus(cluster), "object_store_memory": OBJECTS}
     try:
-        ray.init(
-            address=cluster.address or "local",
-            include_dashboard=None if cluster.address else False,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-            **limits,
-        )
+        with start:
+            ray.init(
+                address=cluster.address or "local",
+                include_dashboard=None if cluster.address else False,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+                **limits,
+            )
     except (ConnectionError, RuntimeError, RaySystemError, ValueError) as error:
         where = f"no Ray at {cluster.address}" if cluster.address else "Ray does not start"
         raise NotThere(f"cluster.address: {where}: {str(error).strip().splitlines()[0]}") from error
@@ -77,10 +81,30 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         ray.shutdown()
 
 
+@contextmanager
+def _without_api_server() -> Iterator[None]:
+    """Start no API server, which Ray has no switch for.
+
+    Without a dashboard its one task is statistics. Also where those are off, it asks 169.254.169.254 and
+    metadata.google.internal which cloud this machine is in (Ray 2.60).
+    """
+    from ray._private import services
+
+    started = services.start_api_server
+    services.start_api_server = lambda *arguments, **settings: (None, None)  # what it returns if it does not start
+    try:
+        yield
+    finally:
+        services.start_api_server = started
+
+
 def prepare(*, own: bool) -> None:
     """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here."""
-    for name, value in (QUIET | (_protected() | ON_LOOPBACK if own else {})).items():
+    turn_off()
+    for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    if own:
+        os.environ.update(_protected() | ON_LOOPBACK)
 
 
 def check_address(address: str, auth: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.engine import ServeConfig
+from onepolicy.no_statistics import OFF
 from onepolicy.rollout.http import EngineClient, is_loopback
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.start import engine_arguments
@@ -104,7 +105,7 @@ def command_line(settings: dict[str, Any], host: str, port: int, *, guarded: boo
 
 def environment(token: str, *, cpu: bool) -> dict[str, str]:
     """Of the server's process."""
-    ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # pause, weights and worker calls over HTTP
+    ours = {"VLLM_SERVER_DEV_MODE": "1", **OFF}  # pause, weights and worker calls over HTTP
     if cpu:
         ours |= {"TORCHDYNAMO_DISABLE": "1"}  # or the first request compiles one comparison for 5 to 15 s
     if token:

@@ -1,0 +1,95 @@
+"""vLLM, Ray and the model hub's client report nothing, also where the user's environment says that they may."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from onepolicy.cluster import start
+from onepolicy.no_statistics import OFF
+from onepolicy.rollout.vllm import serve
+
+ON = dict.fromkeys(OFF, "0") | {"RAY_USAGE_STATS_ENABLED": "1"}
+SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OFF)}}}))"
+
+
+def test_what_is_switched_off():
+    """By the names that their documentation gives."""
+    assert OFF["HF_HUB_DISABLE_TELEMETRY"] == OFF["VLLM_NO_USAGE_STATS"] == OFF["DO_NOT_TRACK"] == "1"
+    assert OFF["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+@pytest.mark.parametrize("exported", [{}, ON])
+@pytest.mark.parametrize(
+    "first", ["import onepolicy", "import onepolicy.cli", "import onepolicy.config", "import onepolicy.cluster.replica"]
+)
+def test_whoever_imports_us(first, exported):
+    """The command line, learner ranks and Ray's actors."""
+    environment = {name: value for name, value in os.environ.items() if name not in OFF} | exported
+    done = subprocess.run(
+        [sys.executable, "-c", f"{first}\n{SHOW}"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == OFF
+
+
+def test_the_model_hubs_client_hears_it_before_it_is_imported():
+    code = "import onepolicy.models.load, huggingface_hub.constants as hub; print(hub.HF_HUB_DISABLE_TELEMETRY)"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ON, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_a_vllm_server(monkeypatch):
+    for name, value in ON.items():
+        monkeypatch.setenv(name, value)
+    found = serve.environment("", cpu=True)
+    assert {name: found[name] for name in OFF} == OFF
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ray(monkeypatch, own):
+    for name in (*OFF, *start.QUIET, *start.ON_LOOPBACK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, ON.get(name, ""))
+    start.prepare(own=own)
+    assert {name: os.environ[name] for name in OFF} == OFF
+
+
+def test_exported_settings_do_not_open_a_ray_that_is_started_for_the_run(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
+    start.prepare(own=True)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+
+
+ACTORS = """
+import json, os, sys
+from onepolicy.cluster import start
+from onepolicy.config import resolve
+from onepolicy.config.cluster import RayCluster
+with start._connected(RayCluster(kind="ray")):
+    import ray
+    from onepolicy.no_statistics import OFF
+
+    @ray.remote
+    def shown():
+        return {name: os.environ.get(name) for name in OFF}
+
+    print(json.dumps([ray.get(shown.remote()), sorted(ray._private.worker._global_node.all_processes)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_rays_processes():
+    """No API server is among them: it would ask which cloud this is."""
+    pytest.importorskip("ray")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | ON
+    done = subprocess.run([sys.executable, "-c", ACTORS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    variables, processes = json.loads(done.stdout.splitlines()[-1])
+    assert variables == OFF
+    assert "raylet" in processes
+    assert "dashboard" not in processes
