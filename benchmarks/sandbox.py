@@ -1,9 +1,9 @@
 """How much memory of the kernel code in the Python tool's sandbox can hold, attack by attack.
 
-    python benchmarks/sandbox.py [--seconds 5] [--memory 128] [ATTACK ...]
+    python benchmarks/sandbox.py [--seconds 5] [--memory 128] [--usage FILE] [ATTACK ...]
 
-Prints the most that MemAvailable fell during a call, less what an idle call takes, and what the call said. Other
-programs' memory counts too: run it on a machine that is idle. An attack is ended when 3 GiB are gone.
+Prints the most memory that a call took, its processes' included, less what an idle call takes, and what the call said:
+by MemAvailable on an idle machine, or by --usage where other programs run beside it. Ends an attack that took 3 GiB.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -31,12 +32,12 @@ def spread(work):
             try:
                 work(number)
             except OSError as error:
-                print(type(error).__name__, error, flush=True)
+                os.write(1, type(error).__name__.encode() + b" %a\\n" % str(error))
             time.sleep(60)
     time.sleep(60)
 """
 ATTACKS = {
-    "idle": "time.sleep(1)",
+    "idle": "spread(work)",
     "symbolic links": """
 def work(number):
     os.mkdir(str(number)); os.chdir(str(number))
@@ -155,44 +156,47 @@ spread(work)""",
 }
 
 
-def available_kib() -> int:
+def held_kib(usage: Path | None) -> int:
+    """What programs and the kernel hold: of the whole machine, or by a cgroup's file of bytes."""
+    if usage is not None:
+        return int(usage.read_text()) // 1024
     lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return -next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-async def attack(tool: PythonSandbox, code: str) -> tuple[int, str]:
-    """The most that MemAvailable fell, in KiB, and the errors that the call returned."""
-    before, lost = available_kib(), 0
+async def attack(tool: PythonSandbox, code: str, usage: Path | None) -> tuple[int, str]:
+    """The most that was taken, in KiB, and the errors that the call returned."""
+    before, taken = held_kib(usage), 0
     call = asyncio.ensure_future(tool.call(SPREAD + code))
     while not call.done():
         await asyncio.sleep(0.02)
-        lost = max(lost, before - available_kib())
-        if lost > MOST_KIB:
+        taken = max(taken, held_kib(usage) - before)
+        if taken > MOST_KIB:
             call.cancel()
             break
     try:
-        said = [line for line in (await call).splitlines() if "rror" in line]
+        lines = (await call).splitlines()
     except asyncio.CancelledError:
-        said = ["stopped: 3 GiB gone"]
-    return lost, "; ".join(dict.fromkeys(said))
+        lines = ["error: stopped, 3 GiB are gone"]
+    return taken, "; ".join(sorted({line for line in lines if re.match(r"(\w+Error |error: ).*", line)}))
 
 
-async def gone(least: int) -> None:
+async def gone(most: int, usage: Path | None) -> None:
     """Wait until the kernel has given back what an attack took."""
     for _ in range(200):
-        if available_kib() > least:
+        if held_kib(usage) < most:
             return
         await asyncio.sleep(0.1)
 
 
-async def measure(names: list[str], seconds: float, memory: int) -> None:
+async def measure(names: list[str], seconds: float, memory: int, usage: Path | None) -> None:
     tool = PythonSandbox(PythonTool(seconds=seconds, memory_mib=memory, output_chars=4000))
-    start = available_kib()
-    idle, _ = await attack(tool, ATTACKS["idle"])
+    start = held_kib(usage)
+    idle, _ = await attack(tool, ATTACKS["idle"], usage)
     for name in names:
-        await gone(start - 2**16)
-        lost, said = await attack(tool, ATTACKS[name])
-        print(f"{name:22} {(lost - idle) / 1024:8.0f} MiB   {said}", flush=True)
+        await gone(start + 2**15, usage)
+        taken, said = await attack(tool, ATTACKS[name], usage)
+        print(f"{name:22} {(taken - idle) / 1024:8.0f} MiB   {said}", flush=True)
 
 
 if __name__ == "__main__":
@@ -200,6 +204,7 @@ if __name__ == "__main__":
     parser.add_argument("attacks", nargs="*", choices=[[], *ATTACKS], default=[])
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--memory", type=int, default=128)
+    parser.add_argument("--usage", type=Path, help="memory.current or memory.usage_in_bytes of the cgroup this runs in")
     given = parser.parse_args()
     print(f"user {os.geteuid()}, Linux {os.uname().release}, {os.cpu_count()} cores", file=sys.stderr)
-    asyncio.run(measure(given.attacks or list(ATTACKS), given.seconds, given.memory))
+    asyncio.run(measure(given.attacks or list(ATTACKS), given.seconds, given.memory, given.usage))

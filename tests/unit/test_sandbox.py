@@ -197,6 +197,7 @@ ESCAPES = {
     "slow down the first process": "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
     "starve the first process": "import os; os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
     "lift the first process's limits": "import resource; resource.prlimit(1, resource.RLIMIT_AS, (-1, -1))",
+    "take open files from the first process": "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
     "debug the first process": f"{LIBC}assert l.ptrace(16, 1, 0, 0) == 0",
     "own filters": f"{LIBC}assert l.syscall({ {'x86_64': 317, 'aarch64': 277}.get(platform.machine()) }, 2, 0, 0) == 0",
     "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",

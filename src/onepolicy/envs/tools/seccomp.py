@@ -113,6 +113,7 @@ NO_USE: dict[str, Numbers] = {  # interfaces of the kernel in which holes were f
 }
 REFUSED = NO_NAMESPACES | NO_KERNEL_MEMORY | NO_SOCKETS | NO_INTERFERENCE | NO_USE
 SOCKET, SOCKETPAIR, FCNTL, CLONE = (41, 198), (53, 199), (72, 25), (56, 220)  # looked at more closely
+PRLIMIT64 = (302, 261)
 
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # classic BPF (linux/bpf_common.h)
 NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data, little-endian
@@ -142,7 +143,9 @@ def program(machine: str) -> bytes:
     only_streams += [(AND, 0, 0, SOCKET_TYPES), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
     no_large_pipes = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 1, F_SETPIPE_SZ), (RETURN, 0, 0, FAIL | EPERM)]
     no_namespaces = [(LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACE), (RETURN, 0, 0, FAIL | EPERM)]
-    for numbers, block in ((SOCKETPAIR, only_streams), (FCNTL, no_large_pipes), (CLONE, no_namespaces)):
+    only_own_limits = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, 0), (RETURN, 0, 0, FAIL | EPERM)]
+    closer = {SOCKETPAIR: only_streams, FCNTL: no_large_pipes, CLONE: no_namespaces, PRLIMIT64: only_own_limits}
+    for numbers, block in closer.items():
         block.append((RETURN, 0, 0, ALLOW))
         code += [(EQUAL, 0, len(block), numbers[column]), *block]
     code.append((RETURN, 0, 0, ALLOW))
