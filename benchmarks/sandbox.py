@@ -22,7 +22,7 @@ MOST_KIB = 3 * 2**20
 WORKERS = 13
 
 SPREAD = f"""
-import ctypes, fcntl, mmap, os, select, signal, socket, time
+import ctypes, fcntl, mmap, os, signal, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
 def work(number):
     pass
@@ -126,15 +126,6 @@ def work(number):
     files = [open(f"{number}-{i}", "w") for i in range(40)]
     for i in range(10**7):
         for file in files: fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * i)
-spread(work)""",
-    "epoll": """
-def work(number):
-    polls = [select.epoll() for _ in range(28)]
-    pairs = [os.pipe()[0] for _ in range(1)]
-    for descriptor in range(40, 60):
-        for source in (0, 1, 2, pairs[0]):
-            os.dup2(pairs[0], descriptor)
-            for poll in polls: poll.register(descriptor)
 spread(work)""",
     "inotify": """
 def work(number):
