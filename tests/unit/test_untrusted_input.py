@@ -156,4 +156,4 @@ def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
     assert SECRET not in caplog.text + repr(client)
     assert SECRET not in repr(Invitation("127.0.0.1", 1, SECRET, 2, "gloo", 1.0))
     settings = {"model": "m", "dtype": "float32"}
-    assert SECRET not in " ".join(serve.command_line(settings, "127.0.0.1", 8000, guarded=True))
+    assert SECRET not in " ".join(serve.command_line(settings, "127.0.0.1", 8000))

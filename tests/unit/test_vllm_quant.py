@@ -37,7 +37,7 @@ def test_only_the_engines_arguments_change():
 def test_a_server_is_started_with_the_same_arguments():
     config = resolve_as(ServeConfig, {}, ["quant=fp8", "slots=7"])
     assert (config.quant, config.slots) == (Fp8(), 7)
-    line = serve.command_line(arguments(config.quant), "127.0.0.1", 8000, guarded=False)
+    line = serve.command_line(arguments(config.quant), "127.0.0.1", 8000)
     at = line.index("--quantization")
     assert line[at : at + 2] == ["--quantization", "fp8_per_channel"]
     assert '"*.gate"' in line[line.index("--quantization-config") + 1]

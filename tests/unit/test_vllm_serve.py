@@ -1,12 +1,14 @@
 """What a vLLM server is started with, who may talk to it, and the files its weights come in."""
 
-import asyncio
+import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from safetensors.torch import load_file
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.engine import ServeConfig
 from onepolicy.rollout import weight_files
+from onepolicy.rollout.token import left_for
 from onepolicy.rollout.vllm import serve
+from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB
 from onepolicy.rollout.vllm.start import engine_arguments
-from onepolicy.rollout.vllm.worker import TOKEN, RequireToken
 from onepolicy.rollout.weight_files import INDEX, WeightFiles
 
 SETTINGS = engine_arguments(
@@ -42,7 +45,7 @@ def flags(command):
 
 
 def test_the_command_line_says_what_the_engine_in_this_process_says():
-    line = flags(serve.command_line(SETTINGS, "127.0.0.1", 8000, guarded=False))
+    line = flags(serve.command_line(SETTINGS, "127.0.0.1", 8000))
     expected = {
         "--model": "/models/m",
         "--dtype": "bfloat16",
@@ -59,17 +62,17 @@ def test_the_command_line_says_what_the_engine_in_this_process_says():
     }
     assert expected.items() <= line.items()
     assert json.loads(line["--hf-overrides"]) == {"head_dtype": "float32"}
-    assert not {"--block-size", "--middleware", "--trust-remote-code"} & line.keys()  # vLLM's choice; nobody asked
-    guarded = flags(serve.command_line(SETTINGS, "0.0.0.0", 8000, guarded=True))
-    assert guarded["--middleware"] == "onepolicy.rollout.vllm.worker.RequireToken"
+    assert not {"--block-size", "--trust-remote-code"} & line.keys()  # vLLM's choice; nobody asked
+    assert line["--middleware"] == "onepolicy.rollout.vllm.guard.Guard"
+    assert json.loads(line["--allowed-origins"]) == []
 
 
 def test_the_environment_opens_the_endpoints_and_holds_the_token(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    found = serve.environment("s3cret", cpu=True)
+    found = serve.environment("s3cret", hosts=["node-1"], vocab=32, cpu=True)
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
     assert (found[TOKEN], found["OMP_WAIT_POLICY"]) == ("s3cret", "active")
-    assert TOKEN not in serve.environment("", cpu=False)
+    assert (found[HOSTS], found[VOCAB]) == ('["node-1"]', "32")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,48 @@ def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
     said = []
     found = serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append)
     assert (found, [text for text in said if "ready" in text]) == (3, [])
+    assert left_for("127.0.0.1", port) is None
+
+
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers.get("authorization") == "Bearer " + os.environ["VLLM_API_KEY"]
+        self.send_response(200 if right else 401)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_without_a_token_one_is_made_and_a_run_of_this_machine_finds_it(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "command_line", lambda _, host, port: [sys.executable, "-c", SERVER, str(port)])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said, found = [], {}
+
+    def say(text):
+        said.append(text)
+        if "ready after" in text:
+            found["token"] = left_for("127.0.0.1", port)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=say)
+    assert f"127.0.0.1.{port}" in said[0]
+    assert len(found["token"]) >= 32
+    assert found["token"] not in "".join(said)
+    assert left_for("127.0.0.1", port) is None
 
 
 def test_the_servers_process_does_not_outlive_ours():
@@ -104,29 +149,82 @@ def test_the_servers_process_does_not_outlive_ours():
     assert process.returncode == -15
 
 
-def answer(path, headers=(), kind="http"):
-    """(status or None, whether the application behind the guard was called)."""
-    sent, called = [], []
+STAND_IN = """
+import os, signal, subprocess, sys, time
+role = sys.argv[1] if len(sys.argv) > 1 else "server"
+if role == "engine":  # deaf, and not of the server's process group
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+else:
+    subprocess.Popen([sys.executable, __file__, "engine"])
+os.write(1, f"{role} {os.getpid()}\\n".encode())
+time.sleep(600)
+"""
+WRAPPER = """
+import os, sys
+from onepolicy.rollout.vllm import serve
+serve.ENDING_S = 0.2
+with serve._running([sys.executable, sys.argv[1]], dict(os.environ)) as process:
+    os.write(1, f"wrapper {os.getpid()}\\nkeeper {process.pid}\\n".encode())
+    raise SystemExit(process.wait() % 256)
+"""
 
-    async def app(scope, receive, send):
-        called.append(scope)
 
-    async def send(message):
-        sent.append(message)
+@pytest.fixture
+def tree(tmp_path):
+    """A wrapper and the processes below it, by name; the engine is the server's child."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    command = [sys.executable, str(tmp_path / "wrapper.py"), str(tmp_path / "stand_in.py")]
+    wrapper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    lines = [wrapper.stdout.readline() for _ in range(4)]
+    pids = {name: int(pid) for name, pid in map(str.split, lines)}
+    yield wrapper, pids
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wrapper.wait()
+    wrapper.stdout.close()
 
-    scope = {"type": kind, "path": path, "headers": list(headers)}
-    asyncio.run(RequireToken(app)(scope, None, send))
-    return (sent[0]["status"] if sent else None), bool(called)
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
+    wrapper, pids = tree
+    wrapper.send_signal(number)
+    assert wrapper.wait(60) not in (0, None)
+    wait_until_gone(pids.values())
 
 
-def test_every_path_but_health_needs_the_token(monkeypatch):
-    monkeypatch.setenv(TOKEN, "s3cret")
-    right, wrong = [(b"authorization", b"Bearer s3cret")], [(b"authorization", b"Bearer s3crit")]
-    for path in ("/collective_rpc", "/update_weights", "/inference/v1/generate", "/health/../pause"):
-        assert answer(path) == answer(path, wrong) == (401, False)
-        assert answer(path, right) == (None, True)
-    assert answer("/health") == answer("", kind="lifespan") == (None, True)
-    assert answer("/v1/realtime", kind="websocket") == (None, False)
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_server_that_is_killed_leaves_no_engine_and_its_end_is_told(tree):
+    wrapper, pids = tree
+    os.kill(pids["server"], signal.SIGKILL)
+    assert wrapper.wait(60) == 256 - signal.SIGKILL
+    wait_until_gone(pids.values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_keeper_that_is_killed_takes_the_server_with_it(tree):
+    wrapper, pids = tree
+    os.kill(pids["keeper"], signal.SIGKILL)
+    assert wrapper.wait(60) == 256 - signal.SIGKILL
+    wait_until_gone([pids["server"]])
+
+
+def wait_until_gone(pids):
+    end = time.monotonic() + 60
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end, "still there"
+        time.sleep(0.01)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def weights(seed):

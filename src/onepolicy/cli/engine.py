@@ -30,7 +30,14 @@ def add(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine's own)")
-    serve.add_argument("--token-env", metavar="NAME", help="variable with the token every request must bring")
+    serve.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="variable with the token every request must bring (default: one is made, for runs of this machine)",
+    )
+    serve.add_argument(
+        "--name", action="append", default=[], help="another name that requests call the server by, e.g. of a proxy"
+    )
     serve.add_argument("--no-routes", action="store_true", help="do not return the experts of a MoE model")
     serve.add_argument("--vllm", action="append", default=[], metavar="ARGUMENT", help="passed on: --vllm=--x=1")
 
@@ -50,6 +57,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         token_env=arguments.token_env,
+        names=arguments.name,
         routes=not arguments.no_routes,
         extra=arguments.vllm,
         say=lambda text: console.print(text, highlight=False, soft_wrap=True),

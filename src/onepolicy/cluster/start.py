@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from onepolicy.config import NotThere, RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.no_statistics import turn_off
+from onepolicy.rollout.token import checked
 
 if TYPE_CHECKING:
     from onepolicy.loop.hosts import Hosts
@@ -99,7 +100,14 @@ def _without_api_server() -> Iterator[None]:
 
 
 def prepare(*, own: bool) -> None:
-    """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here."""
+    """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here.
+
+    UsageError, which does not repeat it, for a token that Ray could not send and would show in its error.
+    """
+    if "RAY_AUTH_TOKEN" in os.environ:
+        checked(os.environ["RAY_AUTH_TOKEN"], "cluster.auth: the environment variable RAY_AUTH_TOKEN")
+    elif "RAY_AUTH_TOKEN_PATH" in os.environ:
+        _check_token_file(os.environ["RAY_AUTH_TOKEN_PATH"])
     turn_off()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -143,6 +151,14 @@ def _token_file() -> str:
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
     return str(path)
+
+
+def _check_token_file(path: str) -> None:
+    try:
+        token = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"cluster.auth: {path} (RAY_AUTH_TOKEN_PATH) cannot be read: {error.strerror}") from error
+    checked(token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)")  # Ray strips it too
 
 
 _KEPT: list[tempfile.TemporaryDirectory] = []

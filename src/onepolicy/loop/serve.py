@@ -22,6 +22,7 @@ def serve_model(
     host: str,
     port: int,
     token_env: str | None,
+    names: Sequence[str],
     routes: bool,
     extra: Sequence[str],
     say: Callable[[str], None],
@@ -43,6 +44,7 @@ def serve_model(
         host=host,
         port=port,
         token_env=token_env,
+        names=names,
         extra=extra,
         say=say,
     )

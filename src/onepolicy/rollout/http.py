@@ -11,7 +11,6 @@ import asyncio
 import importlib.util
 import ipaddress
 import json
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from urllib.parse import urlsplit
 
 from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.config.engine import refuse_secret_url
+from onepolicy.rollout.token import left_for, token_of
 
 if TYPE_CHECKING:
     import httpx2
 
 T = TypeVar("T")
+TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s, before the first retry; doubled until
 SHOWN = 300  # characters of a body in an error
 
@@ -69,9 +70,10 @@ class EngineClient:
     def __init__(
         self, url: str, *, token_env: str | None = None, timeout_s: float = 600.0, retries: int = 5, server: str
     ) -> None:
-        """token_env: environment variable with a bearer token. timeout_s: of one attempt. server: its name in errors.
+        """token_env: environment variable with a bearer token; None: what a server of this machine has left in its file
+        (rollout/token.py). timeout_s: of one attempt. server: its name in errors.
 
-        UsageError for a URL that is none, a variable that is not set, or without httpx2.
+        UsageError for a URL that is none, a variable that is not set or holds no token, or without httpx2.
         """
         refuse_secret_url(url)
         parts = urlsplit(url)
@@ -81,7 +83,12 @@ class EngineClient:
             raise UsageError("rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'")
         self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
         self._timeout_s, self._retries = timeout_s, retries
-        self._headers = _authorization(token_env, loopback=is_loopback(parts.hostname))
+        self._token_env, self._token = token_env, None if token_env is None else token_of(token_env, TOKEN_ENV)
+        if token_env is None and not is_loopback(parts.hostname):
+            raise UsageError(
+                f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name the environment "
+                "variable that holds it"
+            )
         self._error: type[NoEngine] | type[EngineLost] = EngineLost
         self._in_flight = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -181,22 +188,35 @@ class EngineClient:
         except httpx2.RequestError as error:  # also a body that cannot be decoded
             raise _NoReply(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code >= 500:
-            raise _NoReply(_status(response))
+            raise _NoReply(_status(response, self._token))
         if response.status_code != 200:
-            raise self._refused(method, path, _status(response))
+            raise self._refused(method, path, _status(response, self._token))
         return _content(response)
 
     def _words(self, method: str, path: str, problem: str, times: str) -> str:
         others = self._in_flight - 1
         dropped = f" {others} other requests in flight were dropped." if others else ""
-        if self._error is EngineLost:
+        if problem.startswith("status 401"):
+            mend = f"Name the variable that holds the server's token in {TOKEN_ENV}"
+        elif self._error is EngineLost:
             mend = "See its log; when it runs again, continue with `onepolicy train --resume RUN`"
         elif problem.startswith("Connect"):
             mend = f"Is {self.server} running there, and is that the right url?"
         else:
             mend = f"See its log; is that {self.server}?"
         asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
+        if self._token is not None:  # a server may repeat what it was sent
+            problem = problem.replace(self._token, "(the token)")
         return f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}"
+
+    def _authorize(self, request: httpx2.Request) -> httpx2.Request:
+        """The request with the token. Without a variable the file is read anew: a server that was started again has
+        another token."""
+        if self._token_env is None:
+            self._token = left_for(*place_of(self.url))
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
 
     async def _connected(self) -> httpx2.AsyncClient:
         """The client of the running event loop. asyncio.run closes it with the loop, as it does every generator."""
@@ -210,7 +230,7 @@ class EngineClient:
         import httpx2
 
         async with httpx2.AsyncClient(
-            headers=self._headers,
+            auth=self._authorize,
             verify=self.url.startswith("https:"),  # reading the system's certificates takes a tenth of a second
             timeout=None,  # asyncio.timeout bounds the whole attempt
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -238,20 +258,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _authorization(token_env: str | None, *, loopback: bool) -> dict[str, str]:
-    if token_env is None:
-        if not loopback:
-            raise UsageError(
-                "rollout.engine.token_env: the server is on another machine; protect it with a token and name the "
-                "environment variable that holds it"
-            )
-        return {}
-    token = os.environ.get(token_env, "")
-    if not token:
-        raise UsageError(f"rollout.engine.token_env: the environment variable {token_env} is not set")
-    return {"Authorization": f"Bearer {token}"}
-
-
 def _content(response: httpx2.Response) -> Any:
     if not response.content:
         return None
@@ -263,6 +269,9 @@ def _content(response: httpx2.Response) -> Any:
         raise Malformed(f"not JSON ({error})") from error
 
 
-def _status(response: httpx2.Response) -> str:
+def _status(response: httpx2.Response, token: str | None) -> str:
+    """token: not repeated if the server sends back what it was sent."""
     text = response.text.strip()
+    if token is not None:
+        text = text.replace(token, "(the token)")
     return f"status {response.status_code}" + (f": {text[:SHOWN]}" if text else "")

@@ -12,20 +12,40 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.engine import ServeConfig
 from onepolicy.no_statistics import OFF
 from onepolicy.rollout.http import EngineClient, is_loopback
+from onepolicy.rollout.token import forget, made_for, token_of
+from onepolicy.rollout.vllm import keeper
 from onepolicy.rollout.vllm import quant as vllm_quant
+from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB, Guard
 from onepolicy.rollout.vllm.start import engine_arguments
-from onepolicy.rollout.vllm.worker import TOKEN, RequireToken, WorkerExtension
+from onepolicy.rollout.vllm.worker import WorkerExtension
 
 PATIENCE_S = 1800.0  # until a server that neither answers nor ends is given up
-OWN = ("--host", "--port", "--uds", "--middleware", "--api-key", "--trust-remote-code", "--worker-extension-cls")
-"""Arguments of vLLM that say who may reach the server and whose code it runs."""
+ENDING_S = 30.0  # that the server has to end by itself
+OWN = (
+    "--allow-credentials",
+    "--allowed-headers",
+    "--allowed-methods",
+    "--allowed-origins",
+    "--api-key",
+    "--api-server-count",
+    "--config",
+    "--host",
+    "--middleware",
+    "--port",
+    "--root-path",
+    "--trust-remote-code",
+    "--uds",
+    "--worker-extension-cls",
+)
+"""Arguments of vLLM that say who may reach the server and whose code it runs, or what the guard goes by."""
 
 
 def serve(
@@ -40,21 +60,21 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token_env: str | None = None,
+    names: Sequence[str] = (),
     extra: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> int:
     """Run a server until it ends or this process is told to; its exit status. `say` is called with what goes on.
 
-    token_env: environment variable with the bearer token every request must bring; needed for a host that other
-    machines reach, because the endpoints that load weights run code. extra: further arguments for vLLM.
+    token_env: environment variable with the bearer token every request must bring, because the endpoints that load
+    weights run code. None, for a loopback address only: one is made, and left where the runs of this user find it.
+    names: further ones that the server is called by. extra: further arguments for vLLM.
     """
     vllm_quant.check(config.quant, cpu=cpu)
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("engine serve: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]'")
-    token = os.environ.get(token_env, "") if token_env else ""
-    if token_env and not token:
-        raise UsageError(f"--token-env: the environment variable {token_env} is not set")
-    if not token and not is_loopback(host):
+    given = None if token_env is None else token_of(token_env, "--token-env")
+    if given is None and not is_loopback(host):
         raise UsageError(
             f"--host: {host} is open to other machines, and whoever reaches the server can load weights into it; set a "
             "variable to a secret and name it with --token-env"
@@ -71,10 +91,19 @@ def serve(
         trust_remote_code=trust_remote_code,
         quant=config.quant,
     )
-    command = [*command_line(settings, host, port, guarded=bool(token)), *extra]
+    command = [*command_line(settings, host, port), *extra]
     started = time.monotonic()
-    with _running(command, environment(token, cpu=cpu)) as process:
-        reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    with ExitStack() as stack:
+        if given is None:
+            token, left = stack.enter_context(made_for(host, port))
+            say(f"the server's token was made here; runs of this user on this machine find it in {left}")
+        else:
+            token = given
+            if is_loopback(host):
+                forget(host, port)
+        ours = environment(token, hosts=hosts_of(host, names), vocab=vocab, cpu=cpu)
+        process = stack.enter_context(_running(command, ours))
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
         client = EngineClient(url, token_env=token_env, retries=0, server="the vLLM server")
         if asyncio.run(_warmed_up(client, process, started, say)):
@@ -83,7 +112,7 @@ def serve(
         return process.wait()
 
 
-def command_line(settings: dict[str, Any], host: str, port: int, *, guarded: bool) -> list[str]:
+def command_line(settings: dict[str, Any], host: str, port: int) -> list[str]:
     """settings: EngineArgs; one that is None is left to vLLM."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
     for name, value in settings.items():
@@ -98,18 +127,24 @@ def command_line(settings: dict[str, Any], host: str, port: int, *, guarded: boo
     command += ["--enable-scale-out"]  # /inference/v1/generate: token ids in, token ids out
     command += ["--enable-prompt-tokens-details"]  # how many prompt tokens the prefix cache had
     command += ["--disable-uvicorn-access-log"]
-    if guarded:
-        command += ["--middleware", f"{RequireToken.__module__}.{RequireToken.__name__}"]
+    command += ["--middleware", f"{Guard.__module__}.{Guard.__name__}"]
+    command += ["--allowed-origins", "[]"]  # vLLM's own choice is every web page
     return command
 
 
-def environment(token: str, *, cpu: bool) -> dict[str, str]:
+def hosts_of(host: str, names: Sequence[str]) -> list[str]:
+    """What a request's Host may be, beside the loopback's names: what the server was started for, and is called by."""
+    if is_loopback(host):
+        return [*names]
+    return sorted({host, socket.gethostname(), socket.getfqdn(), *names})
+
+
+def environment(token: str, *, hosts: Sequence[str], vocab: int, cpu: bool) -> dict[str, str]:
     """Of the server's process."""
     ours = {"VLLM_SERVER_DEV_MODE": "1", **OFF}  # pause, weights and worker calls over HTTP
     if cpu:
         ours |= {"TORCHDYNAMO_DISABLE": "1"}  # or the first request compiles one comparison for 5 to 15 s
-    if token:
-        ours[TOKEN] = token
+    ours |= {TOKEN: token, HOSTS: json.dumps(list(hosts)), VOCAB: str(vocab)}
     return {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_WAIT_POLICY": "passive"} | dict(os.environ) | ours
 
 
@@ -141,20 +176,27 @@ async def _warmed_up(
 
 @contextmanager
 def _running(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, which does not outlive ours; SIGTERM is passed on, SIGINT reaches it from the terminal."""
-    process = subprocess.Popen(command, env=environment)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    """The command under a keeper, which ends all its processes when this one ends, whatever ends it."""
+    keep = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), *command]
+    process = subprocess.Popen(keep, env=environment, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    heeded = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _leave) for number in heeded}
     try:
         yield process
     finally:
-        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+        process.stdin.close()  # the keeper kills what is left
+        process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _check_extra(extra: Sequence[str]) -> None:

@@ -20,13 +20,23 @@ def reload(worker: Any, weights: Weights) -> None:
 
 
 def end_reload(worker: Any) -> None:
-    """After a reload that broke off: vLLM 0.30.0's next one would start from its leftovers, and fail or keep tensors of
-    both."""
+    """After a reload that broke off: give every layer that it had not finished the tensors it had before.
+
+    vLLM 0.30.0 leaves such layers without any, which ends the engine at the next request, and its next reload would
+    start from the leftovers. What was collected for a layer is dropped first: loading that may be what failed.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+    model = worker.get_model()
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
     with set_current_vllm_config(worker.vllm_config):
-        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
 
 
 def pack_experts(model: nn.Module) -> None:

@@ -1,12 +1,9 @@
-"""What runs inside a vLLM server for us: `onepolicy engine serve` names these two classes on its command line."""
+"""What runs inside a vLLM server's workers for us: `onepolicy engine serve` names the class on its command line."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +13,11 @@ from onepolicy.config import TrainingError
 from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import held_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
-from onepolicy.rollout.vllm.weights import pack_experts, reload
+from onepolicy.rollout.vllm.weights import end_reload, pack_experts, reload
 from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, Sums, difference
 
-TOKEN = "VLLM_API_KEY"  # the variable vLLM reads the same token from
 SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -125,6 +121,9 @@ class WorkerExtension:
         own = self._onepolicy_own()
         try:
             self.reload_weights(weights_path=path or own[0])  # makes the path the model's own
+        except BaseException:
+            end_reload(self)
+            raise
         finally:
             model.model, model.revision = own
         pack_experts(self.get_model())
@@ -134,27 +133,3 @@ class WorkerExtension:
         if self.onepolicy_own is None:
             self.onepolicy_own = self.vllm_config.model_config.model, self.vllm_config.model_config.revision
         return self.onepolicy_own
-
-
-class RequireToken:
-    """ASGI middleware: every path but /health needs the bearer token.
-
-    vLLM's own guards /v1 and /inference only, and leaves open what loads weights and calls methods of its workers.
-    """
-
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        token = os.environ.get(TOKEN, "")
-        assert token, f"{TOKEN} is not set"
-        self._app, self._expected = app, f"Bearer {token}".encode()
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") == "/health":
-            return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if secrets.compare_digest(given, self._expected):
-            return await self._app(scope, receive, send)
-        if scope["type"] == "http":
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps({"error": "Unauthorized"}).encode()})
-        return None
