@@ -182,26 +182,131 @@ def test_who_does_not_know_the_token_is_hung_up_on():
         each.close()
 
 
-def test_a_stranger_that_dawdles_does_not_keep_the_ranks_out(monkeypatch):
+def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(monkeypatch):
     """A byte now and then is not enough: the whole greeting has one limit."""
     monkeypatch.setattr(channel, "GREETING_S", 0.3)
     listener = Listener("127.0.0.1")
-    stranger, stop = socket.create_connection(listener.address), threading.Event()
+    stranger, stop, hung_up = socket.create_connection(listener.address), threading.Event(), threading.Event()
 
     def dawdle():
-        with contextlib.suppress(OSError):
-            while not stop.wait(0.1):
-                stranger.sendall(b"0")
+        try:
+            while not stop.wait(0.01):
+                stranger.sendall(b"0" if not hung_up.is_set() else b"")
+        except OSError:
+            hung_up.set()
 
     dawdling = threading.Thread(target=dawdle)
+    monkeypatch.setattr(channel, "TOKEN_BYTES", 2**20)  # it could go on for hours
     dawdling.start()
-    ours = connect(listener.address, listener.token, 1, 5.0)
+    accepting = threading.Thread(target=lambda: suppressed(listener.accept, 2, 60.0, stop_when(hung_up)))
+    accepting.start()
+    assert hung_up.wait(60)
+    stop.set()
+    dawdling.join()
+    accepting.join()
+    for each in (stranger, listener):
+        each.close()
+
+
+class Stopped(Exception):
+    pass
+
+
+def suppressed(call, *args):
+    with contextlib.suppress(Stopped):
+        call(*args)
+
+
+def stop_when(event):
+    def alive():
+        if event.is_set():
+            raise Stopped
+
+    return alive
+
+
+@pytest.mark.parametrize("strangers", [20, 200])
+def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
+    """They came first, and wait for ever as far as this test goes."""
+    monkeypatch.setattr(channel, "GREETING_S", 1e9)
+    monkeypatch.setattr(channel.Channel, "read", None)  # nothing is waited for
+    listener = Listener("127.0.0.1")
+    silent = [socket.create_connection(listener.address) for _ in range(strangers)]
+    for each in silent[::2]:
+        each.sendall(listener.token[:5])
+    ours = [connect(listener.address, listener.token, rank, 60.0) for rank in (2, 1)]
+    more = [socket.create_connection(listener.address) for _ in range(strangers)]
+    looks = []
+    found = listener.accept(3, 60.0, lambda: looks.append(None))
+    assert sorted(found) == [1, 2]
+    assert "rank 2 (process" in found[2].peer
+    assert len(looks) < 20 + strangers  # of one a connection at worst, not of one a time limit
+    for each in (*silent, *more, *ours, *found.values(), listener):
+        each.close()
+
+
+def test_only_so_many_strangers_are_listened_to_at_a_time():
+    listener = Listener("127.0.0.1")
+    silent = [socket.create_connection(listener.address) for _ in range(channel.MOST_PENDING + 5)]
+    most = []
+
+    def look():
+        pending = sum(is_open(each) for each in silent)
+        most.append(pending)
+        if len(most) > 2 and pending <= channel.MOST_PENDING:
+            raise Stopped
+
+    suppressed(listener.accept, 2, 60.0, look)
+    assert most[-1] == channel.MOST_PENDING
+    for each in (*silent, listener):
+        each.close()
+
+
+def is_open(connection):
+    connection.setblocking(False)
     try:
-        found = listener.accept(2, 2.0, lambda: None)  # with a limit a byte: 32 bytes in 3 s
-    finally:
-        stop.set()
-        dawdling.join()
-    for each in (stranger, ours, found[1], listener):
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"rank": "1", "pid": 1, "host": "h"},
+        {"rank": 1, "pid": None, "host": "h"},
+        {"rank": 1.0, "pid": 1, "host": "h"},
+        {"rank": 0, "pid": 1, "host": "h"},
+        {"rank": 2, "pid": 1, "host": "h"},
+        {"rank": True, "pid": 1, "host": "h"},
+        {"rank": -1, "pid": 1, "host": "h"},
+    ],
+)
+def test_a_rank_that_says_what_none_says_is_an_error_of_ours(about):
+    listener = Listener("127.0.0.1")
+    stranger = socket.create_connection(listener.address)
+    data = Message(about).encode()
+    stranger.sendall(listener.token + len(data).to_bytes(8, "little") + data)
+    with pytest.raises(TrainingError, match="greet"):
+        listener.accept(2, 60.0, lambda: None)
+    for each in (stranger, listener):
+        each.close()
+
+
+def test_a_rank_that_comes_twice_or_announces_too_much_is_an_error_of_ours(pair):
+    listener = Listener("127.0.0.1")
+    ours = [connect(listener.address, listener.token, 1, 5.0) for _ in range(2)]
+    with pytest.raises(TrainingError, match="a second rank 1"):
+        listener.accept(3, 60.0, lambda: None)
+    huge = socket.create_connection(listener.address)
+    huge.sendall(listener.token + b"\xff" * 8)
+    with pytest.raises(TrainingError, match="greets with"):
+        listener.accept(3, 60.0, lambda: None)
+    pair[1].connection.sendall(b"\xff" * 8)
+    with pytest.raises(TrainingError, match="rank 1 announces a message of"):
+        pair[0].receive(5.0)
+    for each in (*ours, huge, listener):
         each.close()
 
 

@@ -100,6 +100,64 @@ def test_faults_of_one_step_are_told_from_starts_in_between(run):
     assert run([(1, 7), (1, 7), (1, 8), (1, 7), (1, 7), (0, 9)], restarts=50)[0] == 0
 
 
+@pytest.mark.parametrize("steps", [(5, 4), (5, 6, 7), (7, 6, 5, 4), (2, 9, 3)])
+def test_a_run_that_gets_no_further_is_given_up(run, steps):
+    """Whatever the steps it dies in; and the waits grow."""
+    ends = [(1, step) for step in steps * 50]
+    stalled = supervise.STALLED + steps.index(max(steps)) + 1
+    status, _, waits, texts = run(ends[:stalled], restarts=100)
+    assert (status, waits[-3:]) == (1, [8, 16, 32])
+    assert f"came no further than step {max(steps)}; not restarted" in texts[-1]
+
+
+def test_a_run_that_gets_further_but_leaves_no_checkpoint_is_given_up(run):
+    """Every restart begins where the first did."""
+    status, _, _, texts = run([(1, step) for step in range(1, supervise.UNSAVED + 1)], restarts=100)
+    assert status == 1
+    assert "left no new checkpoint (checkpoint.every); not restarted" in texts[-1]
+
+
+def test_a_run_that_leaves_checkpoints_is_not_given_up(run, tmp_path, monkeypatch):
+    """Even where each death is in an earlier step than one before: the checkpoint is what a restart begins with."""
+    folder, begun = tmp_path / "run" / supervise.CHECKPOINTS, supervise.step_begun
+
+    def writes_one(out):
+        if step := begun(out):
+            (folder / f"step_{made.pop(0):05d}").mkdir(parents=True)
+        return step
+
+    made, deaths = list(range(10, 300, 10)), [9 + 10 * i + extra for i in range(12) for extra in (8, 3)]
+    monkeypatch.setattr(supervise, "step_begun", writes_one)
+    status, _, waits, _ = run([*((1, step) for step in deaths), (0, None)], restarts=100)
+    assert (status, set(waits)) == (0, {1})
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"x", b"-3", b"0", b"1.5", b"\xff\xfe", "\u0665".encode(), b"1_0", b"7" * 99]
+)
+def test_a_step_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / supervise.BEGUN).write_bytes(text)
+    assert supervise.step_begun(tmp_path) is None
+    (tmp_path / supervise.BEGUN).write_bytes(b"12\n")
+    assert supervise.step_begun(tmp_path) == 12
+    (tmp_path / supervise.BEGUN).unlink()
+    (tmp_path / supervise.BEGUN).mkdir()
+    assert supervise.step_begun(tmp_path) is None
+
+
+def test_a_run_folder_that_is_damaged_does_not_end_the_supervision(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / supervise.CHECKPOINTS).write_text("")
+    statuses = [1, 1, 0]
+
+    def damaged(_):
+        (tmp_path / supervise.BEGUN).mkdir(exist_ok=True)
+        return statuses.pop(0)
+
+    monkeypatch.setattr(supervise, "_run", damaged)
+    assert supervise.supervise(tmp_path, FIRST, RESUME, 5, lambda _: None, lambda _: None) == 0
+
+
 def test_restarts_are_counted(run):
     status, commands, _, texts = run([(-9, 1), (-9, 2), (-9, 3)], restarts=2)
     assert (status, len(commands)) == (1, 3)
@@ -139,14 +197,17 @@ print(supervise._run([sys.executable, "-c", code]))
 """
 
 
-@pytest.mark.parametrize("typed", [False, True])
-def test_ctrl_c_reaches_the_run_once(typed):
-    """Sent to the supervisor alone, and typed at the terminal of both."""
-    if typed:
+@pytest.mark.parametrize("how", ["no terminal", "typed", "killed in the foreground"])
+def test_ctrl_c_reaches_the_run_once(how):
+    """Sent to the supervisor alone, without a terminal and in one's foreground, and typed at the terminal of both."""
+    terminal_there = how != "no terminal"
+    if terminal_there:
         pid, terminal = pty.fork()
         if not pid:
             os.execv(sys.executable, [sys.executable, "-c", CTRL_C])
         stop, out = partial(os.write, terminal, b"\x03"), os.fdopen(terminal, errors="replace")
+        if how != "typed":
+            stop = partial(os.kill, pid, signal.SIGINT)
     else:
         process = subprocess.Popen([sys.executable, "-c", CTRL_C], stdout=PIPE, text=True, start_new_session=True)
         stop, out = partial(process.send_signal, signal.SIGINT), process.stdout
@@ -156,7 +217,7 @@ def test_ctrl_c_reaches_the_run_once(typed):
         lines += out
     assert re.findall(r"\w+", "".join(lines).replace("^C", "")) == ["there", "interrupted", "130"]
     out.close()
-    os.waitpid(pid, 0) if typed else process.wait()
+    os.waitpid(pid, 0) if terminal_there else process.wait()
 
 
 def test_the_signal_that_ended_a_run_is_its_status():

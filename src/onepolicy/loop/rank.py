@@ -6,10 +6,12 @@ import os
 import signal
 
 import torch.distributed as dist
+from typing_extensions import TypedDict
 
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
 from onepolicy.loop.learner import build_learner
 from onepolicy.loop.ranks import DRIVER, TORCHRUN, WHERE, Place, Ranks, rendezvous
+from onepolicy.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.team import error_message
@@ -19,6 +21,13 @@ JOIN_LIMIT = 300.0
 """Seconds to find the driver and hear from it; after that the run's own train.rank_timeout counts."""
 FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
 """What ends a rank with a word to the driver: ours, a collective that failed, a disk that is full."""
+
+
+class Welcome(TypedDict):
+    """What the driver says first."""
+
+    limit: float  # seconds: train.rank_timeout
+    device: str
 
 
 def serve() -> int:
@@ -49,14 +58,14 @@ def serve_as(place: Place, store: dist.Store, driver: str) -> None:
 
 
 def _serve(place: Place, store: dist.Store, channel: Channel) -> None:
-    about = channel.receive(JOIN_LIMIT).header
+    about = read_as(Welcome, channel.receive(JOIN_LIMIT).header, "the driver's first word")
     limit = about["limit"]
     learner: RankLearner | None = None
     try:
         device = place.device(about["device"])
         mesh = place.join(store, device, limit)
-        while (message := channel.receive(None)).header["do"] != "stop":
-            if message.header["do"] == "build":
+        while (message := channel.receive(None)).header.get("do") != "stop":
+            if message.header.get("do") == "build":
                 learner = _build(message, Ranks(device, mesh, None))
                 channel.send(Message({}), limit)
             else:

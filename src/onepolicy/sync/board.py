@@ -13,9 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from onepolicy.config import TrainingError
+from onepolicy.messages import read_as
 
 FAILED = "failed"  # the message that there will be no other, and why
 POLL_S = 0.1
+SIGNATURE_BYTES = 64  # of SHA-256 in hexadecimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,13 @@ class Invitation:
 
     @classmethod
     def decode(cls, text: str) -> Invitation:
-        return cls(**json.loads(text))
+        """TrainingError, which does not repeat the key, for what is no invitation."""
+        try:
+            told = read_as(Invitation, json.loads(text), "weight sync: the invitation")
+            bytes.fromhex(told.key)
+        except (ValueError, TypeError, RecursionError):
+            raise TrainingError("weight sync: the invitation is malformed: no JSON, or no key") from None
+        return told
 
 
 class Board:
@@ -42,8 +50,8 @@ class Board:
         self.store, self._key, self._limit = dist.PrefixStore("onepolicy", store), key, limit
 
     def put(self, name: str, value: object) -> None:
-        body = json.dumps(value)
-        self.store.set(name, self._sign(name, body) + body)
+        body = json.dumps(value).encode()
+        self.store.set(name, (self._sign(name, body) + body).decode())
 
     def get(self, name: str) -> Any:
         """Waits for it. TrainingError if the other side fails or is gone, or if who wrote it has not our key."""
@@ -70,10 +78,14 @@ class Board:
             raise TrainingError(f"weight sync: the other side failed: {self._read(FAILED)}")
 
     def _read(self, name: str) -> Any:
-        data = self.store.get(name).decode()
-        if not hmac.compare_digest(data[:64].encode(), self._sign(name, data[64:]).encode()):
+        data = self.store.get(name)
+        signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._sign(name, body)):
             raise TrainingError(f"weight sync: the message {name} is not from this run; who else is on this network?")
-        return json.loads(data[64:])
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:  # of who has the key
+            raise TrainingError(f"weight sync: the message {name} is malformed: {error}") from None
 
-    def _sign(self, name: str, body: str) -> str:
-        return hmac.new(self._key, f"{name}\0{body}".encode(), hashlib.sha256).hexdigest()
+    def _sign(self, name: str, body: bytes) -> bytes:
+        return hmac.new(self._key, name.encode() + b"\0" + body, hashlib.sha256).hexdigest().encode()

@@ -26,9 +26,12 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, NonNegativeInt
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
+from onepolicy.messages import read_as
 from onepolicy.sync.board import FAILED, Board, Invitation
 from onepolicy.sync.buckets import flattened, in_buckets, likes, places, split
 from onepolicy.sync.checksum import Checksums, Sums, difference
@@ -38,6 +41,23 @@ BUCKET_BYTES = 2**26
 """Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""
 
 ALL_HERE = "all here"  # the sender's message that the group can be made
+
+
+class Bucket(TypedDict):
+    """What the sender says of a bucket."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    version: int
+    tensors: dict[str, tuple[str, tuple[NonNegativeInt, ...], int]]
+
+
+class End(TypedDict):
+    """The sender's last word, which every receiver repeats."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    version: int
+    digest: str
+    end: int
 
 
 class GivenUp(TrainingError):
@@ -250,7 +270,8 @@ class Receiver:
         self._end = ours
 
     def _header(self, number: int) -> dict[str, Any]:
-        header = self._board.get(f"bucket/{number}")
+        header: dict[str, Any] = self._board.get(f"bucket/{number}")
+        read_as(Bucket | End, header, f"weight sync: the message bucket/{number}")
         if header["version"] != self._version:
             raise TrainingError(
                 f"weight sync: weights of version {header['version']} came instead of version {self._version}"
@@ -268,7 +289,8 @@ class Receiver:
         return split(flat.to(self._device), like)
 
 
-def _told(answer: dict[str, Any]) -> str:
-    if FAILED in answer:
+def _told(answer: Any) -> str:
+    if isinstance(answer, dict) and FAILED in answer:
         return f"failed: {answer[FAILED]}"
+    read_as(End, answer, "weight sync: a receiver's answer")
     return f"has version {answer['version']} with checksum {answer['digest'][:12]}, which is not what was sent"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from onepolicy.config import TrainingError
 from onepolicy.sync.checksum import Sums
 
 ALIGN = 16  # every dtype may start at such a byte
@@ -27,10 +28,17 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dic
 
 
 def likes(sums: Sums) -> dict[str, Tensor]:
-    """Tensors of these names, dtypes and shapes without bytes."""
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (dtype, shape, _) in sums.items()
-    }
+    """Tensors of these names, dtypes and shapes without bytes. TrainingError for what no tensor can be."""
+    found: dict[str, Tensor] = {}
+    for name, (dtype, shape, _) in sums.items():
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise TrainingError(f"weight sync: {name!r} is to have dtype {dtype[:40]!r}, which is none")
+        try:
+            found[name] = torch.empty(shape, dtype=kind, device="meta")
+        except (RuntimeError, TypeError, OverflowError) as error:
+            raise TrainingError(f"weight sync: {name!r} is to have a shape that none has: {error}") from None
+    return found
 
 
 def split(flat: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:

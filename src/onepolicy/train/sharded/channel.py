@@ -5,20 +5,36 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import math
 import os
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import TypeAlias
+
+from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
+from onepolicy.messages import read_as
 from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32
+SIZE_BYTES = 8
+"""Before every message."""
+LARGEST_BYTES = 2**36
+"""Of a message."""
 GREETING_S = 5.0
-"""For all that a rank sends when it comes: others wait meanwhile."""
+"""For all that a rank sends when it comes."""
+GREETING_BYTES = 2**16
+"""Most that a rank says of itself."""
+MOST_PENDING = 64
+"""Connections at a time that have not said who they are; when another comes, the one that has waited longest goes."""
+BACKLOG = 1024
+"""Connections that wait in the kernel; it may allow fewer."""
+POLL_S = 0.2
+"""Between two looks at whether the other ranks' processes are alive."""
 KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
 """Seconds, seconds, probes; milliseconds for what was sent and is not acknowledged. A machine that is gone ends a wait
 without a limit after a minute."""
@@ -30,6 +46,17 @@ class Cause(IntEnum):
     SILENT = 0  # for too long
     TOLD = 1  # its own error, which may be that another rank is gone
     GONE = 2  # ended without a word
+
+
+class RankAbout(TypedDict):
+    """What a rank says of itself when it comes."""
+
+    rank: int
+    pid: int
+    host: str
+
+
+Advertised: TypeAlias = tuple[str, int, str]
 
 
 class RankLost(TrainingError):
@@ -56,27 +83,28 @@ class Channel:
         data = message.encode()
         try:
             self.connection.settimeout(limit)
-            self.connection.sendall(len(data).to_bytes(8, "little"))
+            self.connection.sendall(len(data).to_bytes(SIZE_BYTES, "little"))
             self.connection.sendall(data)
         except TimeoutError:
             raise RankLost(f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
 
-    def receive(self, limit: float | None, end: float = math.inf) -> Message:
-        """limit: seconds until the next bytes arrive; None: as long as the other side lives. end: as in `read`."""
-        size = int.from_bytes(self.read(8, limit, end), "little")
-        return Message.decode(self.read(size, limit, end))
+    def receive(self, limit: float | None) -> Message:
+        """limit: seconds until the next bytes arrive; None: as long as the other side lives."""
+        size = int.from_bytes(self.read(SIZE_BYTES, limit), "little")
+        if size > LARGEST_BYTES:
+            raise TrainingError(
+                f"{self.peer} announces a message of {size} bytes; at most {LARGEST_BYTES} are expected"
+            )
+        return Message.decode(self.read(size, limit))
 
-    def read(self, count: int, limit: float | None, end: float = math.inf) -> bytes:
-        """end: on the monotonic clock, by when all of them must be there."""
+    def read(self, count: int, limit: float | None) -> bytes:
         data = bytearray(count)
         view, filled = memoryview(data), 0
         try:
             self.connection.settimeout(limit)
             while filled < count:
-                if end < math.inf:
-                    self.connection.settimeout(max(end - time.monotonic(), 1e-3))  # 0 would not wait at all
                 if (got := self.connection.recv_into(view[filled:])) == 0:
                     raise RankLost(f"{self.peer} has ended")
                 filled += got
@@ -90,6 +118,45 @@ class Channel:
         self.connection.close()
 
 
+class Arrival:
+    """A connection that has not yet said all of who it is. Never waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.end = connection, time.monotonic() + GREETING_S
+        self._came = bytearray()
+
+    def greeting(self, token: bytes) -> Message | None:
+        """What has come, once it is whole. RankLost for who does not know the token or has gone; TrainingError for who
+        knows it and says what no rank says."""
+        self._read(TOKEN_BYTES)
+        if len(self._came) < TOKEN_BYTES:
+            return None
+        if not hmac.compare_digest(bytes(self._came[:TOKEN_BYTES]), token):
+            raise RankLost("a connection does not know the token")
+        start = TOKEN_BYTES + SIZE_BYTES
+        self._read(start)
+        if len(self._came) < start:
+            return None
+        size = int.from_bytes(self._came[TOKEN_BYTES:start], "little")
+        if size > GREETING_BYTES:
+            raise TrainingError(f"a rank greets with {size} bytes; at most {GREETING_BYTES} are expected")
+        self._read(start + size)
+        return Message.decode(bytes(self._came[start:])) if len(self._came) == start + size else None
+
+    def _read(self, count: int) -> None:
+        """What is there, up to `count` bytes in all: what follows the greeting is the channel's."""
+        try:
+            while len(self._came) < count:
+                if not (got := self.connection.recv(count - len(self._came))):
+                    raise RankLost("a connection has ended")
+                self._came += got
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise RankLost(f"a connection has ended: {error}") from None
+
+
 class Listener:
     """Where the ranks find the driver. Who does not know the token is hung up on before a message is read.
 
@@ -98,40 +165,76 @@ class Listener:
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.socket = socket.create_server((_own_address(host), 0))
+        self.socket = socket.create_server((_own_address(host), 0), backlog=BACKLOG)
+        self.socket.setblocking(False)
         self.address: tuple[str, int] = (host, self.socket.getsockname()[1])
 
     def accept(self, ranks: int, limit: float, alive: Callable[[], None]) -> dict[int, Channel]:
-        """Channels to ranks 1..ranks-1. `alive` is called now and then, and raises if one will never come."""
+        """Channels to ranks 1..ranks-1. `alive` is called now and then, and raises if one will never come.
+
+        All who come are listened to at the same time, so that silent strangers cost the ranks nothing.
+        """
         found: dict[int, Channel] = {}
+        pending: list[Arrival] = []
         end = time.monotonic() + limit
-        self.socket.settimeout(0.2)
-        while len(found) < ranks - 1:
-            alive()
-            if time.monotonic() > end:
-                missing = sorted(set(range(1, ranks)) - found.keys())
-                raise RankLost(f"rank {missing[0]} did not come within {limit:g} s (train.rank_timeout)")
-            try:
-                connection, _ = self.socket.accept()
-            except TimeoutError:
-                continue
-            if (arrived := self._greet(connection)) is not None:
-                found[arrived[0]] = arrived[1]
+        try:
+            while len(found) < ranks - 1:
+                alive()
+                if time.monotonic() > end:
+                    missing = sorted(set(range(1, ranks)) - found.keys())
+                    raise RankLost(f"rank {missing[0]} did not come within {limit:g} s (train.rank_timeout)")
+                self._wait(pending)
+                pending += self._arrived()
+                pending = [each for each in pending if not self._settled(each, ranks, found)]
+                for oldest in pending[: max(len(pending) - MOST_PENDING, 0)]:
+                    oldest.connection.close()
+                    pending.remove(oldest)
+        except BaseException:
+            for channel in found.values():
+                channel.close()
+            raise
+        finally:
+            for each in pending:
+                each.connection.close()
         return found
 
-    def _greet(self, connection: socket.socket) -> tuple[int, Channel] | None:
-        channel = Channel(connection, "a rank")
+    def _wait(self, pending: list[Arrival]) -> None:
+        """Until somebody comes or says something, but not long."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self.socket, *(arrival.connection for arrival in pending)):
+                selector.register(each, selectors.EVENT_READ)
+            selector.select(POLL_S)
+
+    def _arrived(self) -> list[Arrival]:
+        """Who waits, up to as many as are listened to."""
+        arrived: list[Arrival] = []
+        while len(arrived) < MOST_PENDING:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:  # nobody (any more)
+                break
+            arrived.append(Arrival(connection))
+        return arrived
+
+    def _settled(self, arrival: Arrival, ranks: int, found: dict[int, Channel]) -> bool:
+        """Whether it is no longer waited for: it is a rank, now among those found, or was hung up on."""
         try:
-            end = time.monotonic() + GREETING_S
-            if not hmac.compare_digest(channel.read(TOKEN_BYTES, GREETING_S, end), self.token):
-                connection.close()
-                return None
-            about = channel.receive(GREETING_S, end).header
+            greeting = arrival.greeting(self.token)
         except RankLost:
-            connection.close()
-            return None
-        channel.peer = f"rank {about['rank']} (process {about['pid']} on {about['host']})"
-        return int(about["rank"]), channel
+            arrival.connection.close()
+            return True
+        if greeting is None:
+            if time.monotonic() <= arrival.end:
+                return False
+            arrival.connection.close()
+            return True
+        about = read_as(RankAbout, greeting.header, "a rank's greeting")
+        if not 0 < about["rank"] < ranks or about["rank"] in found:
+            raise TrainingError(f"a second rank {about['rank']}, or one that this run has not, greets the driver")
+        arrival.connection.setblocking(True)
+        peer = f"rank {about['rank']} (process {about['pid']} on {about['host']})"
+        found[about["rank"]] = Channel(arrival.connection, peer)
+        return True
 
     def close(self) -> None:
         self.socket.close()
@@ -153,7 +256,8 @@ def connect(address: tuple[str, int], token: bytes, rank: int, limit: float) -> 
     except OSError as error:
         raise RankLost(f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}") from None
     channel = Channel(connection, "the driver (rank 0)")
-    channel.send(Message({"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}), limit)
+    about: RankAbout = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+    channel.send(Message({**about}), limit)
     return channel
 
 
@@ -163,5 +267,9 @@ def advertised(address: tuple[str, int], token: bytes) -> str:
 
 
 def read_advertised(text: str) -> tuple[tuple[str, int], bytes]:
-    host, port, token = json.loads(text)
-    return (host, port), bytes.fromhex(token)
+    """TrainingError for what is no such text."""
+    try:
+        host, port, token = read_as(Advertised, json.loads(text), "the driver's address")
+        return (host, port), bytes.fromhex(token)
+    except ValueError:
+        raise TrainingError("the driver's address, as the ranks' rendezvous has it, is none") from None

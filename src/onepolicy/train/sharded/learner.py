@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import R2
+from onepolicy.config import R2, TrainingError
+from onepolicy.messages import read_as
 from onepolicy.train.checks import check_batch, check_routes
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.divide import Part, divide
 from onepolicy.train.sharded.export import export
-from onepolicy.train.sharded.rank import NATIVE, SCORED, RankLearner, live_of
+from onepolicy.train.sharded.rank import NATIVE, SCORED, RankLearner, Updated, live_of
 from onepolicy.train.sharded.team import Team
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
@@ -52,12 +53,13 @@ class RankedLearner(RankLearner):
             parts = self._divide(_for_update(whole, native=isinstance(self.config.replay, R2)))
             about = {"mini_step": index, "slots": whole.num_trainable, "version": self.version}
             answers = self._everywhere("optimise", parts, about)
-            norms.append(answers[0].header["norm"])
-            for answer in answers:
-                sums.update(answer.header["sums"])
+            told = [read_as(Updated, answer.header, "a rank's answer") for answer in answers]
+            norms.append(told[0]["norm"])
+            for answer, each in zip(answers, told, strict=True):
+                sums.update(each["sums"])
                 if "replaced" in answer.tensors:  # NaN where a micro-batch had no routes
                     self._replaced += [row for row in answer.tensors["replaced"] if row.isfinite().all()]
-            seconds += max(answer.header["seconds"] for answer in answers)
+            seconds += max(each["seconds"] for each in told)
             if (live := live_of(answers)) is not None:
                 self._live.add(live)
             if index == 0 and not self.config.scores_old:
@@ -133,7 +135,10 @@ class RankedLearner(RankLearner):
             slots = batch.slots_of(part.samples) if part.samples else torch.zeros(0, dtype=torch.int64)
             for name in {*SCORED, NATIVE} & answer.tensors.keys():
                 rows = answer.tensors[name][: len(slots)]  # those of an idle sample come last
-                whole.setdefault(name, rows.new_empty(batch.num_slots, *rows.shape[1:]))[slots] = rows
+                merged = whole.setdefault(name, rows.new_empty(batch.num_slots, *rows.shape[1:]))
+                if len(rows) != len(slots) or (rows.shape[1:], rows.dtype) != (merged.shape[1:], merged.dtype):
+                    raise TrainingError(f"a rank's answer is malformed: its {name} does not fit what it was asked")
+                merged[slots] = rows
         native = whole.pop(NATIVE, None)
         if native is not None and self.routers is not None:
             valid = torch.ones(len(native), dtype=torch.bool)

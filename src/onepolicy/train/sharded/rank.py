@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
-from onepolicy.config import RunConfig
+from onepolicy.config import RunConfig, TrainingError
 from onepolicy.correct.receipt import Sums, combine
+from onepolicy.messages import read_as
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded import shards
@@ -30,6 +33,54 @@ from onepolicy.types import TokenBatch
 SCORED = ("logp_old", "entropy", "gate_mass", "top_logp_old", "own_ids", "own_logp", "logp_ref", "value")
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
+
+
+class Batched(TypedDict):
+    """A command with a batch."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    traces: dict[str, Any]
+
+
+class Score(Batched):
+    do: Literal["score"]
+    how: Literal["score", "again", "native"]
+    rounds: list[list[NonNegativeInt]]
+
+
+class Optimise(Batched):
+    do: Literal["optimise"]
+    rounds: list[list[NonNegativeInt]]
+    mini_step: int
+    slots: int
+    version: int
+
+
+class Logits(Batched):
+    do: Literal["logits"]
+
+
+class Weights(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    do: Literal["weights"]
+
+
+class Files(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    do: Literal["save", "restore"]
+    folder: str
+
+
+Command: TypeAlias = Annotated[Score | Optimise | Logits | Weights | Files, Field(discriminator="do")]
+
+
+class Updated(TypedDict):
+    """A rank's answer to `optimise`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    norm: float
+    sums: dict[str, float]
+    seconds: float
 
 
 class RankLearner(LocalLearner):
@@ -44,7 +95,7 @@ class RankLearner(LocalLearner):
         self._saving: shards.Saving | None = None
 
     def handle(self, message: Message) -> Message:
-        about = message.header
+        about = read_as(Command, message.header, "the driver's command")
         self._rounds = about.get("rounds", [])
         match about["do"]:
             case "score":
@@ -123,4 +174,7 @@ def live_of(answers: list[Message]) -> Sums | None:
     """The sums of a live correction over all ranks."""
     names = [field.name for field in dataclasses.fields(Sums)]
     found = [a.tensors for a in answers if f"live.{names[0]}" in a.tensors]
+    for tensors in found:
+        if missing := [name for name in names if f"live.{name}" not in tensors]:
+            raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
     return combine([Sums(**{name: t[f"live.{name}"] for name in names}) for t in found]) if found else None

@@ -10,7 +10,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.messages import read_as
 from onepolicy.replay.checks import RoutingError
 from onepolicy.train.sharded.channel import Cause, Channel, RankLost
 from onepolicy.train.sharded.wire import Message
@@ -23,6 +27,14 @@ LAST_WORDS = 3.0
 STUCK = 30.0
 """Seconds after which an interrupted driver, stuck in a collective, is ended."""
 HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+
+
+class Failed(TypedDict):
+    """What is told of an error."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    error: str
+    kind: str
 
 
 def error_message(error: Exception) -> Message:
@@ -92,11 +104,12 @@ class Team:
             channel.close()
 
     def _checked(self, channel: Channel, answer: Message) -> Message:
-        if (text := answer.header.get("error")) is None:
+        if "error" not in answer.header:
             return answer
-        if (kind := ERRORS.get(answer.header["kind"])) is None:
-            raise RankLost(f"{channel.peer} has ended: {answer.header['kind']}: {text}", Cause.TOLD)
-        raise kind(f"{channel.peer}: {text}")
+        told = read_as(Failed, answer.header, f"the error of {channel.peer}")
+        if (kind := ERRORS.get(told["kind"])) is None:
+            raise RankLost(f"{channel.peer} has ended: {told['kind']}: {told['error']}", Cause.TOLD)
+        raise kind(f"{channel.peer}: {told['error']}")
 
     def _watch(self) -> None:
         """A rank that goes while the driver is busy with rollouts ends the run now, not at the next command."""

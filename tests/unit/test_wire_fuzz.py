@@ -1,0 +1,261 @@
+"""Messages between our processes, altered: each is read, or is an error of ours that names it. Never another one."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks_parts import batch_with
+
+from onepolicy.cluster.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
+from onepolicy.config import TrainingError
+from onepolicy.messages import read_as
+from onepolicy.sync.board import Board, Invitation
+from onepolicy.sync.broadcast import Bucket, End
+from onepolicy.sync.buckets import likes
+from onepolicy.train.sharded.channel import advertised, read_advertised
+from onepolicy.train.sharded.rank import Command, Updated
+from onepolicy.train.sharded.wire import Message, batch_message, batch_of
+from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling
+
+FAST, SLOW = 10_000, 100_000  # altered messages of each reader
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    2**70,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "\ud800",
+    "header",
+    [],
+    [[]],
+    {},
+    {"x": 1},
+    [1, 2, 3],
+    "9" * 300,
+]
+
+
+def trace(rows, weights=False):
+    ids = torch.rand(rows, 2, 16).topk(3).indices.to(torch.uint8)
+    spans = (RouteSpan(0, 2, "cache", 1), RouteSpan(2, rows - 2, "decode", 2))
+    return RoutingTrace(
+        ids, torch.ones(rows, dtype=torch.bool), (1, 3), 16, spans, torch.rand(ids.shape) if weights else None
+    )
+
+
+def completion(count):
+    numbers = torch.arange(count, dtype=torch.int32)
+    top = numbers[:, None].expand(count, 2)
+    return Completion(numbers, -numbers.float(), numbers, "stop", trace(count + 3, True), 0, top, -top.float(), "f")
+
+
+EMPTY = torch.zeros(0, dtype=torch.int32)
+ANSWERS = encode_answers({3: completion(4), 12: Completion(EMPTY, EMPTY.float(), EMPTY, "aborted"), 4: ValueError("x")})
+REQUESTS = encode_requests({7: Request(torch.arange(5), Sampling(1.0, 8, stop=(1, 2)), 2**63 + 5)})
+BATCH = batch_message({"do": "score"}, batch_with([5, 3])).encode()
+
+
+class Store:
+    """What a stranger or the other side has written."""
+
+    def __init__(self, data=b""):
+        self.data = data
+
+    def set(self, _, text):
+        self.data = text.encode()
+
+    def get(self, _):
+        return self.data
+
+
+def board(store):
+    found = Board(dist.HashStore(), b"key", 1.0)
+    found.store = store
+    return found
+
+
+def signed(value):
+    """What a board reads of a message that who knows the key has written."""
+    store = Store()
+    writing = board(store)
+    store.data = writing._sign("name", value) + value
+    return store.data
+
+
+def headed(data):
+    """A reader's message as (header, function that makes bytes of another header)."""
+    message = Message.decode(data)
+    return message.header, lambda header: Message(header, message.tensors).encode()
+
+
+def in_json(value):
+    return value, lambda altered: json.dumps(altered).encode()
+
+
+READERS = {
+    "message": (Message.decode, *headed(BATCH)),
+    "batch": (lambda data: batch_of(Message.decode(data)), *headed(BATCH)),
+    "requests": (decode_requests, *headed(REQUESTS)),
+    "answers": (decode_answers, *headed(ANSWERS)),
+    "driver's address": (
+        lambda data: read_advertised(data.decode(errors="replace")),
+        *in_json(json.loads(advertised(("h", 1), b"ab"))),
+    ),
+    "invitation": (
+        lambda data: Invitation.decode(data.decode(errors="replace")),
+        *in_json(json.loads(Invitation("h", 1, "ab", 2, "gloo", 1.0).encode())),
+    ),
+    "stranger in the store": (
+        lambda data: board(Store(data))._read("name"),
+        {"version": 1},
+        lambda value: signed(json.dumps(value).encode()),
+    ),
+    "peer in the store": (
+        lambda data: board(Store(signed(data)))._read("name"),
+        *in_json({"version": 1, "tensors": {}}),
+    ),
+    "bucket": (
+        lambda data: bucket(json.loads(data)),
+        *in_json({"version": 1, "tensors": {"a": ["float32", [2, 3], 5], "b": ["int8", [], -1]}}),
+    ),
+    "end": (
+        lambda data: read_as(Bucket | End, json.loads(data), "it"),
+        *in_json({"version": 1, "digest": "ab", "end": 3}),
+    ),
+    "command": (
+        lambda data: read_as(Command, json.loads(data), "it"),
+        *in_json({"do": "optimise", "rounds": [[0], [1, 2]], "mini_step": 0, "slots": 3, "version": 1, "traces": {}}),
+    ),
+    "rank's answer": (
+        lambda data: read_as(Updated, json.loads(data), "it"),
+        *in_json({"norm": 1.0, "sums": {"loss": 2.0}, "seconds": 3.0}),
+    ),
+}
+AS_JSON = {"bucket", "end", "command", "rank's answer"}
+"""Decoded before they are read: bytes that are no JSON have been refused (`peer in the store`, `message`)."""
+
+
+def bucket(header):
+    read_as(Bucket | End, header, "it")
+    if "tensors" in header:
+        likes(header["tensors"])
+
+
+def altered_bytes(data, number):
+    """The bytes with a few of them changed, left out, doubled or put in; the same for the same number."""
+    chance = random.Random(number)
+    found = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(found) + 1)
+        length = chance.choice([1, 1, 1, 2, 8, 64])
+        match chance.randrange(5):
+            case 0:
+                found[place : place + 1] = bytes([chance.randrange(256)])
+            case 1:
+                del found[place : place + length]
+            case 2:
+                found[place:place] = found[place : place + length]
+            case 3:
+                found[place:place] = chance.randbytes(length)
+            case 4:
+                del found[place:]
+    return bytes(found)
+
+
+def altered_value(value, number):
+    """The JSON with one or two of its nodes replaced, left out, doubled or renamed."""
+    chance = random.Random(number)
+    value = copy.deepcopy(value)
+    for _ in range(chance.randint(1, 2)):
+        places = list(nodes(value))
+        if not places:
+            return chance.choice(ODD)
+        parent, key = chance.choice(places)
+        match chance.randrange(4):
+            case 0 | 1:
+                parent[key] = copy.deepcopy(chance.choice(ODD))
+            case 2:
+                del parent[key]
+            case 3 if isinstance(parent, dict):
+                parent[chance.choice(["x", "error", "trace", "3", "-1", "۳"])] = parent.pop(key)
+            case 3:
+                parent.append(copy.deepcopy(parent[key]))
+    return value
+
+
+def nodes(value):
+    """(parent, key) of every node below this one."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from nodes(value[key])
+
+
+def refused(name, numbers):
+    """How many altered messages were refused; any error but TrainingError is a failure that says which it was."""
+    read, value, encode = READERS[name]
+    whole = encode(value)
+    read(whole)
+    count = 0
+    for number in numbers:
+        in_bytes = number % 2 and name not in AS_JSON
+        data = altered_bytes(whole, number) if in_bytes else encode(altered_value(value, number))
+        try:
+            read(data)
+        except TrainingError:
+            count += 1
+        except Exception as error:
+            pytest.fail(f"{name}, number {number}: {type(error).__name__}: {error}")
+    return count
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_altered_messages_are_read_or_refused(name):
+    assert refused(name, range(FAST)) > FAST // 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_many_altered_messages_are_read_or_refused(name):
+    assert refused(name, range(FAST, FAST + SLOW)) > SLOW // 5
+
+
+@pytest.mark.parametrize(
+    "part", ["logp", "version", "token_ids", "top_ids", "trace.ids", "trace.valid", "trace.weights"]
+)
+@pytest.mark.parametrize(
+    "tensor", [None, torch.zeros(3), torch.zeros(4, 2, 3, 1), torch.zeros(4, dtype=torch.bool), torch.tensor(1)]
+)
+def test_an_answer_with_another_tensor_is_refused(part, tensor):
+    message = Message.decode(ANSWERS)
+    tensors = message.tensors | {f"3.{part}": tensor}
+    if tensor is None:
+        del tensors[f"3.{part}"]
+        if part in ("top_ids", "trace.weights"):
+            return
+    with pytest.raises(TrainingError, match="malformed"):
+        decode_answers(Message(message.header, tensors).encode())
+
+
+@pytest.mark.parametrize("name", list(Message.decode(BATCH).tensors))
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(3, 1, 1, 1), torch.zeros(0), torch.tensor(1), torch.zeros(99, dtype=torch.int64)]
+)
+def test_a_batch_with_another_tensor_is_refused(name, tensor):
+    message = Message.decode(BATCH)
+    with pytest.raises(TrainingError, match="malformed"):
+        batch_of(Message(message.header, message.tensors | {name: tensor}))
+
+
+def test_what_a_stranger_writes_into_the_store_is_refused():
+    for data in (b"", b"\xff" * 80, b"0" * 64 + b"{}", b"\xc3" * 10, signed(b"{}")[:-1], "é".encode() * 64):
+        with pytest.raises(TrainingError, match="not from this run"):
+            board(Store(data))._read("name")
