@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,6 +263,58 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
             routes=None,
             max_len=MAX_LEN,
         )
+
+
+def test_what_would_end_the_engine_is_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):
+    """A token id of no token; a checkpoint that breaks off in the middle of a load, and requests after it."""
+    remote = connect(server, folders[0])
+    with pytest.raises(UsageError, match=r"expected at least one token id in 0\.\.31"):
+        play(remote, [([10**6], Sampling(1.0, 4), 0)])
+    request = {"token_ids": [10**6], "sampling_params": {"max_tokens": 4, "detokenize": False}}
+    with pytest.raises(TrainingError, match=r"status 400.*token_ids\[0\] is 1000000"):
+        asyncio.run(remote.client.post("/inference/v1/generate", request))
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: t[:1].contiguous() if "k_proj" in name else t for name, t in weights.items()},
+        broken / "model.safetensors",
+    )
+    with pytest.raises(TrainingError, match="exceeds dimension size"):
+        asyncio.run(remote.call_workers("onepolicy_load", str(broken), client=remote._once))
+    with pytest.raises(TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"):
+        asyncio.run(remote.client.post("/inference/v1/generate", request | {"token_ids": [3]}))
+    asyncio.run(remote.load_weights(models[1].state_dict().items(), 7))
+    followed(remote, fresh, 1, 7, ragged(prompts(3)))
+
+
+def below(pid):
+    """Its processes, a parent before its children."""
+    found = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [*found, *(each for child in found for each in below(child))]
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["command", "server"])
+def test_sigkill_of_one_process_ends_the_whole_server(folders, tmp_path, killed):
+    server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
+    pids = below(server.process.pid)
+    assert len(pids) >= 4  # keeper, server, engine, worker
+    os.kill(server.process.pid if killed == "command" else pids[1], signal.SIGKILL)
+    server.process.wait(60)
+    end = time.monotonic() + 60
+    while any(runs(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def check_steps(tmp_path, count):
