@@ -11,10 +11,10 @@ from test_ranks_parts import batch_with
 
 from onepolicy.cluster.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
 from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Bucket, End
 from onepolicy.sync.buckets import likes
+from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import advertised, read_advertised
 from onepolicy.train.sharded.rank import Command, Updated
 from onepolicy.train.sharded.wire import Message, batch_message, batch_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.team import ERRORS, Failed
 from onepolicy.train.sharded.wire import Message, TraceAbout, kind_of, trace_of
 from onepolicy.types import Completion, Finish, RouteSource, RouteSpan, Sampling

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
 from onepolicy.loop.learner import build_learner
 from onepolicy.loop.ranks import DRIVER, TORCHRUN, WHERE, Place, Ranks, rendezvous
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.team import error_message

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 
 FAILED = "failed"  # the message that there will be no other, and why
 POLL_S = 0.1

@@ -31,11 +31,11 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
 from onepolicy.sync.board import FAILED, Board, Invitation
 from onepolicy.sync.buckets import flattened, in_buckets, likes, places, split
 from onepolicy.sync.checksum import Checksums, Sums, difference
 from onepolicy.sync.group import finish, join_store, open_store, own_address, process_group, start_broadcast
+from onepolicy.sync.messages import read_as
 
 BUCKET_BYTES = 2**26
 """Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""

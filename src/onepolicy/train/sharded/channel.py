@@ -17,7 +17,7 @@ from typing import TypeAlias
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.wire import Message
 
 TOKEN_BYTES = 32

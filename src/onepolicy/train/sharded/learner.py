@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import R2, TrainingError
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.train.checks import check_batch, check_routes
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.divide import Part, divide

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import RunConfig, TrainingError
 from onepolicy.correct.receipt import Sums, combine
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded import shards

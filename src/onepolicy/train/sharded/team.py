@@ -14,8 +14,8 @@ from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.messages import read_as
 from onepolicy.replay.checks import RoutingError
+from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Cause, Channel, RankLost
 from onepolicy.train.sharded.wire import Message
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
-from onepolicy.messages import read_as
+from onepolicy.sync.messages import read_as
 from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 HEADER = "header"
