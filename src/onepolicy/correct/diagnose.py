@@ -73,6 +73,11 @@ def diagnose(
     )
     findings, good = _impossible(given)
     pairs = given.at(good)
+    if pairs.entropy is not None and (count := int((~pairs.entropy.isfinite()).sum())):
+        raise UsageError(
+            f"diagnose: entropy is NaN or infinite in {count} of {len(pairs.old)} slots, so it says nothing of "
+            "temperature and sampling; mend it, or leave it out"
+        )
     gap = float(pairs.gap.mean()) if len(pairs.old) else float("nan")
     if len(pairs.old) < FEWEST:
         return Diagnosis(gap, tuple(findings))

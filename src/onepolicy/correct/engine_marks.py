@@ -85,7 +85,7 @@ def _temperature(pairs: Pairs) -> _Fit | None:
         return None
     (weights, of_rollout), (_, of_old) = _linear(pairs, pairs.rollout), _linear(pairs, pairs.old)
     explained, slope = min(of_rollout, of_old), float(weights[0])
-    if explained < 0.5 or abs(slope) < 0.05:
+    if not (explained >= 0.5 and abs(slope) >= 0.05):
         return None
     left = pairs.old - pairs.rollout - _design(pairs, pairs.rollout) @ weights
     if left.abs().median() > 0.8 * pairs.gap.median():  # it explains a few far tokens only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,8 @@ def centered_score(
         alpha = tail_q / tail_p
         folded = alpha * _weight_of(1 / alpha, config.weight) * p
         coefficient -= torch.where(torch.minimum(tail_p, tail_q) > SMALLEST_TAIL, folded, 0.0)
-    return (coefficient.to(logp_head.dtype) * logp_head).sum(-1)
+    able = logp_head.masked_fill(logp_head == -math.inf, 0.0)  # a token that the head rules out has no score
+    return (coefficient.to(logp_head.dtype) * able).sum(-1)
 
 
 def _weight_of(rho: Tensor, weight: Weight) -> Tensor:

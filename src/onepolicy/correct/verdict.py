@@ -110,6 +110,9 @@ def verdict(
     if gap.tokens < FEWEST:
         few = f"Only {gap.tokens} tokens{since}: too few for a verdict, which needs {FEWEST} or more."
         return Verdict("unclear", (), few, "", tuple(basis))
+    if replayed is not None and not math.isfinite(replayed.k3):
+        broken = f"k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}: look for a bug in that scoring."
+        return Verdict("unclear", (), broken, "", tuple(basis))
     if gap.max_dlogp == 0:
         return Verdict("nothing", (), f"Nothing to do: both sides agree on every token{since} to the bit.", "", ())
     helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3

@@ -145,7 +145,7 @@ def of_greedy(learner: LocalLearner, batch: TokenBatch, sampled: Check) -> Check
     """`sampled`, the passed check of the temperature, if temperature 0 takes the likeliest token as well."""
     share, _ = likeliest(learner, batch, 1)
     text = f"temperature 0 takes the trainer's likeliest token in {share:.0%}"
-    if share < 0.9:  # rounding decides between two that are equally likely
+    if not share >= 0.9:  # rounding decides between two that are equally likely
         return Check("temperature", False, text, "take the argmax at temperature 0")
     return replace(sampled, measured=f"{sampled.measured}; {text}")
 
@@ -154,11 +154,12 @@ def of_narrow(learner: LocalLearner, batch: TokenBatch, whole: Check) -> Check:
     """`whole`, the check of the whole vocabulary, if requests with top_k stay inside it and say so in their values."""
     share, mass = likeliest(learner, batch, NARROW)
     text = f"{share:.0%} of the tokens asked for with top_k={NARROW} are among the trainer's {NARROW} likeliest"
-    if share < 0.9:
+    if not share >= 0.9:
         return Check("support", False, text, "hand top_k and top_p to the engine, or refuse them")
     assert batch.logp_old is not None
     off = (batch.logp_rollout - batch.logp_old)[batch.trainable]
-    if mass.abs().mean() > 0.01 and (off + mass).abs().mean() > off.abs().mean():
+    tells = not mass.abs().mean() <= 0.01
+    if tells and not (off + mass).abs().mean() <= off.abs().mean():  # also if a value is NaN
         text = f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole vocabulary"
         return Check("support", False, text, "return them after top-k and top-p (vLLM: processed_logprobs)")
     return replace(whole, measured=f"{whole.measured}; {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -152,7 +153,7 @@ def probabilities(
     gap, k3 = float(distance(cold).max()), _k3(cold)
     measured = f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; worst request {gap:.2g} nats off"
     expected = "" if limits is None else f" (expected: at most {limits[0]:.2g})"
-    if limits is not None and not gap <= limits[0]:
+    if not gap <= (math.inf if limits is None else limits[0]):  # also if it is NaN
         mend = "the engine holds other weights than the trainer, another model, or changes the prompt"
         return checks | {name: Check(name, False, measured + expected, mend)}
     checks[name] = Check(name, True, f"one per token, aligned, {measured}{expected}")
@@ -164,6 +165,9 @@ def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) ->
     found, other = distance(warm), distance(Scorer(learner, factor=1 / HOT)(warm))
     gap, untempered = float(found.mean()), float(other.mean())
     words = f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
+    if not math.isfinite(gap + untempered):
+        mend = "neither side may return NaN or infinite log-probabilities; look at the trainer's logits"
+        return Check("temperature", False, f"{words}: some are not finite", mend)
     if untempered < EXPLAINED * gap and gap > 0.02:
         mend = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
         return Check("temperature", False, f"{words}: they are not tempered", mend)
@@ -176,7 +180,7 @@ def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) ->
     assert warm.entropy is not None
     surplus = (warm.logp_old + warm.entropy)[warm.trainable]  # 0 on average for draws from this distribution
     mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
-    if abs(mean) > 6 * error + 0.02:
+    if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
         text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
         return Check("temperature", False, text, "sample at the temperature that is asked for")
     return Check("temperature", True, words)
@@ -185,6 +189,9 @@ def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) ->
 def support(learner: LocalLearner, batches: Sequence[TokenBatch]) -> Check:
     """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
     expected, seen = (sum(part) for part in zip(*(_outside(learner, batch) for batch in batches), strict=True))
+    if not expected.isfinite().all():
+        text = "the trainer's probabilities of these tokens are not finite, so nothing can be compared with them"
+        return Check("support", False, text, "look at the trainer's weights and logits")
     names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
     narrowed = [i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]]
     total = sum(int(batch.trainable.sum()) for batch in batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,7 +50,8 @@ class Copy:
         """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
         rounded = self._scorer.score_without_replay(batch).logp_old
         assert rounded is not None
-        return max(FLOOR[self._dtype], MARGIN * float(distance(batch.replace(logp_rollout=rounded)).max()))
+        apart = float(distance(batch.replace(logp_rollout=rounded)).max())
+        return max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
 
 
 async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
@@ -79,7 +81,7 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
         wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
     elif not behind <= limit:
         wrong = f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
-    elif not (back - before).abs().max() <= NOISE * (again - before).abs().max():
+    elif not (back - before).abs().max() <= NOISE * (again - before).abs().max() < math.inf:
         wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
     if wrong is not None:
         return Check("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", mend)

@@ -146,7 +146,7 @@ async def measure_parts(
     repeats = _repeats(learner, first)
     repeats |= _engine("all", await sample_again(parts, first.groups, first.native, alone=False))
     chosen, weights, findings = first, _untouched(first, learner, model), first.diagnosis.findings
-    if first.found.k3 >= HARMLESS_KL:
+    if not first.found.k3 < HARMLESS_KL:  # also if it is NaN
         say("giving the engine the trainer's weights and sampling again")
         await push_weights(learner, *parts.samplers)
         second = await look(parts, learner)
@@ -239,7 +239,7 @@ def _given_as(option: str) -> Iterator[None]:
 def _stale(first: Look, second: Look) -> Finding | None:
     """Did giving the engine the trainer's weights close the gap? At the best temperature of each: that is apart."""
     before, after = first.explained.k3, second.explained.k3
-    if before < HARMLESS_KL or after > EXPLAINED * before:
+    if not (before >= HARMLESS_KL and after <= EXPLAINED * before):  # NaN accuses nobody
         return None
     return Finding(
         "stale",
@@ -252,7 +252,8 @@ def _beyond(seen: Look) -> tuple[Finding, ...]:
     """The findings of the log-probabilities, and the temperature or support if scoring with it closes the gap."""
     findings, why = seen.diagnosis.findings, seen.explained
     before, after = k3_of(why.aligned), why.k3
-    if "retokenised" in {f.cause for f in findings} or before < HARMLESS_KL or after >= EXPLAINED * before:
+    closes = before >= HARMLESS_KL and after < EXPLAINED * before
+    if "retokenised" in {f.cause for f in findings} or not closes:
         return findings
     drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))

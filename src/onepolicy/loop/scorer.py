@@ -93,7 +93,7 @@ def fit_temperature(scorer: Scorer, start: TokenBatch) -> tuple[Scorer, TokenBat
         scored = best(start)
         if abs(change) < SAME / 2:
             break
-    if abs(best.factor / scorer.factor - 1) < SAME or k3_of(scored) >= k3_of(start):
+    if abs(best.factor / scorer.factor - 1) < SAME or not k3_of(scored) < k3_of(start):
         return scorer, start
     return best, scored
 

@@ -12,6 +12,8 @@ from onepolicy.models.packed_attention import Packing
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
+RULED_OUT = 1e4
+"""How far below the row's largest logit a token's probability is 0 in float32, at any temperature below 90 [nats]."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # mean difference of the logits, in their standard deviations
 
 
@@ -46,7 +48,7 @@ def prepare_for_training(model: PreTrainedModel, device: torch.device, *, comput
         raise UsageError(
             f"model.path: {type(model).__name__} does not take an attention function, so it cannot be packed"
         )
-    banned = (alone == float("-inf")) & (together == alone)  # tokens that the head itself rules out
+    banned = _ruled_out(alone) & _ruled_out(together)
     together, alone = together[~banned], alone[~banned]
     off = ((together - alone).abs().mean() / alone.std()).item()
     if not off < TOLERANCE[compute or model.dtype]:
@@ -54,6 +56,11 @@ def prepare_for_training(model: PreTrainedModel, device: torch.device, *, comput
             f"model.path: {type(model).__name__} computes other logits for packed samples than for them alone "
             f"(off by {off:.2f} standard deviations); this family cannot be trained packed"
         )
+
+
+def _ruled_out(logits: Tensor) -> Tensor:  # [n, vocabulary] -> bool
+    """Tokens that the head itself rules out, by -inf or by a number so low that beside its spread nothing counts."""
+    return logits < logits.amax(-1, keepdim=True) - RULED_OUT
 
 
 def _samples(model: PreTrainedModel, device: torch.device) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 
 from torch import Tensor
@@ -34,16 +35,19 @@ async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -
     warm = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
     cold = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
     pairs = [(_spread(a), _spread(b)) for a, b in zip(warm, cold, strict=True)]
-    at_one, at_half = max(pairs)
-    if at_one > CLEAR and at_half < 1.5 * at_one:
+    broken = [pair for pair in pairs if not math.isfinite(sum(pair))]
+    at_one, at_half = broken[0] if broken else max(pairs)
+    if not at_one <= CLEAR and not at_half >= 1.5 * at_one:  # also if a value is NaN
         raise UsageError(
             f"{where}: the {count} likeliest tokens lie {at_one:.3g} nats apart at temperature 1 and {at_half:.3g} at "
             f"0.5, where it must be twice as far; {MEND}"
         )
     if narrowed:
         only = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
-        typical = statistics.median(float(done.logp) for done in only)  # where tokens tie, more than one is left
-        if typical < -1e-4:
+        found = [float(done.logp) for done in only]
+        broken = [logp for logp in found if not math.isfinite(logp)]  # a median of NaN is any value
+        typical = broken[0] if broken else statistics.median(found)  # where tokens tie, more than one is left
+        if not typical >= -1e-4:
             raise UsageError(f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}")
 
 
@@ -52,6 +56,8 @@ async def _first_tokens(engine: RolloutEngine, sampling: Sampling) -> list[Compl
 
 
 def _spread(done: Completion) -> float:
+    """Of the likeliest tokens; those of probability 0 (-inf), which a head rules out, are no distance away."""
     top = done.top_logp
     assert isinstance(top, Tensor)
-    return float(top[0, 0] - top[0, -1])
+    possible = top[0][top[0] != -math.inf]
+    return float(possible.max() - possible.min()) if len(possible) else math.nan

@@ -7,6 +7,7 @@ are silently wrong after any reload.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -
     await engine.load_folder(None, 0)
     after, again = await probe(engine, vocab), await probe(engine, vocab)
     noise, moved = float((again - after).abs().max()), float((after - torch.tensor(first)).abs().max())
-    if not moved <= MARGIN * noise:
+    if not moved <= MARGIN * noise < math.inf:  # also if either is NaN
         raise UsageError(
             f"rollout.engine: {type(engine).__name__} was given the weights it was started with, and its "
             f"log-probabilities of a fixed batch are up to {moved:.2g} from those at its start (without a reload: "
@@ -65,7 +66,7 @@ async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -
     await push_weights(learner, engine)
     after = await probe(engine, vocab)
     noise, moved = float((again - before).abs().max()), float((after - before).abs().max())
-    if not moved <= MARGIN * noise:  # also if either is NaN
+    if not moved <= MARGIN * noise < math.inf:  # also if either is NaN
         raise TrainingError(
             f"weight sync: giving {type(engine).__name__} the weights it already holds moved the log-probabilities of "
             f"a fixed batch by up to {moved:.2g} (without a sync: {noise:.2g}); its weights are wrong after a sync "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def forward(
     logps = torch.log_softmax(tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1)
     picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
-        entropy = -(logps.exp() * logps).sum(-1)
+        entropy = entropy_of(logps)
     zeros = torch.zeros(batch.num_slots, dtype=torch.float32, device=device)
     top = own = None
     if batch.top_ids is not None:
@@ -60,6 +61,31 @@ def forward(
             best, ids = logps.detach().topk(blank.shape[1], -1)
             own = blank.int().index_copy(0, slots, ids.int()), blank.index_copy(0, slots, best)
     return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top, own)
+
+
+def entropy_of(logps: Tensor) -> Tensor:
+    """[n] nats: -sum p log p of each row of log-probabilities [n, vocabulary].
+
+    A token that the head rules out (log p = -inf) adds 0, to the value and to the gradient: p log p tends to 0.
+    """
+    entropy: Tensor = _Entropy.apply(logps)
+    return entropy
+
+
+class _Entropy(torch.autograd.Function):
+    """By hand, because autograd's gradient of p log p is NaN at -inf, and because it would keep two tables more."""
+
+    @staticmethod
+    def forward(ctx: Any, logps: Tensor) -> Tensor:
+        ctx.save_for_backward(logps)
+        ruled_out = logps == -math.inf  # not `p == 0`: a NaN must stay one
+        return -logps.exp().mul_(logps).masked_fill_(ruled_out, 0.0).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (logps,) = ctx.saved_tensors
+        slope = logps.exp().mul_(logps + 1).masked_fill_(logps == -math.inf, 0.0)
+        return slope.mul_(-grad[..., None])
 
 
 def tempered_logits(

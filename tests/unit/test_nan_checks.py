@@ -1,0 +1,181 @@
+"""A check that compares numbers does not pass on NaN, nor on a bound that is infinite."""
+
+import asyncio
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.correct.diagnose import Diagnosis, diagnose
+from onepolicy.correct.verdict import Gap, verdict
+from onepolicy.loop import engine_check, engine_sync, scorer
+from onepolicy.loop.engine_probe import Check
+from onepolicy.loop.measure import _beyond, _stale
+from onepolicy.rollout.probabilities import check_probabilities
+from onepolicy.sync import check as sync_check
+
+NAN, INF = math.nan, math.inf
+
+
+def fake_engine(answers, *, top_logprobs=5):
+    """`answers(sampling, prompt)` -> log-probabilities of the sampled token and of the likeliest."""
+
+    async def generate(prompt_ids, sampling, *, seed):
+        logp, top = answers(sampling, prompt_ids[0])
+        return SimpleNamespace(logp=torch.tensor([logp]), top_logp=torch.tensor([top]))
+
+    return SimpleNamespace(generate=generate, caps=SimpleNamespace(top_logprobs=top_logprobs))
+
+
+def tempered(sampling, _):
+    return (0.0 if sampling.top_k else -1.0), [0.0, -1 / sampling.temperature, -INF, -INF, -INF]
+
+
+def test_an_engine_whose_head_rules_tokens_out_may_report_them():
+    asyncio.run(check_probabilities(fake_engine(tempered)))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda sampling, _: (0.0, [0.0, -1.0, -INF, -INF, -INF]),  # untempered: infinity is not more than infinity
+        lambda sampling, prompt: (0.0, [NAN, -1.0] if prompt == 3 else [0.0, -1 / sampling.temperature]),
+        lambda sampling, prompt: (NAN if prompt == 6 and sampling.top_k else 0.0, tempered(sampling, 0)[1]),
+        lambda sampling, prompt: (-INF if sampling.top_k else 0.0, tempered(sampling, 0)[1]),
+    ],
+)
+def test_an_engine_with_values_that_cannot_be_compared_is_refused(answers):
+    with pytest.raises(UsageError, match="does not return the log-probabilities"):
+        asyncio.run(check_probabilities(fake_engine(answers)))
+
+
+@pytest.mark.parametrize("probes", [([NAN], [NAN], [NAN]), ([-1.0], [-INF], [-2.0]), ([-1.0], [-1.0], [NAN])])
+def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
+    rest = iter([torch.tensor(values) for values in probes])
+
+    async def probe(engine, vocab):
+        return next(rest)
+
+    async def nothing(*_):
+        return None
+
+    monkeypatch.setattr(sync_check, "probe", probe)
+    monkeypatch.setattr(sync_check, "push_weights", nothing)
+    engine = SimpleNamespace(reset_cache=nothing)
+    with pytest.raises(TrainingError, match="weight sync"):
+        asyncio.run(sync_check.checked_push(SimpleNamespace(), engine, vocab=8))
+
+
+def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
+    rest = iter([torch.tensor([-1.0]), torch.tensor([-INF])])
+
+    async def probe(engine, vocab):
+        return next(rest)
+
+    async def load_folder(*_):
+        return None
+
+    monkeypatch.setattr(sync_check, "probe", probe)
+    with pytest.raises(UsageError, match="wrong after a reload"):
+        asyncio.run(sync_check._check_reload(SimpleNamespace(load_folder=load_folder), [-5.0], 8))
+
+
+def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
+    batch = SimpleNamespace(replace=lambda **_: None)
+    copy = object.__new__(engine_sync.Copy)
+    copy._dtype = "bfloat16"
+    copy._scorer = SimpleNamespace(score_without_replay=lambda batch: SimpleNamespace(logp_old=torch.zeros(1)))
+    monkeypatch.setattr(engine_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
+    assert copy.limit(batch) == engine_sync.FLOOR["bfloat16"]
+    monkeypatch.setattr(engine_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))
+    assert copy.limit(batch) == pytest.approx(1.0)
+
+
+def narrow_batch(rollout):
+    return SimpleNamespace(
+        logp_old=torch.tensor([-2.0, -2.0]), logp_rollout=torch.tensor(rollout), trainable=torch.tensor([True, True])
+    )
+
+
+@pytest.mark.parametrize(("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)])
+def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
+    monkeypatch.setattr(engine_check, "likeliest", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
+    whole = Check("support", True, "whole vocabulary")
+    assert engine_check.of_narrow(None, narrow_batch(rollout), whole).passed is passed
+
+
+def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
+    monkeypatch.setattr(engine_check, "likeliest", lambda *_: (NAN, torch.tensor([-1.0])))
+    assert engine_check.of_greedy(None, None, Check("temperature", True, "")).passed is False
+    assert engine_check.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed is False
+
+
+def pairs(count=400):
+    generator = torch.Generator().manual_seed(0)
+    logp = -torch.rand(count, generator=generator).double()
+    noise = 0.3 * torch.randn(count, generator=generator).double()
+    return logp, logp + noise, torch.ones(count, dtype=torch.bool), torch.arange(count) // 20
+
+
+def test_an_entropy_that_is_nan_accuses_nobody_and_clears_nobody():
+    trainer, rollout, mask, segment = pairs()
+    entropy = -trainer.clone()
+    diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
+    entropy[3] = NAN
+    with pytest.raises(UsageError, match="entropy is NaN or infinite in 1 of"):
+        diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
+
+
+def test_an_entropy_outside_the_mask_may_be_anything():
+    trainer, rollout, mask, segment = pairs()
+    mask[3] = False
+    entropy = -trainer.clone()
+    entropy[3] = NAN
+    diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
+
+
+def test_no_verdict_rests_on_a_replay_whose_k3_is_nan():
+    small = Gap(tokens=10_000, sequences=100, k3=1e-5, f2=0.0, f5=0.0, max_dlogp=0.01)
+    large = dataclasses.replace(small, k3=1e-2, f2=0.1, max_dlogp=3.0)
+    broken = dataclasses.replace(large, k3=NAN)
+    for gap in (small, large):
+        assert verdict(gap, Diagnosis(0.0, ()), replayed=small).action != "unclear"
+        assert verdict(gap, Diagnosis(0.0, ()), replayed=broken).action == "unclear"
+
+
+def test_a_second_look_that_is_nan_does_not_make_the_engine_stale():
+    def look(k3):
+        return SimpleNamespace(explained=SimpleNamespace(k3=k3))
+
+    assert _stale(look(1.0), look(0.01)) is not None
+    assert _stale(look(1.0), look(NAN)) is None
+    assert _stale(look(NAN), look(0.01)) is None
+
+
+def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
+    """Neither as a temperature of the trainer's nor as the engine's."""
+    trainable = torch.tensor([True, True])
+
+    @dataclasses.dataclass(frozen=True)
+    class Fake:
+        factor: float
+
+        def __call__(self, batch):
+            return SimpleNamespace(logp_old=torch.tensor([NAN, -1.0]) * self.factor, trainable=trainable)
+
+    start = SimpleNamespace(
+        logp_old=torch.tensor([-1.0, -1.0]), logp_rollout=torch.tensor([-2.0, -2.0]), trainable=trainable
+    )
+    monkeypatch.setattr(scorer, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
+    first = Fake(1.0)
+    assert scorer.fit_temperature(first, start) == (first, start)
+
+
+def test_findings_stay_where_the_refit_is_nan(monkeypatch):
+    monkeypatch.setattr("onepolicy.loop.measure.k3_of", lambda batch: 1.0)
+    why = SimpleNamespace(aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0))
+    seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
+    assert _beyond(seen) == ()
