@@ -98,6 +98,7 @@ def main() -> None:
                 max_steps=args.steps + 1,
                 learning_rate=1e-5,
                 beta=0.0,
+                router_aux_loss_coef=0.0,  # here: the trainer reads it once, when it is made; ours has no such loss
                 bf16=False,
                 use_cpu=True,
                 gradient_checkpointing=False,
@@ -112,8 +113,9 @@ def main() -> None:
             processing_class=tokenizer,
             callbacks=[side],
         )
-        trainer.model.config.router_aux_loss_coef = 0.0
+        assert not trainer.aux_loss_enabled, "TRL would also train the router's load balancing, which is more work"
         trainer.train()
+        assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
     trl, ours = (statistics.median(times[1:]) for times in (side.trl, side.ours))
     pairs = [o / t for o, t in zip(side.ours[1:], side.trl[1:], strict=True)]
     print(f"threads {args.threads}, our rollouts {args.dtype}, median of {args.steps} steps")
