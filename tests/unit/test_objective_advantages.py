@@ -13,6 +13,7 @@ from objective_support import batch, group
 
 from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import Problem
+from onepolicy.loop.step import rollout_metrics
 from onepolicy.objective.advantages import compare, credit, has_signal, outcomes, overlong, whiten
 from onepolicy.objective.gae import gae, returns_to_go, value_loss
 from onepolicy.rollout import collect as collecting
@@ -225,3 +226,46 @@ def test_refilling_has_a_bound_and_no_problem_twice(monkeypatch: pytest.MonkeyPa
 def test_without_dynamic_sampling_every_group_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, metrics, played = collect(monkeypatch, set(), step=1, rounds=0)
     assert ([g.problem_id for g in groups], played, metrics) == ([2, 3], [2, 3], {})
+
+
+# --- what "equal rewards" means -------------------------------------------------------------------------------------
+
+ROUNDED = [
+    [0.1 + 0.2, 0.3],
+    [0.3 - 0.2 - 0.1, 0.0],
+    [1e6 * (0.1 + 0.2), 3e5],
+    [float(torch.tensor(0.1)), 0.1],  # a float32 reward beside a float64 one
+    [float(torch.full((10,), 0.1).cumsum(0)[-1]), 1.0],
+    [-0.1 - 0.2, -0.3, -0.3],
+    [0.7, 0.7],
+    [0.7],
+]
+APART = [[0.0, 1.0], [1.0, 1.00001], [1e6, 1e6 + 1], [0.0, 1e-9], [-1e-6, 1e-6], [5.0, 5.0, 4.999]]
+
+
+@pytest.mark.parametrize("rewards", ROUNDED)
+@pytest.mark.parametrize("preset", ["grpo", "dr-grpo", "rloo"])
+def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], preset: str) -> None:
+    made = group(rewards)
+    assert not has_signal(made)
+    assert values(outcomes([made], ObjectiveConfig(preset=preset))) == [0.0] * len(rewards)
+    assert rollout_metrics([made])["train/groups_without_signal"] == 1
+    assert not whiten(torch.tensor(rewards, dtype=torch.float64), torch.ones(len(rewards), dtype=torch.bool)).any()
+
+
+@pytest.mark.parametrize("rewards", APART)
+def test_rewards_that_differ_by_more_are_a_signal(rewards: list[float]) -> None:
+    made = group(rewards)
+    assert has_signal(made)
+    assert any(values(outcomes([made], ObjectiveConfig(preset="dr-grpo"))))
+    metrics = rollout_metrics([made, group([2.0, 2.0])])
+    assert metrics["train/groups_without_signal"] == 0.5
+    assert metrics["train/reward_min"] == min(*rewards, 2.0)
+    assert metrics["train/reward_max"] == max(*rewards, 2.0)
+
+
+@pytest.mark.parametrize("rewards", [[math.inf, 1.0], [math.nan, 1.0], [math.inf, -math.inf]])
+def test_a_reward_that_is_not_finite_is_not_passed_over_as_equal(rewards: list[float]) -> None:
+    assert has_signal(group(rewards))
+    with pytest.raises(ValueError, match="must return a finite number"):
+        outcomes([group(rewards)], ObjectiveConfig())

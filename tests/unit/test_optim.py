@@ -1,12 +1,14 @@
-"""AdamW with float32 weights behind parameters of another dtype."""
+"""AdamW with float32 weights behind parameters of another dtype; the norm that clips."""
 
 import copy
+import math
 
+import pytest
 import torch
 from torch import nn
 
 from onepolicy.config.model import OptimConfig
-from onepolicy.train.optim import MASTER, adamw
+from onepolicy.train.optim import MASTER, adamw, clip_gradients
 
 CONFIG = OptimConfig(lr=1e-4, weight_decay=0.1)
 
@@ -43,3 +45,37 @@ def test_float32_parameters_have_no_copy():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert all(MASTER not in optimizer.state[p] for p in model.parameters())
+
+
+def planted(dtype: torch.dtype) -> tuple[nn.ParameterList, float]:
+    """Parameters with gradients of this dtype, and the norm of exactly those numbers."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(301, n, dtype=dtype)) for n in (10, 200, 50)])
+    model.append(nn.Parameter(torch.zeros(3, dtype=dtype)))  # without a gradient
+    for parameter in model[:3]:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+    return model, norm_of(model)
+
+
+def norm_of(model: nn.Module) -> float:
+    return sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_norm_that_clips_is_that_of_the_gradients_in_float32(dtype):
+    model, exact = planted(dtype)
+    assert clip_gradients(model, 1e9) == pytest.approx(exact, rel=1e-5)
+    assert norm_of(model) == exact  # nothing to clip
+    assert clip_gradients(model, 1.0) == pytest.approx(exact, rel=1e-5)
+    assert norm_of(model) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_model_without_gradients_has_norm_0():
+    assert clip_gradients(nn.Linear(2, 2), 1.0) == 0.0
+
+
+def test_the_norm_of_gradients_that_are_not_finite_is_not_finite():
+    for value in (math.nan, math.inf):
+        model, _ = planted(torch.bfloat16)
+        model[1].grad[0, 0] = value
+        assert not math.isfinite(clip_gradients(model, 1.0))

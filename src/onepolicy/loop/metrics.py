@@ -64,6 +64,8 @@ _PER_STALENESS = {
 }
 METRICS: dict[str, str] = {
     "train/reward": "mean reward of the step's rollouts [reward]",
+    "train/reward_min": "smallest reward of the step's rollouts [reward]",
+    "train/reward_max": "largest reward of the step's rollouts [reward]",
     "train/response_length": "mean sampled tokens per episode [tokens]",
     "train/cut_by_length": "episodes that hit the length limit [share]",
     "train/turns": "mean model turns per episode, if there are several [turns]",
@@ -71,7 +73,7 @@ METRICS: dict[str, str] = {
     "tools/TOOL": "calls of this tool per episode (TOOL_error: those it answered with an error) [calls]",
     "tools/unknown": "replies with characters the tokenizer feeds as its unknown token, per episode [replies]",
     "tools/malformed": "turns that named no tool and no answer, or a tool there is not, per episode [turns]",
-    "train/groups_without_signal": "groups whose rewards are all equal, so that every advantage is 0 [share]",
+    "train/groups_without_signal": "groups whose rewards are all equal but for rounding: every advantage is 0 [share]",
     "train/entropy": "mean entropy of the trainer's distribution on trainable slots [nats]",
     "train/loss": "value of the objective, mean of the mini-steps by their slots [1]",
     "train/grad_norm": "gradient norm before clipping, largest of the mini-steps [1]",

@@ -154,7 +154,9 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "train/reward": sum(s.reward for s in ends) / count,
         "train/response_length": sum(s.response_length for s in samples) / count,
         "train/cut_by_length": sum(s.finish == "length" for s in ends) / count,
-        "train/groups_without_signal": sum(len({s.reward for s in g.samples}) == 1 for g in groups) / len(groups),
+        "train/reward_min": min(s.reward for s in ends),
+        "train/reward_max": max(s.reward for s in ends),
+        "train/groups_without_signal": sum(not has_signal(group) for group in groups) / len(groups),
         **several,
         **{f"tools/{event}": number / count for event, number in events.items()},
     }

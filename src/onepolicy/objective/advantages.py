@@ -15,11 +15,27 @@ from onepolicy.types import Group, TokenBatch
 
 STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
+SAME_REWARD = 2.0**-21
+"""Values that differ by no more than this, relative to the larger one, are the same: four roundings of float32, in which
+many reward models and sums of rewards come. A grader that tells answers apart does so by more."""
+SAME_NEAR_ZERO = 1e-12
+"""The same for values around 0, where what is left of a sum such as 0.3 - 0.2 - 0.1 has no size of its own [reward]."""
+
+
+def same(least: Tensor, most: Tensor) -> Tensor:
+    """[...] bool: nothing but rounding lies between the smallest and the largest of some values, which may be rewards.
+
+    False where one of them is not finite.
+    """
+    apart = most - least
+    size = torch.maximum(least.abs(), most.abs())
+    return apart.isfinite() & (apart <= (SAME_REWARD * size).clamp(min=SAME_NEAR_ZERO))
 
 
 def has_signal(group: Group) -> bool:
     """Whether its rewards differ: a group solved by all or by none has no advantage (DAPO eq. 11)."""
-    return len({sample.reward for sample in group.samples}) > 1
+    rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
+    return not bool(same(rewards.min(), rewards.max()))
 
 
 def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 0) -> list[Group]:
@@ -68,7 +84,7 @@ def compare(
 
     group: R - mean, GRPO (DeepSeekMath section 4.1.2) with normalise = std: / (std + 1e-6), the sample standard
     deviation (n - 1) as in TRL and verl, the paper does not say. leave-one-out: R - mean of the others (RLOO,
-    2402.14740 eq. 7). Equal rewards carry no signal: exactly 0, also for a group of one. none, critic: R.
+    2402.14740 eq. 7). Equal rewards (`same`) carry no signal: exactly 0, also for a group of one. none, critic: R.
     """
     if config.baseline in ("none", "critic"):
         return reward
@@ -86,7 +102,7 @@ def compare(
     elif config.normalise == "std":
         std = (zeros.index_add(0, unit, counts * centred.square()) / others).sqrt()
         centred = centred / (std + STD_EPS)[unit]
-    return torch.where((least == most)[unit], 0.0, centred)
+    return torch.where(same(least, most)[unit], 0.0, centred)
 
 
 def _first_of_each(unit: Tensor, episode: Tensor) -> Tensor:  # [S] bool
@@ -135,10 +151,10 @@ def _normalised(advantage: Tensor, batch: TokenBatch, config: ObjectiveConfig) -
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """[T]: (x - mean) / sqrt(var + 1e-8) over the mask, 0 elsewhere (REINFORCE++, 2501.03262 eq. 9).
 
-    Variance with n - 1 as in verl. Equal values carry no signal: exactly 0.
+    Variance with n - 1 as in verl. Equal values (`same`) carry no signal: exactly 0.
     """
     chosen = values[mask].double()
-    if len(chosen) < 2 or bool((chosen == chosen[0]).all()):
+    if len(chosen) < 2 or bool(same(chosen.min(), chosen.max())):
         return torch.zeros_like(values)
     white = (chosen - chosen.mean()) / (chosen.var() + WHITEN_EPS).sqrt()
     return torch.zeros_like(values).masked_scatter(mask, white.to(values.dtype))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from onepolicy.config import TrainingError
@@ -65,9 +66,26 @@ def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Master
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Scale the gradients to a total norm of at most `limit`; the norm before, over all ranks of a sharded model."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    """Scale the gradients to a total norm of at most `limit`; the norm before, over all ranks of a sharded model.
+
+    Squares are added up in float32 at least, whatever the gradients are in: bfloat16 has 8 bits, and a sum of many of
+    its numbers fewer.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = _norm([parameter.grad for parameter in parameters])
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
+    parts = [
+        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for grad in gradients
+        if grad is not None
+    ]
+    if not parts:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
 
 
 def may_skip(skipped: int, most: int, norms: list[float], step: int) -> int:
