@@ -40,7 +40,7 @@ class TerminalProgress(RunProgress):
             self.console.print(f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=True, markup=False)  # it may quote a model
 
 
 @contextmanager

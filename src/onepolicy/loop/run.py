@@ -24,6 +24,7 @@ from onepolicy.loop.engine_probe import checked_probabilities
 from onepolicy.loop.evaluate import attempts, evaluate
 from onepolicy.loop.folder import START, Json, Origin
 from onepolicy.loop.hosts import HERE, Hosts
+from onepolicy.loop.learnt import Watch
 from onepolicy.loop.metrics import RunLog, read_metrics, truncate_after
 from onepolicy.loop.probe import save_probe
 from onepolicy.loop.recover import nothing, outlive, wait_for_server
@@ -145,6 +146,7 @@ async def _repeat(
         evaluated = await _evaluate(parts, progress)
         with folder.writing(out):
             log.write(origin.step, evaluated)
+    watch = Watch(config, out, progress.note)
     async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
         for step in range(origin.step, config.steps):
             done = step + 1
@@ -164,6 +166,7 @@ async def _repeat(
                     path = out / folder.PROBES / f"step_{done:05d}.safetensors"
                     save_probe(path, result.batch, result.without_replay, learner.fingerprint)
             progress.step(done, result.metrics)
+            watch.after(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
                 with folder.writing(out):
                     log.sync()  # a checkpoint never outlives the rows before it

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import RunConfig
+from onepolicy.loop.learnt import nothing_learnt
 
 Row = dict[str, Any]
 
@@ -76,6 +77,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     summary["mismatch_without_replay"] = {key: _mean(probes, f"counterfactual/{key}") for key in measured}
     cuts = [row["counterfactual/mismatch/k3"] / row["mismatch/k3"] for row in probes if row.get("mismatch/k3")]
     summary["k3_cuts"] = sorted(cuts)
+    if (found := nothing_learnt(config, train, run)) is not None:
+        summary["nothing_learnt"] = found
     return summary
 
 

@@ -16,8 +16,8 @@ from onepolicy.types import Group, TokenBatch
 STD_EPS = 1e-6
 WHITEN_EPS = 1e-8
 SAME_REWARD = 2.0**-21
-"""Values that differ by no more than this, relative to the larger one, are the same: four roundings of float32, in which
-many reward models and sums of rewards come. A grader that tells answers apart does so by more."""
+"""Values that differ by no more than this, relative to the larger one, are the same: a few roundings of float32, in
+which many reward models answer and rewards are summed. A grader that tells answers apart does so by more."""
 SAME_NEAR_ZERO = 1e-12
 """The same for values around 0, where what is left of a sum such as 0.3 - 0.2 - 0.1 has no size of its own [reward]."""
 
@@ -27,7 +27,7 @@ def same(least: Tensor, most: Tensor) -> Tensor:
 
     False where one of them is not finite.
     """
-    apart = most - least
+    apart = (most - least).abs()
     size = torch.maximum(least.abs(), most.abs())
     return apart.isfinite() & (apart <= (SAME_REWARD * size).clamp(min=SAME_NEAR_ZERO))
 

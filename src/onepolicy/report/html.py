@@ -14,7 +14,16 @@ from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
 from onepolicy.report.staleness import staleness_figures
 from onepolicy.report.turns import turn_figures
-from onepolicy.report.words import COMPARISON_HEADER, compared, comparison, factor, number, time_shares, verdict
+from onepolicy.report.words import (
+    COMPARISON_HEADER,
+    compared,
+    comparison,
+    factor,
+    number,
+    time_shares,
+    unlearnt,
+    verdict,
+)
 
 __all__ = ["document", "plain", "section", "tile", "write_report"]
 
@@ -37,6 +46,8 @@ def write_report(run: Path) -> Path:
     if overlap := staleness_figures(loaded):
         sections.insert(2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap))
     *story, replay = verdict(loaded.summary)
+    idle = unlearnt(loaded.summary)
+    warning = [] if idle is None else [" ".join([idle.verdict, *idle.why])]
     shown = loaded.samples[: -SHOWN_SAMPLES - 1 : -1]
     page = render(
         "run.html",
@@ -45,7 +56,7 @@ def write_report(run: Path) -> Path:
         name=run.resolve().name,
         facts=_facts(loaded),
         tiles=_tiles(loaded),
-        sentences=[" ".join(story), replay],
+        sentences=[*warning, " ".join(story), replay],
         rules=_rules(loaded.summary),
         header=COMPARISON_HEADER,
         rows=comparison(loaded.summary),
@@ -111,6 +122,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     best, crash = summary.get("eval_best"), summary.get("crash_step")
     before, after = summary.get("eval_first"), summary.get("eval_last")
+    idle = unlearnt(summary)
     tiles = [
         ("Reward", f"{number(first)} \u2192 {number(last)}", f"over {summary.get('steps', len(run.rows))} steps", ""),
         (
@@ -119,21 +131,25 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
             f"best {number(best['value'])} at step {best['step']}" if best else "not run",
             "",
         ),
-        ("Crash", *_crash(judged=best is not None, step=crash)),
+        ("Crash", *_crash(judged=best is not None, step=crash, learnt=idle is None)),
     ]
+    if idle is not None:
+        no_signal = f"no reward signal in {idle.silent} of {idle.steps} steps"
+        tiles.insert(0, ("Learnt", idle.learnt, no_signal if idle.silent else "the weights stayed the same", "bad"))
     k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
     if k3 is not None:
-        cut = f"replay cuts it {factor(k3.ratio)}" if k3.ratio is not None and k3.ratio > 1 else "nats per token"
+        cuts = k3.ratio is not None and k3.ratio > 1 and idle is None
+        cut = f"replay cuts it {factor(k3.ratio)}" if cuts else "nats per token"
         tiles.append(("Mean k3, as trained", number(k3.trained), cut, ""))
     if summary.get("tokens_per_second") is not None:
         tiles.append(("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), ""))
     return tiles
 
 
-def _crash(*, judged: bool, step: int | None) -> tuple[str, str, str]:
+def _crash(*, judged: bool, step: int | None, learnt: bool) -> tuple[str, str, str]:
     if not judged:
         return number(None), "judged by evaluations", ""
-    return ("none", "", "good") if step is None else (f"step {step}", "", "bad")
+    return ("none", "", "good" if learnt else "") if step is None else (f"step {step}", "", "bad")
 
 
 def _shown(sample: Tree) -> Tree:

@@ -8,7 +8,7 @@ import numpy as np
 
 from onepolicy.report.figure import NEUTRAL, ROLLOUT, TRAINER, Absent, Figure, Look, Spec, axis, line, markers
 from onepolicy.report.run import Run
-from onepolicy.report.words import NOT_PARTS
+from onepolicy.report.words import NOT_PARTS, unlearnt
 
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
 TIME_PARTS = {  # part -> colour, fill pattern
@@ -54,7 +54,9 @@ def reward(run: Run) -> Figure | Absent:
     layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(run.summary.get("crash_step"))
     held_out = "evaluation uses held-out problems." if scores else "no evaluation was run (eval.every = 0)."
     note = f"Training reward is sampled at the training temperature; {held_out}"
+    idle = unlearnt(run.summary)
     title = "Reward should rise, and evaluation with it" if scores else "Reward should rise"
+    title = title if idle is None else f"Reward: {idle.learnt} was learnt from it"
     return Figure("reward", title, note, data, layout, width="wide")
 
 
@@ -79,6 +81,8 @@ def single(
     if log and min(v for v in values if math.isfinite(v)) > 0 and np.nanmax(values) > 30 * np.nanmedian(values):
         yaxis = axis(f"{unit} (log)", type="log")
     trace = line(metric, steps, values, look)
+    if unlearnt(run.summary) is not None:
+        title = title.partition(":")[0]  # curves of a run that learns nothing look healthy
     return Figure(name, title, note, [trace], {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False}, "third")
 
 

@@ -17,6 +17,7 @@ from onepolicy.report.words import (
     number,
     overlap_words,
     time_shares,
+    unlearnt,
 )
 
 
@@ -41,6 +42,9 @@ def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
 
 def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     rows: list[tuple[str, str | list[tuple[str, str]]]] = []
+    idle = unlearnt(summary)
+    if idle is not None:
+        rows += [("learnt", [(idle.verdict, "bold red")]), ("why", "\n".join(idle.why))]
     if (parent := summary.get("parent")) is not None:
         rows.append(("continued from", f"{parent['run']}, step {parent['step']}"))
     if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
@@ -48,7 +52,8 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     if (best := summary.get("eval_best")) is not None:
         rows.append((_score(summary), _course(summary) + f"best {number(best['value'])} at step {best['step']}"))
         crash = summary.get("crash_step")  # judged by evaluations
-        rows.append(("crash", [("none", "green")] if crash is None else [(f"at step {crash}", "bold red")]))
+        none = [("none", "green" if idle is None else "")]  # what never rose cannot fall
+        rows.append(("crash", none if crash is None else [(f"at step {crash}", "bold red")]))
     if skipped := summary.get("updates_skipped"):
         rows.append(("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")]))
     rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]

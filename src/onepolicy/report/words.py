@@ -4,7 +4,8 @@ Keys used, all optional but `steps`: steps, reward_first, reward_last, score (me
 eval_best {step, value}; crash_step, replay, mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and
 mismatch_without_replay {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each
 probe step, ascending]; asynchronous {staleness_mean, staleness_max, spanning, learner_busy, sampler_busy}; time {part:
-seconds}, tokens_per_second, parent {run, step}, run and report (paths).
+seconds}, tokens_per_second, parent {run, step}, run and report (paths); nothing_learnt {learnt (nothing or little),
+verdict, why [sentences], silent and steps (counts)}, only where the rewards taught nothing or little.
 """
 
 from __future__ import annotations
@@ -65,6 +66,28 @@ def powers(text: str) -> str:
 
 def factor(ratio: float | None) -> str:
     return DASH if ratio is None else f"{ratio:.3g}{TIMES}" if ratio < 1000 else f"{ratio:,.0f}{TIMES}"
+
+
+@dataclass(frozen=True)
+class Unlearnt:
+    """That the rewards of a run taught nothing, or little: it comes before whatever else is said of the run."""
+
+    learnt: str
+    verdict: str
+    why: list[str]
+    silent: int
+    steps: int
+
+
+def unlearnt(summary: Tree) -> Unlearnt | None:
+    """None if the rewards taught something, or the summary does not say it in a way that can be read."""
+    found = summary.get("nothing_learnt")
+    if not isinstance(found, dict) or not isinstance(found.get("why"), list):
+        return None
+    texts, counts = ([found.get(key) for key in keys] for keys in (("learnt", "verdict"), ("silent", "steps")))
+    if not all(isinstance(text, str) for text in (*texts, *found["why"])) or not all(type(n) is int for n in counts):
+        return None
+    return Unlearnt(*texts, found["why"], *counts)
 
 
 def verdict(summary: Tree) -> list[str]:
