@@ -226,8 +226,9 @@ def _excerpt(text: object) -> str:
 
 def _number(row: Row, name: str) -> float | None:
     value = row.get(name)
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if usable else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _mean(rows: list[Row], name: str) -> float | None:

@@ -84,10 +84,12 @@ def unlearnt(summary: Tree) -> Unlearnt | None:
     found = summary.get("nothing_learnt")
     if not isinstance(found, dict) or not isinstance(found.get("why"), list):
         return None
-    texts, counts = ([found.get(key) for key in keys] for keys in (("learnt", "verdict"), ("silent", "steps")))
-    if not all(isinstance(text, str) for text in (*texts, *found["why"])) or not all(type(n) is int for n in counts):
+    learnt, said, why = found.get("learnt"), found.get("verdict"), found["why"]
+    silent, steps = found.get("silent"), found.get("steps")
+    texts_good = isinstance(learnt, str) and isinstance(said, str) and all(isinstance(text, str) for text in why)
+    if not texts_good or type(silent) is not int or type(steps) is not int:
         return None
-    return Unlearnt(*texts, found["why"], *counts)
+    return Unlearnt(str(learnt), str(said), why, silent, steps)
 
 
 def verdict(summary: Tree) -> list[str]:

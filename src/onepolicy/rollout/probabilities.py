@@ -35,8 +35,8 @@ async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -
     warm = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
     cold = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
     pairs = [(_spread(a), _spread(b)) for a, b in zip(warm, cold, strict=True)]
-    broken = [pair for pair in pairs if not math.isfinite(sum(pair))]
-    at_one, at_half = broken[0] if broken else max(pairs)
+    uncertain = [pair for pair in pairs if not math.isfinite(sum(pair))]  # the largest of NaN is any value
+    at_one, at_half = uncertain[0] if uncertain else max(pairs)
     if not at_one <= CLEAR and not at_half >= 1.5 * at_one:  # also if a value is NaN
         raise UsageError(
             f"{where}: the {count} likeliest tokens lie {at_one:.3g} nats apart at temperature 1 and {at_half:.3g} at "
@@ -45,7 +45,7 @@ async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -
     if narrowed:
         only = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
         found = [float(done.logp) for done in only]
-        broken = [logp for logp in found if not math.isfinite(logp)]  # a median of NaN is any value
+        broken = [logp for logp in found if not math.isfinite(logp)]  # so is their median
         typical = broken[0] if broken else statistics.median(found)  # where tokens tie, more than one is left
         if not typical >= -1e-4:
             raise UsageError(f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}")

@@ -82,7 +82,7 @@ class _Entropy(torch.autograd.Function):
         return -logps.exp().mul_(logps).masked_fill_(ruled_out, 0.0).sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (logps,) = ctx.saved_tensors
         slope = logps.exp().mul_(logps + 1).masked_fill_(logps == -math.inf, 0.0)
         return slope.mul_(-grad[..., None])
