@@ -4,7 +4,8 @@
     python benchmarks/step.py --threads 1
 
 64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours records and replays
-routes (R3) and measures the mismatch; TRL does neither. Prints medians, their ratio, and where our time goes.
+routes (R3) and measures the mismatch; TRL does neither, and its load-balancing loss is off. Prints medians, their ratio
+pair by pair, the same of CPU seconds (which other work on the machine moves less), and where our time goes.
 """
 
 import argparse
@@ -42,6 +43,16 @@ PROBLEMS, GROUP, NEW_TOKENS = 8, 8, 75
 PARTS = ("rollout", "score", "update", "sync")
 
 
+def now() -> tuple[float, float]:
+    """Seconds of the clock, and of this process on all its cores."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(begun: tuple[float, float]) -> tuple[float, float]:
+    wall, cpu = now()
+    return wall - begun[0], cpu - begun[1]
+
+
 class SideBySide(TrainerCallback):
     """After every TRL step, one of ours."""
 
@@ -49,13 +60,13 @@ class SideBySide(TrainerCallback):
         self.parts, self.trl, self.ours, self.split = parts, [], [], []
 
     def on_step_begin(self, *_, **__) -> None:
-        self.begun = time.perf_counter()
+        self.begun = now()
 
     def on_step_end(self, *_, **__) -> None:
-        self.trl.append(time.perf_counter() - self.begun)
-        begun = time.perf_counter()
+        self.trl.append(since(self.begun))
+        begun = now()
         result = asyncio.run(rl_step(self.parts, len(self.ours), probe=False))
-        self.ours.append(time.perf_counter() - begun)
+        self.ours.append(since(begun))
         self.split.append({part: result.metrics[f"time/{part}"] for part in PARTS})
 
 
@@ -116,11 +127,15 @@ def main() -> None:
         assert not trainer.aux_loss_enabled, "TRL would also train the router's load balancing, which is more work"
         trainer.train()
         assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
-    trl, ours = (statistics.median(times[1:]) for times in (side.trl, side.ours))
-    pairs = [o / t for o, t in zip(side.ours[1:], side.trl[1:], strict=True)]
+    trl, ours = (statistics.median(wall for wall, _ in times[1:]) for times in (side.trl, side.ours))
+    pairs, of_cpu = (
+        statistics.median(o[which] / t[which] for o, t in zip(side.ours[1:], side.trl[1:], strict=True))
+        for which in (0, 1)
+    )
     print(f"threads {args.threads}, our rollouts {args.dtype}, median of {args.steps} steps")
     print(f"TRL        {trl:.2f} s per step")
-    print(f"onepolicy  {ours:.2f} s per step, {statistics.median(pairs):.2f} of TRL's (pair by pair)")
+    print(f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; CPU seconds: {of_cpu:.2f})")
+    print(f"load average {os.getloadavg()[0]:.1f}")
     for part in PARTS:
         seconds = statistics.median(split[part] for split in side.split[1:])
         print(f"  {part:<8} {seconds:.2f} s  {seconds / ours:.0%}")
