@@ -151,11 +151,12 @@ class Replayed:
                 "the trace was changed in place after the forward that replayed it, so its checkpoints cannot "
                 "be recomputed; keep it until the backward, or replay a copy"
             )
+        before = [replayer.recompute for replayer in self._replayers]  # a checkpoint may stand inside another
         with override("forward", [(r.router.module, r.__call__) for r in self._replayers]):
             try:
                 for replayer in self._replayers:
                     replayer.recompute = recompute
                 yield
             finally:
-                for replayer in self._replayers:
-                    replayer.recompute = False
+                for replayer, outer in zip(self._replayers, before, strict=True):
+                    replayer.recompute = outer

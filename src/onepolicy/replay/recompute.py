@@ -2,8 +2,11 @@
 
 A recompute may run after the replay context was left, or inside another micro-batch's. It has to take the routes of its
 own forward: with any others the gradients are wrong and nothing else would tell. So inside `carried()` both kinds of
-`torch.utils.checkpoint` (which transformers, FSDP's checkpoint wrapper and most hand-made checkpoints call) wrap the
-function they will run again.
+`torch.utils.checkpoint` (which transformers, FSDP's checkpoint wrapper and most hand-made checkpoints call), and
+torch's composable one, wrap the function they will run again.
+
+Each thread has its own open replays. A checkpoint of a thread without one passes through unchanged, so another model
+that trains beside a replay never meets it.
 """
 
 from __future__ import annotations
@@ -16,29 +19,40 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-_REENTRANT, _NON_REENTRANT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"
-
 Replay = Callable[[], AbstractContextManager[None]]
-_open: list[Replay] = []  # replays of any model; they need not be left in the reverse order
-_original: dict[str, Any] = {}  # what the first of them found
+
+
+class _Thread(threading.local):
+    """The replays that are open in this thread, of any model; they need not be left in the reverse order."""
+
+    def __init__(self) -> None:
+        self.open: list[Replay] = []
+
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports the generator by name
+_thread = _Thread()
 _lock = threading.Lock()
+_users = 0  # open replays of all threads
+_forward: Any = checkpoint.CheckpointFunction.forward  # the class, so that whoever imported it by name is served too
+_generator: Any = getattr(checkpoint, _GENERATOR)
 
 
 @contextmanager
 def carried(replay: Replay) -> Iterator[None]:
-    """Whatever is checkpointed in here is recomputed inside `replay()`, whenever and wherever that is."""
+    """Whatever this thread checkpoints in here is recomputed inside `replay()`, whenever and wherever that is."""
+    global _users
     with _lock:
-        if not _open:
-            _install()
-        _open.append(replay)
+        _users += 1
+        _patch(_carrying_forward, _carrying_generator)
     try:
-        yield
+        with _opened(replay):
+            yield
     finally:
         with _lock:
-            _open.remove(replay)
-            if not _open:
-                for name, value in _original.items():
-                    setattr(checkpoint, name, value)
+            _users -= 1
+            if not _users:
+                _patch(_forward, _generator)
 
 
 def of_checkpoint() -> bool:
@@ -51,31 +65,39 @@ def of_checkpoint() -> bool:
     return False
 
 
-def _install() -> None:
-    for name, carrying in ((_REENTRANT, _Carrying), (_NON_REENTRANT, _carrying_generator)):
-        _original[name] = getattr(checkpoint, name)
-        setattr(checkpoint, name, carrying)
+def _patch(forward: Callable, generator: Callable) -> None:
+    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+    for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
+        if module is not None:
+            setattr(module, _GENERATOR, generator)
+
+
+@contextmanager
+def _opened(replay: Replay) -> Iterator[None]:
+    _thread.open.append(replay)
+    try:
+        yield
+    finally:
+        _thread.open.remove(replay)
 
 
 def _carry(function: Callable) -> Callable:
-    for replay in _open:
+    for replay in dict.fromkeys(_thread.open):
         function = _inside(replay, function)
     return function
 
 
 def _inside(replay: Replay, function: Callable) -> Callable:
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        with replay():
+        with replay(), _opened(replay):  # a recompute may run in a thread of autograd, and hold checkpoints itself
             return function(*args, **kwargs)
 
     return replaying
 
 
-class _Carrying:
-    @staticmethod
-    def apply(function: Callable, *args: Any) -> Any:
-        return _original[_REENTRANT].apply(_carry(function), *args)
+def _carrying_forward(ctx: Any, function: Callable, *args: Any) -> Any:
+    return _forward(ctx, _carry(function), *args)
 
 
 def _carrying_generator(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    return _original[_NON_REENTRANT](_carry(function), *args, **kwargs)
+    return _generator(_carry(function), *args, **kwargs)
