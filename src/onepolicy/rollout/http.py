@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import ipaddress
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,27 +19,18 @@ from urllib.parse import urlsplit
 
 from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.config.engine import refuse_secret_url
+from onepolicy.rollout.body import MOST_BYTES, Malformed, as_json, field, read_body
 from onepolicy.rollout.token import left_for, token_of
 
 if TYPE_CHECKING:
     import httpx2
 
+__all__ = ["EngineClient", "EngineLost", "Malformed", "NoEngine", "clients", "field", "is_loopback", "place_of"]
+
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s, before the first retry; doubled until
 SHOWN = 300  # characters of a body in an error
-
-
-class Malformed(ValueError):
-    """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
-
-
-def field(of: Any, name: str, kind: type) -> Any:
-    """of[name], if `of` is a JSON object that has it, of this kind. Malformed if not."""
-    value = of.get(name) if isinstance(of, dict) else None
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise Malformed(f"{name} is {type(value).__name__}, expected {kind.__name__}")
-    return value
 
 
 class EngineLost(TrainingError):
@@ -107,7 +97,7 @@ class EngineClient:
 
     async def get(self, path: str, *, parse: Callable[[Any], T] = lambda reply: reply) -> T:
         """The reply as JSON (None if empty, text if it is no JSON), through `parse`."""
-        return await self._ask("GET", path, parse, self._timeout_s)
+        return await self._ask("GET", path, parse, self._timeout_s, MOST_BYTES)
 
     async def post(
         self,
@@ -117,14 +107,15 @@ class EngineClient:
         params: Mapping[str, str] | None = None,
         parse: Callable[[Any], T] = lambda reply: reply,
         timeout_s: float | None = None,
+        most: int = MOST_BYTES,
         confirm: Callable[[], Awaitable[None]] | None = None,
     ) -> T:
-        """body: sent as JSON. timeout_s: of one attempt, if other than the client's.
+        """body: sent as JSON. timeout_s: of one attempt, if other than the client's. most: bytes of the reply.
 
         confirm: awaited after a reply that took more than one attempt: the server may have been another one by then.
         """
         limit = timeout_s or self._timeout_s
-        return await self._ask("POST", path, parse, limit, confirm, json=body, params=params)
+        return await self._ask("POST", path, parse, limit, most, confirm, json=body, params=params)
 
     def take_counters(self) -> Counters:
         taken, self.counters = self.counters, Counters()
@@ -145,6 +136,7 @@ class EngineClient:
         path: str,
         parse: Callable[[Any], T],
         timeout_s: float,
+        most: int,
         confirm: Callable[[], Awaitable[None]] | None = None,
         **content: Any,
     ) -> T:
@@ -157,7 +149,7 @@ class EngineClient:
                     self.counters.retried += 1
                     await asyncio.sleep(min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT))
                 try:
-                    reply = parse(await self._try(method, path, timeout_s, content))
+                    reply = parse(await self._try(method, path, timeout_s, most, content))
                     if attempt and confirm is not None:
                         await confirm()
                     answered = True
@@ -175,23 +167,24 @@ class EngineClient:
         kind = TrainingError if self._error is EngineLost else UsageError
         return kind(self._words(method, path, problem, ""))
 
-    async def _try(self, method: str, path: str, timeout_s: float, content: dict[str, Any]) -> Any:
+    async def _try(self, method: str, path: str, timeout_s: float, most: int, content: dict[str, Any]) -> Any:
         """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
         import httpx2
 
         client = await self._connected()
         try:
             async with asyncio.timeout(timeout_s):
-                response = await client.request(method, self.url + path, **content)
+                async with client.stream(method, self.url + path, **content) as response:
+                    body = await read_body(response, most)
         except TimeoutError:
             raise _NoReply(f"no answer within {timeout_s:g} s (rollout.engine.timeout_s)") from None
-        except httpx2.RequestError as error:  # also a body that cannot be decoded
+        except httpx2.RequestError as error:
             raise _NoReply(f"{type(error).__name__}: {error}".rstrip(".")) from error
         if response.status_code >= 500:
-            raise _NoReply(_status(response, self._token))
+            raise _NoReply(_status(response, body, self._token))
         if response.status_code != 200:
-            raise self._refused(method, path, _status(response, self._token))
-        return _content(response)
+            raise self._refused(method, path, _status(response, body, self._token))
+        return _content(response, body)
 
     def _words(self, method: str, path: str, problem: str, times: str) -> str:
         others = self._in_flight - 1
@@ -231,6 +224,7 @@ class EngineClient:
 
         async with httpx2.AsyncClient(
             auth=self._authorize,
+            headers={"Accept-Encoding": "gzip"},  # what read_body can bound
             verify=self.url.startswith("https:"),  # reading the system's certificates takes a tenth of a second
             timeout=None,  # asyncio.timeout bounds the whole attempt
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
@@ -258,20 +252,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _content(response: httpx2.Response) -> Any:
-    if not response.content:
+def _content(response: httpx2.Response, body: bytes) -> Any:
+    if not body:
         return None
     if not response.headers.get("content-type", "").startswith("application/json"):
-        return response.text
-    try:
-        return json.loads(response.content)
-    except ValueError as error:
-        raise Malformed(f"not JSON ({error})") from error
+        return body.decode(errors="replace")
+    return as_json(body)
 
 
-def _status(response: httpx2.Response, token: str | None) -> str:
+def _status(response: httpx2.Response, body: bytes, token: str | None) -> str:
     """token: not repeated if the server sends back what it was sent."""
-    text = response.text.strip()
+    text = body.decode(errors="replace").strip()
     if token is not None:
         text = text.replace(token, "(the token)")
     return f"status {response.status_code}" + (f": {text[:SHOWN]}" if text else "")

@@ -8,8 +8,6 @@ them. Rows of prefixes from the cache are filled in. `weight_versions` are spans
 from __future__ import annotations
 
 import base64
-import binascii
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import TrainingError
+from onepolicy.config import UsageError
 from onepolicy.replay.axes import trace_from
-from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import Malformed, field
-from onepolicy.types import RouteSource, RouteSpan, RoutingTrace, Sampling
+from onepolicy.replay.checks import RouteRules, check_trace
+from onepolicy.rollout.body import (
+    SMALLEST_LOGP,
+    Malformed,
+    count,
+    field,
+    is_number,
+    likeliest,
+    log_probabilities,
+    most_bytes,
+    shown,
+    token_ids,
+)
+from onepolicy.types import LARGEST_LOGP, RouteSource, RouteSpan, RoutingTrace, Sampling
+
+ID_BYTES = 4  # of an expert's id
+MOST_RETRACTIONS = 10**6  # of one request
+MASK_BYTES = 12  # of JSON for one token id of a sampling mask, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,18 @@ class Asked:
             body |= {"return_routed_experts": True, "routed_experts_start_len": self.first_row}
         return body
 
+    def most_bytes(self, model: Model) -> int:
+        """The most bytes a reply to this request can have."""
+        sampling, routes = self.sampling, 0
+        if model.routes is not None:
+            routes = (len(self.path) + sampling.max_tokens) * model.depth * model.routes.top_k * ID_BYTES
+        mask = 0
+        if is_narrowed(sampling):
+            mask = sampling.max_tokens * (sampling.top_k or model.vocab) * MASK_BYTES
+        per_token = 3 + sampling.top_logprobs  # the token, its own entries and the likeliest ones
+        most = most_bytes(tokens=sampling.max_tokens, path=len(self.path), per_token=per_token, routes=routes)
+        return most + mask
+
 
 def is_narrowed(sampling: Sampling) -> bool:
     """Do top_p or top_k leave out tokens? A greedy token is reported with its probability among all."""
@@ -87,42 +112,31 @@ class Part:
 
 
 def parse(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], int]) -> Part:
-    """version_of: weight version as the server names it -> ours.
+    """version_of: weight version as the server names it -> ours; it raises for another's weights.
 
-    Malformed for a reply that is damaged or is not what was asked for; TrainingError or UsageError for one that another
-    try would not change: no routes or another model's, log-probabilities that are no numbers, another's weights.
+    Malformed for anything but a complete answer to `asked`.
     """
-    try:
-        return _part(reply, asked, model, version_of)
-    except (TypeError, KeyError, IndexError, AttributeError) as error:  # entries of lists that are not what they should
-        raise Malformed(f"{type(error).__name__}: {error} in {str(reply)[:200]}") from error
-
-
-def _part(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], int]) -> Part:
     meta = field(reply, "meta_info", dict)
-    tokens = field(reply, "output_ids", list)
-    aborted = _finish(meta, tokens, asked, model) == "abort"
+    tokens = token_ids(reply, "output_ids", vocab=model.vocab)
+    aborted = _finish(meta, tokens, asked) == "abort"
     n, fed = len(tokens), len(asked.path)
     logp = _logp(meta, tokens, asked)
     runs = _runs(meta, n, version_of)
     if n and (field(meta, "prompt_tokens", int), field(meta, "completion_tokens", int)) != (fed, n):
-        raise Malformed(
-            f"it counts {meta['prompt_tokens']} + {meta['completion_tokens']} tokens, but {fed} were sent and {n} came"
-        )
+        counted = f"{shown(meta['prompt_tokens'])} + {shown(meta['completion_tokens'])}"
+        raise Malformed(f"it counts {counted} tokens, but {fed} were sent and {n} came")
     version = torch.tensor([v for start, end, v in runs for _ in range(start, end)], dtype=torch.int32)
-    top_ids, top_logp = _top(meta, n, asked.sampling.top_logprobs)
+    top_ids, top_logp = _top(meta, n, asked.sampling.top_logprobs, model.vocab)
     routing = None
     if model.routes is not None and n:
         routing = _trace(meta, runs, asked, model, model.routes)
     return Part(torch.tensor(tokens, dtype=torch.int32), logp, version, aborted, top_ids, top_logp, routing)
 
 
-def _finish(meta: dict, tokens: list[int], asked: Asked, model: Model) -> str:
-    if not all(type(token) is int and 0 <= token < model.vocab for token in tokens):
-        raise Malformed(f"output_ids are not all token ids in 0..{model.vocab - 1}; is it this model's server?")
+def _finish(meta: dict, tokens: list[int], asked: Asked) -> str:
     kind = field(field(meta, "finish_reason", dict), "type", str)
     if kind not in ("stop", "length", "abort"):
-        raise Malformed(f"finish_reason {kind!r} is none of stop, length, abort")
+        raise Malformed(f"finish_reason {kind[:60]!r} is none of stop, length, abort")
     n, most = len(tokens), asked.sampling.max_tokens
     beyond = any(token in asked.sampling.stop for token in tokens[:-1])
     if n > most or beyond or (kind == "length" and n != most) or (kind == "stop" and not n):
@@ -132,72 +146,109 @@ def _finish(meta: dict, tokens: list[int], asked: Asked, model: Model) -> str:
 
 def _logp(meta: dict, tokens: list[int], asked: Asked) -> Tensor:
     """[n] float32, of the distribution that was sampled from."""
-    entries = field(meta, "output_token_logprobs", list)
-    if [entry[1] for entry in entries] != tokens:
-        raise Malformed("output_token_logprobs are not those of output_ids, token by token")
-    values = [entry[0] for entry in entries]
+    name = "output_token_logprobs"
+    pairs = [_pair(entry, name) for entry in field(meta, name, list)]
+    if [token for _, token in pairs] != tokens:
+        raise Malformed(f"{name} are not those of output_ids, token by token")
+    values = [value for value, _ in pairs]
     if is_narrowed(asked.sampling) and tokens:
-        values = field(meta, "output_token_sampling_logprobs", list)
+        name = "output_token_sampling_logprobs"
+        values = field(meta, name, list)
         if len(values) != len(tokens):
-            raise Malformed(f"{len(values)} output_token_sampling_logprobs for {len(tokens)} tokens")
-    if not all(isinstance(value, float | int) and math.isfinite(value) for value in values):
-        raise TrainingError(
-            "the server's log-probabilities are not numbers: its weights or its kernels are broken for this model"
-        )
-    return torch.tensor(values, dtype=torch.float32)
+            raise Malformed(f"{len(values)} {name} for {len(tokens)} tokens")
+    return log_probabilities(values, name)
 
 
-def _top(meta: dict, n: int, asked: int) -> tuple[Tensor | None, Tensor | None]:
+def _top(meta: dict, n: int, asked: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
     if not asked:
         return None, None
-    rows = field(meta, "output_top_logprobs", list)
-    if len(rows) != n or any(len(row) != asked for row in rows):
-        raise Malformed(f"output_top_logprobs are not {n} rows of {asked}")
-    ids = torch.tensor([[entry[1] for entry in row] for row in rows], dtype=torch.int32).view(n, asked)
-    return ids, torch.tensor([[entry[0] for entry in row] for row in rows], dtype=torch.float32).view(n, asked)
+    name = "output_top_logprobs"
+    rows = field(meta, name, list)
+    if len(rows) != n or any(type(row) is not list or len(row) != asked for row in rows):
+        raise Malformed(f"{name} are not {n} rows of {asked}")
+    pairs = [[_pair(entry, name) for entry in row] for row in rows]
+    for value, token in (pair for row in pairs for pair in row):
+        if not 0 <= token < vocab:
+            raise Malformed(f"{name}: {shown(token)} is no token id in 0..{vocab - 1}")
+        if not is_number(value) or not SMALLEST_LOGP <= value <= LARGEST_LOGP:
+            raise Malformed(f"{name}: {shown(value)} is no log-probability")
+    return likeliest([[(token, value) for value, token in row] for row in pairs], asked, name)
+
+
+def _pair(entry: Any, name: str) -> tuple[Any, int]:
+    """(log-probability, token id) of [log-probability, token id, text]."""
+    if type(entry) is not list or len(entry) < 2 or type(entry[1]) is not int:
+        raise Malformed(f"{name}: {shown(entry)} is no [log-probability, token id, text]")
+    return entry[0], entry[1]
 
 
 def _runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[tuple[int, int, int]]:
-    """(start, end, version) of the n tokens, in order, without gaps."""
+    """(start, end, version) of the n tokens, in order, without gaps. None is empty, but where there is no token."""
     spans = field(meta, "weight_versions", list)
-    runs = [(span["start"], span["end"], version_of(span["version"])) for span in spans]
-    bounds = [0, *(end for _, end, _ in runs)]
-    if [start for start, _, _ in runs] != bounds[:-1] or bounds[-1] != n or (n and not runs):
-        raise Malformed(f"weight_versions {spans} do not cover {n} tokens one after the other")
+    runs: list[tuple[int, int, int]] = []
+    reached = 0
+    for span in spans:
+        start, end = count(span, "start", n), count(span, "end", n)
+        if start != reached or (end == start and n):
+            break
+        runs.append((start, end, version_of(field(span, "version", str))))
+        reached = end
+    if reached != n or len(runs) != len(spans) or (n and not runs):
+        raise Malformed(f"weight_versions {shown(spans)} do not cover {n} tokens one after the other")
     return runs
 
 
 def _trace(
     meta: dict, runs: Sequence[tuple[int, int, int]], asked: Asked, model: Model, rules: RouteRules
 ) -> RoutingTrace:
-    if not isinstance(meta.get("routed_experts"), str):
-        raise TrainingError(
-            "SGLang returned no routed_experts with status 200; restart it with --enable-return-routed-experts"
-        )
     prompt, n = len(asked.path), runs[-1][1]
     rows = prompt + n - 1 - asked.first_row
-    try:
-        data = base64.b64decode(meta["routed_experts"], validate=True)
-    except binascii.Error as error:
-        raise Malformed(f"routed_experts is not base64 ({error})") from error
-    if len(data) != rows * model.depth * rules.top_k * 4:
-        raise Malformed(
-            f"routed_experts has {len(data)} bytes; {rows} rows x {model.depth} decoder layers x {rules.top_k} experts "
-            f"in int32 have {rows * model.depth * rules.top_k * 4}"
-        )
-    ids = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, model.depth, rules.top_k)
-    segments, foreign = _origin(runs, asked, field(meta, "cached_tokens", int), field(meta, "num_retractions", int))
+    ids = _route_ids(meta, rows, model.depth, rules)
+    retractions = count(meta, "num_retractions", MOST_RETRACTIONS)
+    cached = count(meta, "cached_tokens", (prompt + n) * (retractions + 1))
+    if cached > prompt and not retractions:
+        raise Malformed(f"cached_tokens is {cached}, expected 0 to {prompt}, the tokens of the prompt")
+    segments, foreign = _origin(runs, asked, cached, retractions)
     valid = torch.ones(rows, dtype=torch.bool)
     valid[max(foreign[0] - asked.first_row, 0) : max(foreign[1] - asked.first_row, 0)] = False
-    trace = trace_from(
-        ids, layers=rules.layers, depth=model.depth, num_experts=rules.num_experts, axis="all", valid=valid
-    )
+    try:
+        trace = trace_from(
+            ids, layers=rules.layers, depth=model.depth, num_experts=rules.num_experts, axis="all", valid=valid
+        )
+        check_trace(trace, layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name="routed_experts")
+    except UsageError as error:
+        raise Malformed(str(error)) from error
     spans = []
     for start, stop, source, version in segments:
         first, last = max(start - asked.first_row, 0), min(stop - asked.first_row, rows)
         if first < last:
             spans.append(RouteSpan(first, last - first, source, version))
     return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, tuple(spans))
+
+
+def _route_ids(meta: dict, rows: int, depth: int, rules: RouteRules) -> Tensor:
+    """[rows, depth, K] int32. Rows of -1 were not captured; not all may be."""
+    text = meta.get("routed_experts")
+    if text is None:
+        raise Malformed(
+            "SGLang returned no routed_experts with status 200; restart it with --enable-return-routed-experts"
+        )
+    if type(text) is not str:
+        raise Malformed(f"routed_experts is {shown(text)}, expected base64")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:  # also characters that are not ASCII
+        raise Malformed(f"routed_experts is not base64 ({error})") from error
+    size = rows * depth * rules.top_k * ID_BYTES
+    if len(data) != size:
+        raise Malformed(
+            f"routed_experts has {len(data)} bytes; {rows} rows x {depth} decoder layers x {rules.top_k} experts "
+            f"in int32 have {size}"
+        )
+    ids = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, depth, rules.top_k)
+    if (ids < -1).any() or not (ids >= 0).flatten(1).all(1).any():
+        raise Malformed("routed_experts: no row was captured, or a negative id other than -1")
+    return ids
 
 
 def _origin(

@@ -235,4 +235,5 @@ class SGLangEngine:
             "/generate",
             asked.body(self._model),
             parse=lambda reply: parse(reply, asked, self._model, self._version_of),
+            most=asked.most_bytes(self._model),
         )

@@ -9,10 +9,12 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import SGLangConfig, UsageError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.body import Malformed, count, shown
+from onepolicy.rollout.http import EngineClient
 from onepolicy.rollout.sglang.name import NEVER_NAMED, Name
 
 VERSION = "0.5.23"
+LARGEST = 2**31 - 1  # of a setting that is a count
 
 # What makes SGLang's routes wrong without an error: setting, the value that is fine, why.
 _WRONG_ROUTES: tuple[tuple[str, Any, str], ...] = (
@@ -42,7 +44,7 @@ async def handshake(
     client: EngineClient, hf_config: PreTrainedConfig, config: SGLangConfig, caps: EngineCaps
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
-    info = await client.get("/server_info", parse=_object)
+    info = await client.get("/server_info", parse=_info)
     model = await client.get("/model_info", parse=_object)
     _check(client.url, info, model, hf_config, config, caps)
     await client.post("/continue_generation", {})
@@ -50,16 +52,25 @@ async def handshake(
     return Served(
         model=str(info.get("model_path")),
         name=Name() if found == NEVER_NAMED else Name.of(found) or Name(weights="0"),
-        ranks=int(info.get("tp_size", 1)),
-        masked=int(info.get("sampling_mask_max_tokens", 0)),
+        ranks=info.get("tp_size", 1),
+        masked=info.get("sampling_mask_max_tokens", 0),
         seeded=info.get("enable_deterministic_inference") is True,
     )
 
 
 def _object(reply: Any) -> dict[str, Any]:
     if not isinstance(reply, dict):
-        raise Malformed(f"expected an object, got {str(reply)[:100]}")
+        raise Malformed(f"expected an object, got {shown(reply)}")
     return reply
+
+
+def _info(reply: Any) -> dict[str, Any]:
+    """What is calculated with are counts, where it is said."""
+    info = _object(reply)
+    for name in ("tp_size", "sampling_mask_max_tokens", "max_req_input_len"):
+        if name in info:
+            count(info, name, LARGEST)
+    return info
 
 
 def _check(
@@ -89,7 +100,7 @@ def _check(
             f"rollout.engine.lm_head: {config.lm_head}, but the server was started "
             f"{'with' if info.get('enable_fp32_lm_head') else 'without'} --enable-fp32-lm-head"
         )
-    if caps.max_len > int(info.get("max_req_input_len", 0)):
+    if caps.max_len > info.get("max_req_input_len", 0):
         raise UsageError(
             f"rollout.engine.max_len: {caps.max_len}, but the server takes {info.get('max_req_input_len')} tokens; "
             "lower it, or start the server with a larger --context-length or --max-total-tokens"

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-from onepolicy.rollout.http import EngineClient, Malformed
+from onepolicy.rollout.body import Malformed, shown
+from onepolicy.rollout.http import EngineClient
 
 NEVER_NAMED = "default"  # SGLang's name of the weights it started with
 FIRST = "first"  # ours
+OURS = re.compile(rf"onepolicy\.([^.]*)\.({FIRST}|[0-9]{{1,9}})\.([A-Za-z0-9_=-]*)")  # run, weights, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,15 @@ class Name:
     @classmethod
     def of(cls, name: str) -> Self | None:
         """None for a name that is not ours."""
-        parts = name.split(".")
-        if len(parts) != 4 or parts[0] != "onepolicy" or not (parts[2] == FIRST or parts[2].isdecimal()):
+        found = OURS.fullmatch(name)
+        if found is None:
             return None
-        return cls(*parts[1:])
+        ours = cls(*found.groups())
+        try:
+            ours.first_probe()
+        except ValueError:  # no base64, or no whole numbers of 4 bytes
+            return None
+        return ours
 
     @property
     def version(self) -> int:
@@ -58,7 +66,7 @@ async def name_of(client: EngineClient) -> str:
     def parse(reply: object) -> str:
         name = reply.get("weight_version") if isinstance(reply, dict) else None
         if not isinstance(name, str):
-            raise Malformed(f"expected a weight_version, got {str(reply)[:100]}")
+            raise Malformed(f"expected a weight_version, got {shown(reply)}")
         return name
 
     return await client.get("/model_info", parse=parse)

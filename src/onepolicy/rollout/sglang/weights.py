@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.rollout.http import EngineClient, Malformed, place_of
+from onepolicy.rollout.body import Malformed, shown
+from onepolicy.rollout.http import EngineClient, place_of
 from onepolicy.sync.group import finish, in_thread, open_store, own_address, process_group, start_broadcast
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ JOIN_S = 60.0
 def done(reply: Any) -> None:
     """For replies that say whether they did what was asked."""
     if not isinstance(reply, dict) or reply.get("success") is not True:
-        raise Malformed(str(reply)[:200])
+        raise Malformed(shown(reply))
 
 
 async def from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:

@@ -14,11 +14,11 @@ top-k order. Up to 0.30 a row that no forward wrote is all zeros: it comes out a
 from __future__ import annotations
 
 import base64
-import binascii
-import io
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,8 +26,18 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.body import shown
 from onepolicy.rollout.vllm.known_bad import ALL_ZERO, NEWEST, Version, parse_version
 from onepolicy.types import RoutingTrace, spans_of
+
+LARGEST_ID = 2**31 - 1
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY[\x01-\x03]\x00.{2,4}?"
+    rb"\{'descr': '([<>|=]?[a-zA-Z]\d{0,2})', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,9}, ){0,8}\d{0,9}),?\), \} {0,255}\n",
+    re.DOTALL,
+)
+"""The beginning of an .npy file, as numpy.save writes it in every version of the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,38 +129,79 @@ def _no_reply(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
 
 def _nested_lists(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     """The prompt's rows stand at the top, of the first prompt only: one prompt per request."""
-    parts = []
-    for name, found in (
-        ("prompt_routed_experts", body.get("prompt_routed_experts")),
-        ("routed_experts", body["choices"][choice].get("routed_experts")),
-    ):
-        try:
-            rows = None if found is None else np.asarray(found)
-        except ValueError:  # rows of different lengths
-            rows = np.empty(0)
-        if rows is not None and (rows.dtype.kind != "i" or rows.ndim != 3):
-            raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers, got {str(found)[:40]}")
-        parts.append(rows)
-    return _joined(*parts)
+    return _joined(
+        _array("prompt_routed_experts", body.get("prompt_routed_experts")),
+        _array("routed_experts", body["choices"][choice].get("routed_experts")),
+    )
+
+
+def _array(name: str, found: Any) -> np.ndarray | None:
+    """[rows, layers, K] int64 of nested lists."""
+    if found is None:
+        return None
+    if not _are_rows(found):
+        raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(found)}")
+    return np.asarray(found, dtype=np.int64)
+
+
+def _are_rows(found: Any) -> bool:
+    """Whether it is a list of lists of lists, of one length on each level, of whole numbers that int32 holds."""
+    level: list[Any] = [found]
+    for _ in range(3):
+        if not all(type(each) is list for each in level) or len({len(each) for each in level}) != 1:
+            return False
+        level = [inner for each in level for inner in each]
+    return bool(level) and all(type(each) is int and abs(each) <= LARGEST_ID for each in level)
 
 
 def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     text = body["choices"][choice].get("routed_experts")
     if text is None:
         return None
+    wrong = f"routed_experts: expected base64 of an .npy file, got {shown(text)}"
+    if type(text) is not str:
+        raise UsageError(wrong)
     try:
-        rows = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, TypeError, EOFError, OSError, MemoryError) as error:
-        raise UsageError(f"routed_experts: expected base64 of an .npy file, got {str(text)[:40]!r}: {error}") from error
-    if rows.dtype.kind not in "iu" or not rows.dtype.isnative:
-        raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
-    return rows
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:  # also characters that are not ASCII
+        raise UsageError(f"{wrong}: {error}") from error
+    return _npy(data, wrong)
+
+
+def _npy(data: bytes, wrong: str) -> np.ndarray:
+    """[rows, layers, K] of the bytes of an .npy file, as numpy writes it. Nothing is held before the header's shape has
+    been compared with the number of bytes; archives and pickles have another header."""
+    header = NPY_HEADER.match(data)
+    if header is None:
+        raise UsageError(wrong)
+    kind, order, sizes = (group.decode() for group in header.groups())
+    try:
+        dtype = np.dtype(kind)
+    except TypeError:
+        raise UsageError(wrong) from None
+    if dtype.hasobject:
+        raise UsageError("routed_experts: an .npy of Python objects, which needs allow_pickle; nothing is unpickled")
+    if dtype.kind not in "iu" or not dtype.isnative or dtype == np.uint64:
+        raise UsageError(f"routed_experts: expected integers, got an .npy of {dtype}")
+    shape = tuple(int(size) for size in sizes.split(", ") if size)
+    if len(shape) != 3:
+        raise UsageError(f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {shape}")
+    size = math.prod(shape) * dtype.itemsize
+    if len(data) - header.end() != size:
+        raise UsageError(f"{wrong}: {len(data) - header.end()} bytes where {shape} of {dtype} have {size}")
+    layout: Literal["F", "C"] = "F" if order == "True" else "C"
+    return np.frombuffer(data[header.end() :], dtype).reshape(shape, order=layout).copy(order="C")
 
 
 def _joined(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndarray | None:
     """A completion of one token has no rows of its own; no prompt rows: the routes were dropped."""
     if prompt is None or completion is None:
         return prompt
+    if prompt.shape[1:] != completion.shape[1:]:
+        raise UsageError(
+            f"prompt_routed_experts has rows of {prompt.shape[1:]}, routed_experts of {completion.shape[1:]}; "
+            "expected one model's [layers, K]"
+        )
     return np.concatenate([prompt, completion])
 
 

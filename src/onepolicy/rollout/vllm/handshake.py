@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import EngineClient, Malformed, field
+from onepolicy.rollout.body import Malformed, field, shown
+from onepolicy.rollout.http import EngineClient
 from onepolicy.rollout.vllm.contract import contract_of
 from onepolicy.rollout.vllm.known_bad import Deployment, parse_version, refuse_known_bad
 from onepolicy.rollout.vllm.quant import Held, method_of, sizes_of
@@ -19,6 +22,7 @@ from onepolicy.rollout.vllm.reply import Reader
 from onepolicy.rollout.vllm.start import check_version
 from onepolicy.rollout.vllm.worker import Description, shape_of
 
+T = TypeVar("T")
 OLDEST = (0, 28)
 """First version with the endpoints used here, by its source. Run: 0.30 on the CPU."""
 FIRST = "default"
@@ -53,6 +57,7 @@ async def handshake(
     told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
+    held = [_typed(Held, each, client) for each in told.held]
     most = told.max_logprobs if told.max_logprobs >= 0 else reader.vocab  # the sampled token takes one of them
     return Served(
         model=told.model,
@@ -61,7 +66,7 @@ async def handshake(
         top_logprobs=reader.vocab if most >= reader.vocab else max(most - 1, 0),
         workers=workers,
         reader=reader,
-        sizes=None if quant is None else sizes_of(quant, (Held(**each) for each in told.held), config.dtype),
+        sizes=None if quant is None else sizes_of(quant, held, config.dtype),
     )
 
 
@@ -71,18 +76,25 @@ async def describe(client: EngineClient) -> tuple[Description, int]:
     def parse(reply: Any) -> tuple[dict[str, Any], int]:
         results = field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
-            raise Malformed(f"no description: {str(reply)[:100]}")
+            raise Malformed(f"no description: {shown(reply)}")
         return results[0], len(results)
 
     try:
         told, workers = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
     except UsageError as error:
         raise UsageError(f"{error} Without our worker extension no weights can be given to it: {START}") from error
+    return _typed(Description, told, client), workers
+
+
+def _typed(kind: type[T], told: dict[str, Any], client: EngineClient) -> T:
+    """UsageError for fields that are others, or of other types."""
     try:
-        return Description(**told), workers
-    except TypeError as error:
+        return TypeAdapter(kind).validate_json(json.dumps(told), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = f"{'.'.join(map(str, first['loc']))!r}: {first['msg']}"
         raise UsageError(
-            f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({error}); {START} "
+            f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({found}); {START} "
             "of this one"
         ) from error
 
@@ -150,5 +162,4 @@ def _check_settings(
         return
     if not told.routes:
         raise UsageError(f"{where} does not return routes; {START}, or set replay.mode=off")
-    deployment = told.deployment
-    refuse_known_bad(Deployment(**deployment | {"version": tuple(deployment["version"])}))
+    refuse_known_bad(_typed(Deployment, told.deployment, client))

@@ -3,22 +3,35 @@ wrong one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.http import Malformed, field
+from onepolicy.replay.checks import RouteRules, check_trace
+from onepolicy.rollout.body import (
+    SMALLEST_LOGP,
+    Malformed,
+    count,
+    field,
+    is_number,
+    likeliest,
+    log_probabilities,
+    most_bytes,
+    shown,
+    token_ids,
+)
 from onepolicy.rollout.vllm.contract import Contract, trace_of
-from onepolicy.types import Completion, Finish, RoutingTrace, Sampling
+from onepolicy.types import LARGEST_LOGP, Completion, Finish, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # what vLLM writes for a log-probability it does not have, and for minus infinity
 PREFIX = "token_id:"
+LONGEST_ID = 10  # digits of a token id
+WIDEST_ID = 4  # bytes of an expert's id, at most
 
 
 def parameters(sampling: Sampling, seed: int, *, first: int, vocab: int) -> dict[str, Any]:
@@ -59,44 +72,55 @@ class Reader:
         if len(choices) != 1 or not isinstance(choices[0], dict):
             raise Malformed(f"expected one choice, got {len(choices)}")
         choice = choices[0]
-        tokens = _tokens(choice, self.vocab)
-        logp, top = _logp(choice, tokens, self.vocab, sampling.top_logprobs)
+        tokens = token_ids(choice, "token_ids", vocab=self.vocab)
+        logp, top_ids, top_logp = _logp(choice, tokens, self.vocab, sampling.top_logprobs)
         finish = _finish(field(choice, "finish_reason", str), tokens, sampling)
         usage = field(reply, "usage", dict)
-        if (usage.get("prompt_tokens"), usage.get("completion_tokens")) != (prompt, len(tokens)):
+        counted = (field(usage, "prompt_tokens", int), field(usage, "completion_tokens", int))
+        if counted != (prompt, len(tokens)):
             raise Malformed(
-                f"usage says {usage.get('prompt_tokens')} + {usage.get('completion_tokens')} tokens, "
+                f"usage says {shown(counted[0])} + {shown(counted[1])} tokens, "
                 f"but {prompt} were sent and {len(tokens)} came back"
             )
         routing = None
         if self.routes is not None and tokens:
-            cached = field(field(usage, "prompt_tokens_details", dict), "cached_tokens", int)
+            cached = count(field(usage, "prompt_tokens_details", dict), "cached_tokens", prompt)
             routing = self._routing(reply, prompt, len(tokens), cached, first, version)
-        asked = sampling.top_logprobs
         return Completion(
             torch.tensor(tokens, dtype=torch.int32),
-            torch.tensor(logp, dtype=torch.float32),
+            logp,
             torch.full((len(tokens),), version, dtype=torch.int32),
             finish,
             routing,
             first,
-            top_ids=torch.tensor([ids for ids, _ in top], dtype=torch.int32).view(-1, asked) if asked else None,
-            top_logp=torch.tensor([each for _, each in top], dtype=torch.float32).view(-1, asked) if asked else None,
+            top_ids=top_ids,
+            top_logp=top_logp,
         )
+
+    def most_bytes(self, *, prompt: int, sampling: Sampling) -> int:
+        """The most bytes a reply to this request can have."""
+        routes = 0
+        if self.routes is not None:
+            routes = (prompt + sampling.max_tokens) * self.depth * self.routes.top_k * WIDEST_ID
+        per_token = 2 + sampling.top_logprobs + 1  # the token, its own entry and the list behind it
+        return most_bytes(tokens=sampling.max_tokens, path=prompt, per_token=per_token, routes=routes)
 
     def _routing(
         self, reply: Mapping[str, Any], prompt: int, completion: int, cached: int, first: int, version: int
     ) -> RoutingTrace:
-        assert self.routes is not None
+        rules = self.routes
+        assert rules is not None
         try:
             rows = self.contract.reply_rows(reply, 0)
+            if rows is not None and (rows < 0).any():
+                raise Malformed("routed_experts: a negative id; vLLM writes zeros where nothing was captured")
             trace = trace_of(
                 rows,
                 self.contract,
                 prompt=prompt,
                 completion=completion,
                 cached=cached,
-                rules=self.routes,
+                rules=rules,
                 depth=self.depth,
                 version=version,
                 first=first,
@@ -107,56 +131,55 @@ class Reader:
         if trace is None or len(trace) != expected:
             found = "none" if trace is None else len(trace)
             raise Malformed(f"routed_experts: {expected} rows were due from slot {first} on, got {found}")
+        check_routes(trace, rules)
         return trace
 
 
-def _tokens(choice: Mapping[str, Any], vocab: int) -> list[int]:
-    tokens = field(choice, "token_ids", list)
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab:
-            raise Malformed(f"token_ids: {str(token)[:60]!r} is no token id in 0..{vocab - 1}")
-    return tokens
+def check_routes(trace: RoutingTrace, rules: RouteRules) -> None:
+    """Malformed for routes that cannot be this model's, or of which no row was captured."""
+    if len(trace) and not trace.valid.any():
+        raise Malformed("routed_experts: no row was captured, all of them are negative")
+    try:
+        check_trace(trace, layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name="routed_experts")
+    except UsageError as error:
+        raise Malformed(str(error)) from error
 
 
 def _logp(
     choice: Mapping[str, Any], tokens: list[int], vocab: int, asked: int
-) -> tuple[list[float], list[tuple[list[int], list[float]]]]:
-    """Of the sampled tokens, and of the `asked` likeliest ones."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of the sampled tokens [n], and ids and log-probabilities [n, asked] of the likeliest ones."""
     content = field(field(choice, "logprobs", dict), "content", list)
     if len(content) != len(tokens):
         raise Malformed(f"logprobs: {len(content)} for {len(tokens)} tokens")
-    logp, top = [], []
+    values, rows = [], []
     for token, entry in zip(tokens, content, strict=True):
         found, value = _entry(entry, vocab)
         if found != token:
             raise Malformed(f"logprobs: of token {found} where {token} was sampled")
         if value == NO_LOGP:
             raise Malformed(f"logprobs: the sampled token {token} has none")
-        logp.append(value)
+        values.append(value)
         if asked:
-            top.append(_likeliest(field(entry, "top_logprobs", list), vocab, asked))
-    return logp, top
-
-
-def _likeliest(entries: list[Any], vocab: int, asked: int) -> tuple[list[int], list[float]]:
-    """Of the sampled token and the likeliest ones, in no order that is relied on."""
-    pairs = sorted((_entry(entry, vocab) for entry in entries), key=lambda pair: -pair[1])[:asked]
-    if len(pairs) < asked:
-        raise Malformed(f"top_logprobs: {len(pairs)} of {asked} tokens")
-    return [i for i, _ in pairs], [-math.inf if p == NO_LOGP else p for _, p in pairs]
+            rows.append([_entry(each, vocab) for each in field(entry, "top_logprobs", list)])
+    logp = log_probabilities(values, "logprobs")
+    if not asked:
+        return logp, None, None
+    ids, top = likeliest(rows, asked, "top_logprobs")
+    return logp, ids, top.masked_fill(top == NO_LOGP, -torch.inf)
 
 
 def _entry(entry: Any, vocab: int) -> tuple[int, float]:
     if not isinstance(entry, dict):
-        raise Malformed(f"logprobs: expected an object, got {str(entry)[:60]!r}")
-    name, value = field(entry, "token", str), entry.get("logprob")
+        raise Malformed(f"logprobs: expected an object, got {shown(entry)}")
+    name = field(entry, "token", str)
+    value: Any = entry.get("logprob")
     digits = name.removeprefix(PREFIX)
-    if not name.startswith(PREFIX) or not (digits.isascii() and digits.isdecimal()) or int(digits) >= vocab:
+    plain = digits.isascii() and digits.isdecimal() and len(digits) <= LONGEST_ID
+    if not name.startswith(PREFIX) or not plain or int(digits) >= vocab:
         raise Malformed(f"logprobs: expected {PREFIX}ID, got {name[:60]!r}")
-    if (
-        isinstance(value, bool) or not isinstance(value, int | float) or not value <= 1e-4
-    ):  # also NaN; rounding may leave a hair above 0
-        raise Malformed(f"logprobs: {value!r} is no log-probability (token {digits})")
+    if not is_number(value) or not SMALLEST_LOGP <= value <= LARGEST_LOGP:
+        raise Malformed(f"logprobs: {shown(value)} is no log-probability (token {digits})")
     return int(digits), float(value)
 
 

@@ -17,9 +17,10 @@ from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerCon
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.body import Malformed, field, shown
 from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, EngineLost, Malformed, clients, field
+from onepolicy.rollout.http import EngineClient, EngineLost, clients
 from onepolicy.rollout.names import CheckpointNames
 from onepolicy.rollout.parts import joined
 from onepolicy.rollout.probabilities import check_probabilities
@@ -226,7 +227,9 @@ class VLLMServer:
                 return part
 
             body = {"token_ids": path, "sampling_params": parameters(sampling, seed, first=first, vocab=known.vocab)}
-            part = await self.client.post("/inference/v1/generate", body, parse=parse, confirm=self.confirm_weights)
+            most = known.most_bytes(prompt=len(path), sampling=sampling)
+            ask = partial(self.client.post, "/inference/v1/generate", body, most=most)
+            part = await ask(parse=parse, confirm=self.confirm_weights)
             return part, pauses != self._pauses
 
     @asynccontextmanager
@@ -262,7 +265,7 @@ class VLLMServer:
     async def _drop_caches(self) -> None:
         def dropped(reply: Any) -> None:
             if not isinstance(reply, dict) or reply.get("success") is not True:
-                raise Malformed(f"the prefix cache was not reset: {str(reply)[:100]}")
+                raise Malformed(f"the prefix cache was not reset: {shown(reply)}")
 
         await self.client.post("/reset_prefix_cache", parse=dropped)
 
