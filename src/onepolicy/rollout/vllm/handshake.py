@@ -89,14 +89,17 @@ async def describe(client: EngineClient) -> tuple[Description, int]:
 def _typed(kind: type[T], told: dict[str, Any], client: EngineClient) -> T:
     """UsageError for fields that are others, or of other types."""
     try:
+        kind(**told)  # pydantic would ignore fields it does not know
         return TypeAdapter(kind).validate_json(json.dumps(told), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         found = f"{'.'.join(map(str, first['loc']))!r}: {first['msg']}"
-        raise UsageError(
-            f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({found}); {START} "
-            "of this one"
-        ) from error
+    except TypeError as error:
+        found = str(error)
+    raise UsageError(
+        f"rollout.engine.url: the vLLM server at {client.url} runs another version of onepolicy ({found}); {START} of "
+        "this one"
+    )
 
 
 async def stamp_of(client: EngineClient) -> str:
