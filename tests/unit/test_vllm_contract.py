@@ -138,7 +138,7 @@ def test_routes_of_moe_layers_only_or_none_are_refused():
         ("0.30.0", npy(rows(5, 4))[:-40], "expected base64 of an .npy file"),
         ("0.30.0", base64.b64encode(b"raw bytes without a header").decode(), "expected base64 of an .npy file"),
         ("0.30.0", npy(np.zeros((8, 4, 2), np.float32)), "expected integers, got an .npy of float32"),
-        ("0.30.0", npy(np.zeros((8, 4, 2), ">i4")), "expected integers, got an .npy of >i4"),
+        ("0.30.0", npy(np.zeros((8, 4, 2), ">i4")), "got .*an .npy of >i4"),
         ("0.30.0", [[1]], "expected base64 of an .npy file"),  # what 0.21 sends
         ("0.21.0", "QUJD", r"expected nested lists \[rows\]\[layers\]\[K\] of integers"),  # what 0.22 sends
         ("0.21.0", [[[1, 2]], [[1]]], "expected nested lists"),

@@ -5,7 +5,9 @@ Safetensors is read in slices; NPZ and .pt are held in memory whole. Nothing is 
 
 from __future__ import annotations
 
+import lzma
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,24 +21,58 @@ from safetensors import SafetensorError, safe_open
 from onepolicy.audit.check import assemble
 from onepolicy.audit.schema import COLUMNS, Array, Block, Ragged, choose
 from onepolicy.config import UsageError
+from onepolicy.rollout.npy import NotNpy, parse_npy
 
 BLOCK_TOKENS = 2**18
+MOST_HELD = 2**32  # bytes of a file that is held whole, unpacked
+FREELY_HELD = 2**28  # bytes, from which on the file must not be far smaller:
+MOST_RATIO = 100  # bytes unpacked over bytes on disk
+ENCRYPTED = 0x1  # bit of a zip member's flags
+PLAIN = {
+    torch.bool,
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
 Part = Callable[[int, int], Array]  # entries [start, stop) of the first axis
 
 
 def read_npz(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    broken = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
+    broken = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError, struct.error)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("a single array")
-            names = [*choose(str(path), file.files, mapping).values(), *(n for n in ("length",) if n in file.files)]
-            arrays = {name: file[name] for name in names}
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            wanted = {*choose(str(path), members, mapping).values(), *({"length"} & members.keys())}
+            chosen = {name: info for name, info in members.items() if name in wanted}
+            check_held(path, sum(info.file_size for info in chosen.values()))
+            arrays = {name: _member(archive, path, name, info) for name, info in chosen.items()}
     except UsageError:
         raise
-    except (*broken, ValueError, KeyError, SyntaxError) as error:
-        raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({str(error)[:160]})") from None
+    except (*broken, ValueError, LookupError, OverflowError, MemoryError) as error:
+        raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({first_line(error)})") from None
     yield from read_arrays(str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays))
+
+
+def check_held(path: Path, size: int) -> None:
+    """Refuse a file of which `size` bytes would be held in memory at once, before they are."""
+    on_disk = path.stat().st_size
+    if size > MOST_HELD:
+        mend = "write it as Parquet or safetensors, which are read in parts, or in several files"
+        raise UsageError(f"{path}: holds {size:,} bytes, more than the {MOST_HELD:,} that are held at once; {mend}")
+    if size > FREELY_HELD and size > MOST_RATIO * on_disk:
+        raise UsageError(
+            f"{path}: its {on_disk:,} bytes unpack to {size:,}, more than {MOST_RATIO} times as many, as no dump does; "
+            "write it without compression"
+        )
+
+
+def _member(archive: zipfile.ZipFile, path: Path, name: str, info: zipfile.ZipInfo) -> Array:
+    if info.flag_bits & ENCRYPTED:
+        raise UsageError(f"{path}: {info.filename} is encrypted; write it without a password")
+    try:
+        return parse_npy(archive.read(info))
+    except NotNpy as error:
+        raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({info.filename}: {error})") from None
 
 
 def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
@@ -46,20 +82,26 @@ def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
             shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
 
             def take(name: str) -> Part:
-                return lambda start, stop: as_numpy(slices[name][start:stop])
+                return lambda start, stop: _part(f"{path}: column {name}", slices[name][start:stop])
 
             yield from read_arrays(str(path), shapes, mapping, take)
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
+        raise UsageError(f"{path}: not a readable safetensors file ({first_line(error)})") from None
 
 
 def load_pt(path: Path) -> dict[Any, Any]:
     """A torch.save file of a dict. torch.load runs no code with weights_only=True; what it refuses, we do."""
-    damaged = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError, IndexError)
+    damaged = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, ValueError, OSError)
+    of_pickles = (LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, MemoryError)
     try:
+        if zipfile.is_zipfile(path):  # an older file holds its tensors as they are
+            with zipfile.ZipFile(path) as archive:
+                check_held(path, sum(info.file_size for info in archive.infolist()))
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (*damaged, TypeError, AttributeError, AssertionError) as error:
-        reason = (str(error).splitlines() or [""])[0][:160]
+    except UsageError:
+        raise
+    except (*damaged, *of_pickles) as error:
+        reason = first_line(error)
         raise UsageError(f"{path}: not tensors only, or damaged ({reason}); write it as safetensors") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: holds {type(found).__name__}; expected a dict of tensors by column")
@@ -77,8 +119,8 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     wanted = {*choose(str(path), found.keys(), mapping).values(), "length"}
     tensors = {name: value for name, value in found.items() if name in wanted}
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-            raise UsageError(f"{path}: column {name}: holds {type(value).__name__}; expected a dense tensor")
+        check_plain(f"{path}: column {name}", value)
+    check_held(path, sum(value.numel() * value.itemsize for value in tensors.values()))  # a view may repeat its entries
     arrays = {name: as_numpy(value) for name, value in tensors.items()}
     yield from read_arrays(str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays))
 
@@ -87,8 +129,26 @@ def _of(arrays: Mapping[str, Array]) -> Callable[[str], Part]:
     return lambda name: lambda start, stop: arrays[name][start:stop]
 
 
+def _part(where: str, value: torch.Tensor) -> Array:
+    check_plain(where, value)
+    return as_numpy(value)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def check_plain(where: str, value: Any) -> None:
+    """Refuse what is no dense tensor of plain numbers in this process's memory."""
+    if not isinstance(value, torch.Tensor) or value.is_nested or value.layout != torch.strided:
+        raise UsageError(f"{where}: holds {type(value).__name__}; expected a dense tensor")
+    if value.dtype not in PLAIN or value.device.type != "cpu":
+        raise UsageError(f"{where}: holds {value.dtype} on {value.device}; expected a tensor of plain numbers")
+
+
 def as_numpy(tensor: torch.Tensor) -> Array:
-    tensor = tensor.detach()
+    """The numbers of a tensor that `check_plain` lets pass; narrow floats as float32."""
+    tensor = tensor.detach().resolve_neg()
     return (tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor).numpy()
 
 

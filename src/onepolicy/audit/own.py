@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from onepolicy.audit.arrays import as_numpy
+from onepolicy.audit.arrays import as_numpy, check_plain
 from onepolicy.audit.check import assemble
 from onepolicy.audit.schema import Array, Block, Ragged
 from onepolicy.config import UsageError
@@ -65,9 +65,12 @@ def _probes(folder: Path) -> list[tuple[int, Path]]:
 
 def _columns(path: Path, step: int) -> dict[str, Ragged]:
     try:
-        tensors = {name: as_numpy(tensor) for name, tensor in load_file(path).items()}
+        loaded = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path}: not a readable safetensors file ({str(error)[:160]})") from None
+    for name, tensor in loaded.items():
+        check_plain(f"{path}: {name}", tensor)
+    tensors = {name: as_numpy(tensor) for name, tensor in loaded.items()}
     if lacking := [name for name in (*PER_TOKEN, "segment") if name not in tensors]:
         raise UsageError(f"{path}: no {', '.join(lacking)}; an older version wrote this probe, train some steps more")
     sizes = {name: tensors[name].shape for name in (*PER_TOKEN, "segment")}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onepolicy.audit.arrays import read_npz, read_pt, read_safetensors
+from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetensors
 from onepolicy.audit.check import assemble
 from onepolicy.audit.own import is_run, read_run
 from onepolicy.audit.schema import COLUMNS, VERSION, VERSION_KEY, Array, Block, Ragged, choose, require_pyarrow
@@ -72,9 +72,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # pre-buffering holds the whole file
         names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
     except damage as error:
-        raise UsageError(
-            f"{path}: not a complete Parquet file ({_first_line(error)}); was its writer killed?"
-        ) from None
+        raise UsageError(f"{path}: not a complete Parquet file ({first_line(error)}); was its writer killed?") from None
     with file:
         version = about.get(VERSION_KEY)
         if version is not None and version != str(VERSION).encode():
@@ -89,7 +87,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
                 batch = next(batches, None)
             except damage as error:
                 raise UsageError(
-                    f"{path}: rows from {first} on cannot be read ({_first_line(error)}); the file is damaged"
+                    f"{path}: rows from {first} on cannot be read ({first_line(error)}); the file is damaged"
                 ) from None
             if batch is None:
                 return
@@ -159,7 +157,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also bad UTF-8; thousands of digits or brackets
-        raise UsageError(f"{path}: line {number} is not JSON ({_first_line(error)}); was its writer killed?") from None
+        raise UsageError(f"{path}: line {number} is not JSON ({first_line(error)}); was its writer killed?") from None
     if not isinstance(row, dict):
         raise UsageError(f"{path}: line {number} holds {type(row).__name__}; expected an object")
     return row
@@ -205,10 +203,6 @@ def from_rows(source: str, first: int, rows: list[dict[str, Array]], done: float
         else:
             raw[name] = Ragged(np.concatenate(parts), np.array([part.size for part in parts], np.int64))
     return assemble(source, first, raw, done)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 READERS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Block]]] = {

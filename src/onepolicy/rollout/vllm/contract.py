@@ -14,11 +14,9 @@ top-k order. Up to 0.30 a row that no forward wrote is all zeros: it comes out a
 from __future__ import annotations
 
 import base64
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +25,11 @@ from onepolicy.config import UsageError
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.body import shown
+from onepolicy.rollout.npy import NotNpy, parse_npy
 from onepolicy.rollout.vllm.known_bad import ALL_ZERO, NEWEST, Version, parse_version
 from onepolicy.types import RoutingTrace, spans_of
 
 LARGEST_ID = 2**31 - 1
-NPY_HEADER = re.compile(
-    rb"\x93NUMPY[\x01-\x03]\x00.{2,4}?"
-    rb"\{'descr': '([<>|=]?[a-zA-Z]\d{0,2})', 'fortran_order': (True|False), "
-    rb"'shape': \(((?:\d{1,9}, ){0,8}\d{0,9}),?\), \} {0,255}\n",
-    re.DOTALL,
-)
-"""The beginning of an .npy file, as numpy.save writes it in every version of the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,32 +157,15 @@ def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:  # also characters that are not ASCII
         raise UsageError(f"{wrong}: {error}") from error
-    return _npy(data, wrong)
-
-
-def _npy(data: bytes, wrong: str) -> np.ndarray:
-    """[rows, layers, K] of the bytes of an .npy file, as numpy writes it. Nothing is held before the header's shape has
-    been compared with the number of bytes; archives and pickles have another header."""
-    header = NPY_HEADER.match(data)
-    if header is None:
-        raise UsageError(wrong)
-    kind, order, sizes = (group.decode() for group in header.groups())
     try:
-        dtype = np.dtype(kind)
-    except TypeError:
-        raise UsageError(wrong) from None
-    if dtype.hasobject:
-        raise UsageError("routed_experts: an .npy of Python objects, which needs allow_pickle; nothing is unpickled")
-    if dtype.kind not in "iu" or not dtype.isnative or dtype == np.uint64:
-        raise UsageError(f"routed_experts: expected integers, got an .npy of {dtype}")
-    shape = tuple(int(size) for size in sizes.split(", ") if size)
-    if len(shape) != 3:
-        raise UsageError(f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {shape}")
-    size = math.prod(shape) * dtype.itemsize
-    if len(data) - header.end() != size:
-        raise UsageError(f"{wrong}: {len(data) - header.end()} bytes where {shape} of {dtype} have {size}")
-    layout: Literal["F", "C"] = "F" if order == "True" else "C"
-    return np.frombuffer(data[header.end() :], dtype).reshape(shape, order=layout).copy(order="C")
+        rows = parse_npy(data)
+    except NotNpy as error:
+        raise UsageError(f"{wrong}: {error}") from error
+    if rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
+        raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
+    if rows.ndim != 3:
+        raise UsageError(f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {rows.shape}")
+    return rows.copy()  # torch wants memory that may be written to
 
 
 def _joined(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndarray | None:
