@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from onepolicy.envs import grade
 from onepolicy.envs.arithmetic_only import harmless
 from onepolicy.envs.grade import MathGrader, answer_text, exact
 
@@ -148,3 +149,57 @@ def test_harmless(answer):
 )
 def test_not_harmless(answer):
     assert not harmless(answer)
+
+
+@pytest.mark.parametrize("prefix", ["", "Answer:"])
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("\\ne 5", "5", 0.0),
+        ("\\neq 5", "x=5", 0.0),
+        ("≠ 5", "5", 0.0),
+        ("> 5", "5", 0.0),
+        ("\\le 5", "5", 0.0),
+        ("x \\ne 5", "5", 0.0),
+        ("4=5", "5", 0.0),
+        ("x=4=5", "5", 0.0),
+        ("$4=5$", "5", 0.0),
+        ("\\boxed{\\geq 5}", "5", 0.0),
+        ("x=5", "5", 1.0),
+        ("2+3=5", "5", 1.0),
+        ("= 5", "5", 1.0),
+        ("1/3=0.33", "0.33", 1.0),  # rounded, as people write it
+        ("$\\approx 3.14$", "3.14", 1.0),
+        ("x \\neq 5", "x \\ne 5", 1.0),
+        ("x > 5", "5 < x", 1.0),
+    ],
+)
+def test_a_relation_is_not_its_number(grader, prefix, response, answer, reward):
+    assert grader.grade(prefix + response, answer, prefix) == reward
+
+
+@pytest.fixture
+def hopeless(monkeypatch):
+    """A grader whose worker reads no response in time, and the questions it was asked."""
+    asked = []
+    monkeypatch.setattr(MathGrader, "_ask", lambda self, question: asked.append(question))
+    return MathGrader(), asked
+
+
+def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog):
+    grader, asked = hopeless
+    for _ in range(2):
+        assert [grader.grade(f"9^{{9^{n}}}", "7") for n in range(512)] == [0.0] * 512
+        assert len(asked) == grade.MOST_TIMEOUTS
+        assert grader.grade("7", "7") == 1.0  # the reference itself needs no reading
+        assert grader.take_metrics() == {
+            "rollout/grader_timeouts": grade.MOST_TIMEOUTS,
+            "rollout/grader_skipped": 512 - grade.MOST_TIMEOUTS,
+        }
+        assert grader.take_metrics() == {}
+        assert [record.message for record in caplog.records if "earn 0 unread" in record.message] == [
+            f"{grade.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
+            "left and are not the reference itself earn 0 unread (rollout/grader_skipped counts them)"
+        ]
+        asked.clear()
+        caplog.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +15,15 @@ from pathlib import Path
 
 from onepolicy.config import UsageError
 
+LOG = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("math_worker.py")
+MOST_TIMEOUTS = 8
+"""Responses of one step that may run out of time; each costs `timeout` and a new worker, a few seconds."""
+_RELATION = r"[=<>≠≤≥]|\\(?:neq?|not\s*=|leq?|geq?|leqslant|geqslant|lt|gt)(?![a-zA-Z])"
+FORMULA = re.compile(
+    rf"(?=.*(?:{_RELATION}))(?:{_RELATION}|[-+*/^()\d\s.,!]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+", re.DOTALL
+)
+"""Numbers, single letters and a relation, and nothing else: math-verify would take its last number for the answer."""
 
 
 def answer_text(response: str, prefix: str) -> str | None:
@@ -44,9 +54,11 @@ class MathGrader:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize | None = None
+        self._timeouts = self._skipped = 0  # since the last take_metrics
 
     def grade(self, response: str, answer: str, prefix: str = "") -> float:
-        """1 if the response's answer equals the reference mathematically, else 0 (also: unreadable, out of time).
+        """1 if the response's answer equals the reference mathematically, else 0 (also: unreadable, out of time, or
+        MOST_TIMEOUTS responses of the step were before).
 
         Without a prefix math-verify looks for the answer itself: a \\boxed{} first, then LaTeX, then the last number.
         """
@@ -55,8 +67,30 @@ class MathGrader:
             return 0.0
         if text == answer.strip():
             return 1.0
-        reply = self._ask({"answer": delimited(answer), "response": delimited(text) if prefix else text})
+        if self._timeouts >= MOST_TIMEOUTS:
+            self._skip()
+            return 0.0
+        if prefix or FORMULA.fullmatch(text):
+            text = delimited(text)
+        reply = self._ask({"answer": delimited(answer), "response": text})
+        self._timeouts += reply is None
         return float(reply is not None and reply["equal"])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Since the last call. A step begins anew: responses are read again after too many that took too long."""
+        counted = {"rollout/grader_timeouts": self._timeouts, "rollout/grader_skipped": self._skipped}
+        self._timeouts = self._skipped = 0
+        return {name: float(count) for name, count in counted.items() if count}
+
+    def _skip(self) -> None:
+        if not self._skipped:
+            LOG.warning(
+                "%d responses of this step took the math grader longer than %g s each; those that are left and are not "
+                "the reference itself earn 0 unread (rollout/grader_skipped counts them)",
+                self._timeouts,
+                self.timeout,
+            )
+        self._skipped += 1
 
     def readable(self, answer: str) -> bool:
         """Whether math-verify finds an expression in this reference answer."""

@@ -61,6 +61,10 @@ class Jsonl:
             return exact(response, asked.answer, self.config.answer_prefix)
         return self._math.grade(response, asked.answer, self.config.answer_prefix)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Of the grader, since the last call."""
+        return {} if self._math is None else self._math.take_metrics()
+
     def reference(self, asked: Problem) -> str | None:
         return f"{self.config.answer_prefix}{asked.answer}" if self.config.grader == "exact" else None
 

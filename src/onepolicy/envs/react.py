@@ -10,7 +10,7 @@ from onepolicy.envs.episode import Episode, InTurns
 from onepolicy.envs.render import ASCII, unknown_characters
 from onepolicy.envs.single_turn import Task
 from onepolicy.envs.tools import build_tools
-from onepolicy.interfaces import Problem
+from onepolicy.interfaces import Metered, Problem
 
 
 class ReAct(InTurns):
@@ -41,6 +41,10 @@ class ReAct(InTurns):
                         f"{self.tokenizer.unk_token}: {unknown[:40]!r}; use a policy made for this task (make-policy "
                         "with the same tools), another model.path, or other texts"
                     )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the task's grader, since the last call."""
+        return self.task.take_metrics() if isinstance(self.task, Metered) else {}
 
     async def play(self, problem: Problem, episode: Episode) -> float:
         """Only an answer in a turn that ended by itself is graded; every other end earns 0."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import UsageError
 from onepolicy.envs.render import TooLong, check_known, check_length, decode, render, source
 from onepolicy.envs.trajectory import Trajectory
-from onepolicy.interfaces import Problem, SampleFn
+from onepolicy.interfaces import Metered, Problem, SampleFn
 from onepolicy.types import Sample
 
 
@@ -54,6 +54,10 @@ class SingleTurn:
         text = decode(self.tokenizer, completion.token_ids.tolist())
         reward = float(self.task.grade(problem, text)) if completion.finish == "stop" else 0.0
         return (path.sample(reward=reward, temperature=temperature),)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the task's grader, since the last call."""
+        return self.task.take_metrics() if isinstance(self.task, Metered) else {}
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""

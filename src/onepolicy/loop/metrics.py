@@ -123,6 +123,8 @@ METRICS: dict[str, str] = {
     "rollout/episodes_failed": "attempts at an episode that a tool or an environment failed [episodes]",
     "rollout/episodes_dropped": "episodes given up after their retries [episodes]",
     "rollout/groups_dropped": "groups left out because too few of their episodes survived [groups]",
+    "rollout/grader_timeouts": "responses that the math grader did not read in time, reward 0 [responses]",
+    "rollout/grader_skipped": "responses left unread after too many of those in the step, reward 0 [responses]",
     "rollout/groups_played": "groups sampled in the step, refills included (dynamic sampling) [groups]",
     "rollout/groups_kept": "of these, with a signal and trained on [groups]",
     "rollout/refills": "rounds of further problems after the first [rounds]",

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.interfaces import Environment, EpisodeError, Problem, RolloutEngine
+from onepolicy.interfaces import Environment, EpisodeError, Metered, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteRules, check_completion, with_routes
 from onepolicy.types import LARGEST_LOGP, Completion, Group, Sample, Sampling
 
@@ -152,6 +152,8 @@ async def collect(
             "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
         )
     metrics: dict[str, float] = dict(counts)  # a Counter would drop a refill count of 0
+    if isinstance(environment, Metered):
+        metrics |= environment.take_metrics()
     if accept is not None:
         metrics |= {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
     return kept, metrics
