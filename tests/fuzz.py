@@ -1,0 +1,142 @@
+"""Damaged inputs for readers, the same ones in every run: input i of a target follows from the two alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+FAST, SLOW = 10**4, 10**5  # inputs for each target
+DEEP: list = []
+for _ in range(400):
+    DEEP = [DEEP]
+JUNK: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, -3, 7, 99, 2**31, 2**63, 2 * 10**8, 10**12, -(10**12), 10**400, -(10**400)),
+    *(0.5, 1.0, -0.5, 1e-4, 1e308, -1e308, float("nan"), float("inf"), float("-inf")),
+    *("", "1", "stop", "abort", "token_id:3", "token_id:" + "9" * 5000, "é", "\ud800", "x" * 300, "\x00"),
+    *([], {}, [[]], [1], [[1, 2]], [[[1, 2]]], {"a": 1}, [None], DEEP),
+)
+NUMBERS = (b"0", b"-1", b"1e999", b"NaN", b"-Infinity", b"99999999999", b"0.5", b"9" * 5000, b"true", b"null", b'"1"')
+SNIPPETS = (
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"PK\x03\x04",
+    b"\x93NUMPY",
+    b"\x80\x04.",
+    b"\x00" * 64,
+    b"\xff\xfe",
+    b"\\ud800",
+)
+
+
+class Damage:
+    """Random choices, and what is made of a good input by them."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+
+    def data(self, good: bytes) -> bytes:
+        """Bytes with one to three things wrong."""
+        damaged = bytearray(good)
+        for _ in range(self.random.randint(1, 3)):
+            self._once(damaged)
+        return bytes(damaged)
+
+    def _once(self, data: bytearray) -> None:
+        pick = self.random
+        start = pick.randrange(len(data) + 1)
+        stop = min(len(data), start + pick.randint(1, 16))
+        match pick.randrange(8):
+            case 0 | 1 if data:
+                data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+            case 2:
+                del data[start:]
+            case 3:
+                del data[start:stop]
+            case 4:
+                data[start:start] = pick.choice(SNIPPETS)
+            case 5:
+                data[start:start] = data[start:stop] * pick.randint(1, 4)
+            case 6:
+                data[start:stop] = pick.randbytes(stop - start)
+            case _:
+                found = list(re.finditer(rb"-?\d+(?:\.\d+)?", data))
+                if found:
+                    number = pick.choice(found)
+                    data[number.start() : number.end()] = pick.choice(NUMBERS)
+
+    def tree(self, good: Any) -> Any:
+        """A JSON value with one to three values replaced, left out, moved, doubled or spelled otherwise."""
+        root = [copy.deepcopy(good)]
+        for _ in range(self.random.randint(1, 3)):
+            self._one_node(root)
+        return root[0]
+
+    def _one_node(self, root: list) -> None:
+        places = [place for place in _places(root) if place[0] is not root or len(root) == 1]
+        of, key = self.random.choice(places)
+        value = of[key]
+        match self.random.randrange(8):
+            case 0 if of is not root:
+                del of[key]
+            case 1 if isinstance(of, list) and of is not root:
+                of.insert(self.random.randrange(len(of) + 1), copy.deepcopy(value))
+            case 2 if isinstance(value, str):
+                of[key] = self.data(value.encode(errors="replace")[:400]).decode(errors="replace")
+            case 3 if isinstance(value, int | float):
+                of[key] = self.random.choice((value + 1, -value, value * 2, str(value), bool(value), -0.25))
+            case 4:
+                of[key] = copy.deepcopy(self.random.choice(places[:40])[0]) if of is not root else None
+            case _:
+                of[key] = self.random.choice(JUNK)
+
+    def reply(self, good: Any) -> bytes | Any:
+        """A reply as bytes off the wire, or as the JSON value they hold."""
+        if self.random.random() < 0.3:
+            return self.data(json.dumps(good).encode())
+        return self.tree(good)
+
+
+def _places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value in it, the first 500."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [tree]
+    while waiting and len(found) < 500:
+        of = waiting.pop()
+        keys = list(of) if isinstance(of, dict) else range(len(of))
+        for key in keys:
+            found.append((of, key))
+            if isinstance(of[key], dict | list):
+                waiting.append(of[key])
+    return found
+
+
+def survives(
+    target: str,
+    inputs: int,
+    make: Callable[[Damage], Any],
+    read: Callable[[Any], Any],
+    check: Callable[[Any], None],
+    refused: type[Exception],
+) -> None:
+    """`read` takes every input, with a result that `check` accepts, or raises `refused`; each happens."""
+    accepted = 0
+    for number in range(inputs):
+        given = make(Damage(f"{target} {number}"))
+        try:
+            found = read(given)
+        except refused:
+            continue
+        except Exception as error:
+            error.add_note(f"input {number} of {target}: {given!r:.300}")
+            raise
+        accepted += 1
+        try:
+            check(found)
+        except AssertionError as error:
+            error.add_note(f"input {number} of {target}: {given!r:.2000}")
+            raise
+    assert 0 < accepted < inputs, f"{target}: {accepted} of {inputs} inputs were accepted; the damage is no test"
