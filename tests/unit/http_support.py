@@ -26,6 +26,7 @@ class Reply:
     cut: int = 0  # bytes of the body that are never sent
     hang_up: bool = False  # close the connection without an answer
     content_type: str = "application/json"
+    encoding: str = ""  # of the body, which is bytes in it
 
 
 @dataclass
@@ -87,6 +88,8 @@ class Server:
                 try:
                     self.send_response(reply.status)
                     self.send_header("content-type", reply.content_type)
+                    if reply.encoding:
+                        self.send_header("content-encoding", reply.encoding)
                     self.send_header("content-length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content[: len(content) - reply.cut])

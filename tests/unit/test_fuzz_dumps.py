@@ -145,6 +145,7 @@ def check(blocks: list[Block]) -> None:
     assert rows
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz", ".safetensors", ".pt"])
 def test_dumps(tmp_path: Path, suffix: str, inputs: int) -> None:
@@ -204,7 +205,7 @@ class Malformed(Exception):
 
 TURNS = {
     "plain": "I multiply.\nAction: calculator[2 * (3 + 4)]\n",
-    "template": '<think>a</think>\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*7"}}\n</tool_call>',
+    "template": '<think>a</think><tool_call>\n{"name": "calculator", "arguments": {"expression": "2*7"}}</tool_call>',
 }
 
 

@@ -1,13 +1,17 @@
 """The HTTP client of engines: what is tried again, what is not, and what a failure says."""
 
 import asyncio
+import gzip
+import json
 import threading
+import typing
 
 import pytest
 from http_support import Reply, Server, first
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.rollout import http
+from onepolicy.rollout.body import read_body
 from onepolicy.rollout.http import Counters, EngineClient, Malformed
 
 
@@ -56,8 +60,20 @@ def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
         Reply({"ok": 1}, cut=3),
         Reply(b'{"ok": '),
         Reply(hang_up=True),
+        Reply(b"[" * 100_000),
+        Reply(b'{"ok": 1, "ok": 2}'),
+        Reply(b'{"ok": ' + b"9" * 5000 + b"}"),
+        Reply(b'{"ok": "\xff"}'),
+        Reply(b"x" * (http.MOST_BYTES + 1)),
+        Reply(gzip.compress(bytes(http.MOST_BYTES + 1)), encoding="gzip"),
+        Reply(gzip.compress(b'{"ok": 1}')[:-4], encoding="gzip"),
+        Reply(b'{"ok": 1}', encoding="gzip"),
+        Reply(b'{"ok": 1}', encoding="br"),
     ],
-    ids=["503", "truncated", "not JSON", "hangs up"],
+    ids=[
+        *("503", "truncated", "not JSON", "hangs up", "deep", "a key twice", "digits", "no UTF-8", "too long"),
+        *("gzip of too much", "gzip cut short", "no gzip", "another encoding"),
+    ],
 )
 def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
     with Server({"POST /do": first([bad, bad], good)}) as server:
@@ -70,6 +86,28 @@ def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
             asyncio.run(client.post("/do"))
     assert len(server.asked) == 3
     assert client.take_counters() == Counters(requests=1, retried=2, dropped=1)
+
+
+def test_a_compressed_reply_is_read():
+    body = gzip.compress(json.dumps({"ok": "x" * 3_000_000}).encode())  # several pieces
+    with Server({"POST /do": lambda _: Reply(body, encoding="gzip")}) as server:
+        _, reply = ask(server)
+    assert len(reply["ok"]) == 3_000_000
+
+
+def test_the_time_limit_holds_while_a_reply_is_decompressed():
+    class Response:
+        headers: typing.ClassVar = {"content-encoding": "gzip"}
+
+        async def aiter_raw(self):
+            yield gzip.compress(bytes(2**26))
+
+    async def read():
+        async with asyncio.timeout(0):
+            await read_body(Response(), 2**40)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(read())
 
 
 def test_a_reply_that_parse_refuses_is_tried_again():

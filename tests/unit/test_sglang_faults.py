@@ -96,6 +96,39 @@ def without(name):
     return lambda reply: {**reply, "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name}}
 
 
+def spans(*bounds):
+    return lambda reply: meta(
+        weight_versions=[
+            {"version": reply["meta_info"]["weight_versions"][0]["version"], "start": start, "end": end}
+            for start, end in bounds
+        ]
+    )(reply)
+
+
+def logps(value):
+    return lambda reply: meta(output_token_logprobs=[[value, token, None] for token in reply["output_ids"]])(reply)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5, 10**400, None, "-1", True])
+def test_likeliest_tokens_without_a_log_probability_are_refused(steady, value):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(
+        output_top_logprobs=[[[value, 3, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
+    )(reply)
+    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no log-probability"):
+        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1, 2**40])
+def test_likeliest_tokens_outside_the_vocabulary_are_refused(steady, token):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(
+        output_top_logprobs=[[[-0.5, token, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
+    )(reply)
+    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no token id"):
+        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -119,6 +152,26 @@ def without(name):
         (lambda reply: [reply], "meta_info is NoneType"),
         (meta(output_token_logprobs=[1, 2, 3]), r"1 is no \[log-probability, token id, text\]"),
         (meta(weight_versions=[{"start": 0}]), "end is NoneType, expected int"),
+        (routed(lambda ids: ids * 0 - 1), "no row was captured"),
+        (routed(lambda ids: ids * 0), "an expert twice"),
+        (meta(routed_experts="é" * 8), "not base64"),
+        (meta(routed_experts=[1]), "expected base64"),
+        (meta(cached_tokens=10**12), "cached_tokens is 1000000000000, expected 0"),
+        (meta(cached_tokens=-3), "cached_tokens is -3, expected 0"),
+        (meta(num_retractions=-1), "num_retractions is -1"),
+        (meta(num_retractions=10**400), "num_retractions is 1000"),
+        (meta(prompt_tokens=True), "prompt_tokens is bool"),
+        (spans((0, 2 * 10**8), (2 * 10**8, 3)), "end is 200000000, expected 0 to 3"),
+        (spans((0, 2), (1, 3)), "do not cover 3 tokens"),
+        (spans((0, 0), (0, 3)), "do not cover 3 tokens"),
+        (spans((0, 3), (3, 3)), "do not cover 3 tokens"),
+        (spans(), "do not cover 3 tokens"),
+        (logps(float("nan")), "nan is no log-probability"),
+        (logps(float("-inf")), "-inf is no log-probability"),
+        (logps(0.5), "0.5 is no log-probability"),
+        (logps(-(10**400)), "is no log-probability"),
+        (logps("-1"), "'-1' is no log-probability"),
+        (logps(True), "True is no log-probability"),
         (lambda reply: Reply(reply, cut=40), "3 times"),
         (lambda reply: Reply(hang_up=True), "3 times"),
         (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),

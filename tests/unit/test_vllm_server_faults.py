@@ -62,6 +62,14 @@ def spoiled_logp(reply, value):
     return {"content": content}
 
 
+def encoded(data):
+    return base64.b64encode(data).decode()
+
+
+def usage(reply, cached):
+    return reply["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
 def malformed():
     rows = routes_of(range(8))
     yield "no choices", lambda reply: {"usage": reply["usage"]}, "choices is NoneType, expected list"
@@ -84,6 +92,15 @@ def malformed():
     yield "all zeros", lambda reply: edited(reply, routed_experts=npy(rows * 0)), "zeros for all routes"
     yield "pickled", lambda reply: edited(reply, routed_experts=npy(np.array([Bomb()], dtype=object))), "allow_pickle"
     yield "a huge header", lambda reply: edited(reply, routed_experts=huge()), "expected base64 of an .npy"
+    yield "an archive", lambda reply: edited(reply, routed_experts=encoded(b"PK\x03\x04" * 9)), "expected base64 of an"
+    yield "no dimension", lambda reply: edited(reply, routed_experts=npy(np.uint8(3))), "shape"
+    yield "not ASCII", lambda reply: edited(reply, routed_experts="é" * 8), "expected base64 of an .npy"
+    yield "all negative", lambda reply: edited(reply, routed_experts=npy(rows.astype(np.int8) * 0 - 1)), "negative"
+    yield "cached", lambda reply: reply | {"usage": usage(reply, 10**12)}, "cached_tokens is 1000000000000"
+    yield "cached less", lambda reply: reply | {"usage": usage(reply, -3)}, "cached_tokens is -3"
+    yield "infinite", lambda reply: edited(reply, logprobs=spoiled_logp(reply, float("-inf"))), "no log-probability"
+    yield "digits", lambda reply: edited(reply, logprobs=spoiled_logp(reply, -(10**400))), "no log-probability"
+    yield "a deep reply", lambda reply: Reply(b'{"choices":' * 50_000), "not JSON"
     yield "not JSON", lambda reply: Reply(b'{"choices": [{"ind'), "not JSON"
     yield "cut off", lambda reply: Reply(reply, cut=20), "RemoteProtocolError"
     yield "nobody", lambda reply: Reply(hang_up=True), "RemoteProtocolError"

@@ -211,7 +211,10 @@ def _lengths(source: str, shapes: Mapping[str, tuple[int, ...]], tokens: str, ta
                 f"{source}: column {tokens}: shape {list(shapes[tokens])}; expected [samples, tokens], or a flat array "
                 "beside `length`, the number of tokens of each sample"
             )
-        return np.full(shapes[tokens][0], shapes[tokens][1], np.int64)
+        rows, width = shapes[tokens]
+        if not rows * width:
+            raise UsageError(f"{source}: column {tokens}: shape {[rows, width]} has no tokens")
+        return np.full(rows, width, np.int64)
     lengths = take("length")(0, shapes["length"][0])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths.astype(np.int64) < 0).any():
         raise UsageError(f"{source}: column length: expected whole numbers of at least 0, one per sample")

@@ -10,7 +10,7 @@ import numpy as np
 
 _HEADER = re.compile(
     rb"\x93NUMPY[\x01-\x03]\x00.{2,4}?"
-    rb"\{'descr': '([<>|=]?[a-zA-Z]\d{0,2})', 'fortran_order': (True|False), "
+    rb"\{'descr': '([<>|=]?[biufcOSUVmM]\d{0,2})', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d{1,18}, ){0,8}\d{0,18}),?\), \} {0,255}\n",
     re.DOTALL,
 )

@@ -1,0 +1,125 @@
+"""Dumps of arrays that are no dump: tensors of other kinds, damaged members, and files that unpack to far more."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onepolicy.audit import arrays
+from onepolicy.audit.read import read_dump
+from onepolicy.config import UsageError
+
+NAMES = ("tokens", "mask", "logp_rollout", "logp_trainer")
+
+
+def good() -> dict[str, torch.Tensor]:
+    return dict.fromkeys(NAMES, torch.zeros(2, 3)) | {"mask": torch.ones(2, 3)}
+
+
+def read(path: Path) -> None:
+    list(read_dump(path, {}))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.quint8), "quint8"),
+        (lambda: torch.zeros(2, 3, device="meta"), "meta"),
+        (lambda: torch.zeros(2, 3, dtype=torch.complex64), "complex64"),
+        (lambda: torch.zeros(2, 3, dtype=torch.complex64).conj(), "complex64"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "dense tensor"),
+        (lambda: torch.zeros(2, 3, dtype=torch.uint8).view(torch.bits8), "bits8"),
+        (lambda: torch.zeros(2, 3).to_sparse(), "dense tensor"),
+        (lambda: "text", "holds str"),
+    ],
+)
+def test_tensors_of_other_kinds_are_named(tmp_path: Path, make, message: str) -> None:
+    path = tmp_path / "d.pt"
+    torch.save(good() | {"logp_rollout": make()}, path)
+    with pytest.raises(UsageError, match=rf"d\.pt.*{message}|d\.pt: not tensors only"):
+        read(path)
+
+
+def test_a_negated_view_is_read(tmp_path: Path) -> None:
+    negated = torch.full((2, 3), -1j).conj().imag
+    assert negated.is_neg()
+    torch.save(good() | {"logp_rollout": -negated.resolve_neg()}, tmp_path / "wanted.pt")
+    torch.save(good() | {"logp_rollout": torch._neg_view(torch.ones(2, 3))}, tmp_path / "d.pt")
+    (block,) = read_dump(tmp_path / "d.pt", {})
+    assert (block.columns["logp_rollout"] == -1).all()
+
+
+def test_old_files_that_were_cut_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.pt"
+    torch.save(good(), path, _use_new_zipfile_serialization=False)
+    read(path)
+    data = path.read_bytes()
+    for end in range(len(data)):
+        path.write_bytes(data[:end])
+        with pytest.raises(UsageError, match=r"d\.pt"):
+            read(path)
+
+
+def npz(path: Path, spoil: str, data: bytes) -> Path:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros((2, 3)))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in NAMES:
+            archive.writestr(f"{name}.npy", data if name == spoil else buffer.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"PK\x03\x04" * 20, b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"])
+def test_a_member_that_is_no_array_is_named(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(UsageError, match=r"d\.npz: .*logp_rollout\.npy: not an \.npy file"):
+        read(npz(tmp_path / "d.npz", "logp_rollout", data))
+
+
+def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999, 999999999), }".ljust(117) + b"\n"
+    data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
+    with pytest.raises(UsageError, match=r"logp_rollout\.npy: an \.npy of 0 bytes where shape"):
+        read(npz(tmp_path / "d.npz", "logp_rollout", data))
+
+
+def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
+    path = npz(tmp_path / "d.npz", "", b"")
+    data = bytearray(path.read_bytes())
+    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags of each member's two headers
+        start = -1
+        while (start := data.find(mark, start + 1)) >= 0:
+            data[start + at] |= 1
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=r"d\.npz: tokens\.npy is encrypted|d\.npz: \w+\.npy is encrypted"):
+        read(path)
+
+
+@pytest.mark.parametrize(("limit", "message"), [("MOST_HELD", "held at once"), ("FREELY_HELD", "more than 100 times")])
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch, limit: str, message: str) -> None:
+    monkeypatch.setattr(arrays, limit, 2**20)
+    path = npz(tmp_path / "d.npz", "logp_rollout", bytes(2**22))
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("unpacked"))
+    with pytest.raises(UsageError, match=rf"d\.npz: .*{message}"):
+        read(path)
+
+
+def test_a_view_that_repeats_one_number_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    path = tmp_path / "d.pt"
+    torch.save(good() | {"logp_rollout": torch.zeros(1).expand(2**40)}, path)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(UsageError, match=r"d\.pt: holds .* held at once"):
+        read(path)
+
+
+def test_rows_without_any_token_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.pt"
+    torch.save(dict.fromkeys(NAMES, torch.zeros(2**40, 0)), path)
+    with pytest.raises(UsageError, match=r"d\.pt: column tokens: shape \[1099511627776, 0\]"):
+        read(path)
