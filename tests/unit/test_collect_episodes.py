@@ -173,3 +173,22 @@ def test_every_turn_says_how_its_episode_began():
     config = RolloutConfig(prompts_per_step=1, group_size=1)
     asyncio.run(collect(Notes(), Turns({}), config, stop=(), step=0, seed=0))
     assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]
+
+
+def test_what_a_grader_left_unread_is_of_its_step_alone():
+    class Counting(Failing):
+        left = 0
+
+        async def episode(self, problem, sample, temperature):
+            self.left += 1
+            return await super().episode(problem, sample, temperature)
+
+        def take_metrics(self):
+            taken, self.left = self.left, 0
+            return {"rollout/grader_skipped": taken}
+
+    environment = Counting({})
+    config = RolloutConfig(prompts_per_step=2, group_size=4)
+    for _ in range(2):
+        _, metrics = asyncio.run(collect(Engine(), environment, config, stop=(), step=0, seed=5))
+        assert metrics["rollout/grader_skipped"] == 8
