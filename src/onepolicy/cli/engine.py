@@ -7,6 +7,7 @@ from pathlib import Path
 
 from onepolicy.cli.common import command, prepare_process
 from onepolicy.config import UsageError, read_recipe
+from onepolicy.config.address import check_host, check_port
 from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
 from onepolicy.config.load import resolve_as
 
@@ -44,6 +45,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """The server's exit status."""
+    check_host(arguments.host, "--host")
+    check_port(arguments.port, "--port")
     config = resolve_as(ServeConfig, {}, arguments.overrides)
     prepare_process(None)
     from rich.console import Console

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepolicy.config import NotThere, RunConfig, UsageError
+from onepolicy.config.address import check_ray_address
 from onepolicy.config.cluster import RayCluster
 from onepolicy.no_statistics import turn_off
 from onepolicy.rollout.token import checked
@@ -117,12 +118,7 @@ def prepare(*, own: bool) -> None:
 
 def check_address(address: str, auth: str) -> None:
     """UsageError for what is no address of a Ray, or one that everybody can command."""
-    host, colon, port = address.rpartition(":")
-    if (address != "auto" and not (colon and host and port.isdecimal())) or "://" in address:
-        raise UsageError(
-            f"cluster.address: {address!r} is not host:port of a running Ray, nor auto; this machine must be "
-            "one of its nodes (`ray start --address=...`)"
-        )
+    check_ray_address(address)
     if auth == "token" and os.environ.get("RAY_AUTH_MODE") != "token":
         raise UsageError(
             "cluster.auth: a Ray without token authentication runs code for everybody who reaches its ports; start it "
@@ -149,7 +145,7 @@ def _token_file() -> str:
     _KEPT.append(folder)
     path = Path(folder.name) / "token"
     path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
+    path.write_text(secrets.token_hex(32), encoding="utf-8")
     return str(path)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from onepolicy.config.address import check_ray_address
 from onepolicy.config.base import Frozen
 
 
@@ -49,6 +50,8 @@ class RayCluster(Frozen):
 
     @model_validator(mode="after")
     def _settings_take_effect(self) -> Self:
+        if self.address is not None:
+            check_ray_address(self.address)
         if self.auth == "none" and self.address is None:
             raise ValueError(
                 "cluster.auth: none has no effect without cluster.address, where Ray is started with a token; leave it "

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.address import check_url
+from onepolicy.config.base import Frozen
 from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 
 Head = Literal["same", "float32"]
@@ -108,7 +109,7 @@ class ServerEngineConfig(Frozen):
                 f"rollout.engine.sync_dir: has no effect with rollout.engine.sync = {self.sync}; leave it out or set "
                 "sync to disk"
             )
-        refuse_secret_url(self.url)
+        check_url(self.url)
         return self
 
 
@@ -160,15 +161,6 @@ def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
     if dtype != "bfloat16":
         raise ValueError(
             f"rollout.engine.dtype: {dtype}, but vLLM quantises bfloat16 engines only; leave it out with rollout.quant"
-        )
-
-
-def refuse_secret_url(url: str) -> None:
-    """UsageError, which does not repeat it, for an address that may hold a secret: config.json and errors show it."""
-    if any(mark in url for mark in "@?#"):
-        raise UsageError(
-            "rollout.engine.url: has a user, a password or a query in it, which files and messages of the run would "
-            "show; put a token in an environment variable and name that in rollout.engine.token_env"
         )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError
-from onepolicy.config.engine import refuse_secret_url
+from onepolicy.config.address import check_url
 from onepolicy.rollout.body import MOST_BYTES, Malformed, as_json, field, read_body
 from onepolicy.rollout.token import left_for, token_of
 
@@ -65,16 +65,13 @@ class EngineClient:
 
         UsageError for a URL that is none, a variable that is not set or holds no token, or without httpx2.
         """
-        refuse_secret_url(url)
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"rollout.engine.url: {url!r} is not the address of a server; e.g. http://127.0.0.1:8000")
+        parts = check_url(url)
         if importlib.util.find_spec("httpx2") is None:
             raise UsageError("rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'")
         self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
         self._timeout_s, self._retries = timeout_s, retries
         self._token_env, self._token = token_env, None if token_env is None else token_of(token_env, TOKEN_ENV)
-        if token_env is None and not is_loopback(parts.hostname):
+        if token_env is None and not is_loopback(parts.hostname or ""):
             raise UsageError(
                 f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name the environment "
                 "variable that holds it"
