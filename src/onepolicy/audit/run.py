@@ -37,11 +37,11 @@ def run_audit(
             bar = bars.add_task(label, total=1.0)
             found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
             audited.append(judge(found, label))
+    written = [] if out is None else write_report(out, audited, png=png)
     show(console, audited)
     for path, label in zip(paths, labels, strict=True):
         if own.is_run(path):
             console.print(f"{label}: {own.bitwise(path)}", highlight=False, soft_wrap=True)
-    if out is not None:
-        for written in write_report(out, audited, png=png):
-            console.print(f"wrote {written}", highlight=False, soft_wrap=True)
+    for each in written:
+        console.print(f"wrote {each}", highlight=False, soft_wrap=True)
     return audited

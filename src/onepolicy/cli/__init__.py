@@ -3,20 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import os
 import sys
 from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
 from onepolicy.cli.common import EPILOG, command, hosts_of, prepare_process
-from onepolicy.config import NotThere, TrainingError, UsageError, load, read_recipe, resolve
-from onepolicy.config.load import resolve_as
+from onepolicy.cli.stopped import interrupted, telling_of_sigterm
+from onepolicy.cli.streams import tolerant
+from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, read_recipe, resolve
+from onepolicy.config.load import parse_value, resolve_as
+from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, free_sibling
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
 
+RESULT_IN_FILES = ("train", "make-policy")  # their exit status does not depend on what could be printed
+WRONG_PLACE = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
+    with tolerant() as streams:
+        try:
+            arguments = parse(argv)
+        except SystemExit as end:  # help, or a mistake that argparse has explained
+            if end.code or (why := streams.lost()) is None:
+                raise
+            return _lost(why)
+        with telling_of_sigterm(arguments):
+            status = _run(arguments)
+        why = streams.lost()
+        if why is not None and status == 0 and _lost(why) and arguments.command not in RESULT_IN_FILES:
+            return 1
+        return status
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command; its exit status."""
     try:
         return int(arguments.run(arguments) or 0)
     except UsageError as error:
@@ -25,14 +59,26 @@ def main(argv: list[str] | None = None) -> int:
     except TrainingError as error:
         print(f"onepolicy: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None or error.errno is None:
+            raise
+        mend = "check that the path is right, and who may read and write it"
+        print(f"onepolicy: {error.filename}: {error.strerror}; {mend}", file=sys.stderr)
+        return 2 if error.errno in WRONG_PLACE else 1
     except KeyboardInterrupt:
-        print("\nstopped; `onepolicy train --resume RUN` continues from the last checkpoint", file=sys.stderr)
-        return 130
+        return interrupted(arguments)
+
+
+def _lost(why: str) -> int:
+    print(f"onepolicy: stdout: {why}; not all of what was printed has arrived", file=sys.stderr)
+    return 1
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments. Settings may stand behind options too, where argparse by itself takes them for a mistake."""
     top = parser()
+    if any("\0" in word for word in argv or ()):
+        top.error("an argument has a NUL character in it")
     arguments, rest = top.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(w.startswith("-") or "=" not in w for w in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -48,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
 
     train = command(commands, "train", "train a policy; resume or fork a run", run_train)
     train.add_argument(
@@ -108,7 +154,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    if int(os.environ.get("RANK", "0")) > 0 and "WORLD_SIZE" in os.environ:  # started by torchrun; rank 0 drives it
+    if _rank() > 0 and "WORLD_SIZE" in os.environ:  # started by torchrun; rank 0 drives it
         prepare_process(None)
         from onepolicy.loop.rank import serve
 
@@ -123,10 +169,12 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.restarts:
         return _supervise(arguments, overrides)
     if arguments.resume:
-        return _resume(Path(arguments.resume), overrides)
+        return _resume(arguments, overrides)
     if arguments.fork:
-        return _fork(Path(arguments.fork), overrides)
-    config = load(arguments.recipe, overrides)
+        return _fork(arguments, overrides)
+    config = _placed(load(arguments.recipe, overrides), overrides)
+    arguments.folder = Path(config.out)
+    print(f"run folder: {config.out}", flush=True)
     prepare_process(config.train.threads)
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
@@ -134,6 +182,33 @@ def run_train(arguments: argparse.Namespace) -> int:
     with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
         summary = run.start(config, progress, hosts=hosts)
     return _show(summary)
+
+
+def _rank() -> int:
+    """This process's place among torchrun's, 0 without torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            value = os.environ[name]
+            raise UsageError(f"{name}: {value!r} in the environment is no number; torchrun sets it, or unset it")
+    return int(os.environ.get("RANK", "0"))
+
+
+def _placed(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """The same settings with a run folder that is free: a recipe's own `out` is numbered on where a run lies already.
+
+    UsageError for an `out` that was typed and is not free.
+    """
+    out = Path(config.out)
+    if _typed_out(overrides) is None and (free := free_sibling(out)) != out:
+        config = config.model_copy(update={"out": str(free)})
+    check_new(Path(config.out))
+    return config
+
+
+def _typed_out(overrides: list[str]) -> Path | None:
+    """The run folder that was typed as out=..."""
+    typed = [override.removeprefix("out=") for override in overrides if override.startswith("out=")]
+    return Path(str(parse_value(typed[-1]))) if typed else None
 
 
 def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
@@ -145,17 +220,21 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UsageError(f"--restarts: {arguments.restarts}; {mend}")
     if arguments.resume:
         out, first = Path(arguments.resume), ["train", "--resume", arguments.resume, *overrides]
+        check_resumable(out)
     elif arguments.fork:
-        out = Path(next((o.removeprefix("out=") for o in reversed(overrides) if o.startswith("out=")), ""))
+        out = _fork_out(overrides)
         first = ["train", "--from", arguments.fork, *overrides]
     else:
-        out = Path(load(arguments.recipe, overrides).out)
+        out = Path(_placed(load(arguments.recipe, overrides), overrides).out)
         first = ["train", arguments.recipe, *overrides]
+        if _typed_out(overrides) is None:  # or each start would take another
+            first.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
     resume = first if arguments.resume else ["train", "--resume", str(out)]
     return supervise(out, first, resume, arguments.restarts, lambda text: print(f"onepolicy: {text}", file=sys.stderr))
 
 
-def _resume(path: Path, overrides: list[str]) -> int:
+def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    path = Path(arguments.resume)
     changed: dict[str, int] = {}
     moved: list[str] = []
     for override in overrides:
@@ -171,7 +250,9 @@ def _resume(path: Path, overrides: list[str]) -> int:
             )
         changed[name] = number
     steps = changed.get("steps")
+    check_resumable(path)
     config = read_config(path)
+    arguments.folder = path
     if moved:
         config = resolve(config.model_dump(), moved)
     prepare_process(config.train.threads)
@@ -183,9 +264,18 @@ def _resume(path: Path, overrides: list[str]) -> int:
     return _show(summary)
 
 
-def _fork(source: Path, overrides: list[str]) -> int:
-    if not any(override.startswith("out=") for override in overrides):
+def _fork_out(overrides: list[str]) -> Path:
+    """The folder of the new run, which is free."""
+    out = _typed_out(overrides)
+    if out is None:
         raise UsageError("--from: give the new run a folder with out=...")
+    check_new(out)
+    return out
+
+
+def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    source = Path(arguments.fork)
+    arguments.folder = _fork_out(overrides)
     _refuse_other_weights(overrides, f"--from {source}")
     prepare_process(None)
     from onepolicy.loop import folder, run
@@ -218,6 +308,8 @@ def run_eval(arguments: argparse.Namespace) -> None:
 
 def run_make_policy(arguments: argparse.Namespace) -> None:
     config = resolve_as(PolicyConfig, {}, arguments.overrides)
+    if arguments.out:
+        check_place("--out", Path(arguments.out))
     prepare_process(config.threads)
     from onepolicy.loop.make_policy import make_policy
 
@@ -225,6 +317,8 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
 
 
 def run_audit(arguments: argparse.Namespace) -> None:
+    if arguments.out is not None:
+        check_folder("--out", arguments.out)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from rich.console import Console
 
@@ -235,10 +329,7 @@ def run_audit(arguments: argparse.Namespace) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> None:
-    try:
-        print(_settings(arguments), flush=True)
-    except BrokenPipeError:  # `onepolicy config ... | head`; what is buffered must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(_settings(arguments))
 
 
 def _settings(arguments: argparse.Namespace) -> str:

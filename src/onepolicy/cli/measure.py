@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -11,6 +12,7 @@ from onepolicy.cli.common import command, prepare_process
 from onepolicy.config import UsageError, read_recipe
 from onepolicy.config.measure import engine_settings, prompt_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
+from onepolicy.config.place import check_place
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,11 +102,14 @@ def run_measure(arguments: argparse.Namespace) -> int:
         )
     if isinstance(found, Bitwise):
         return _show_bitwise(found, out, console)
-    for part in summary(measured.to_tree(found)):
-        console.print(part, highlight=False)
+    written = None
     if out is not None:
         measured.write(found, out)
-        console.print(f"written: {write_report(out, png=arguments.png)}", soft_wrap=True, highlight=False)
+        written = write_report(out, png=arguments.png)
+    for part in summary(measured.to_tree(found)):
+        console.print(part, highlight=False)
+    if written is not None:
+        console.print(f"written: {written}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -113,16 +118,18 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     from onepolicy.loop.measure_bitwise import write
     from onepolicy.report.bitwise import summary
 
+    written = None if out is None else write(found, out)
     for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
         console.print(part, highlight=False)
-    if out is not None:
-        console.print(f"written: {write(found, out)}", soft_wrap=True, highlight=False)
+    if written is not None:
+        console.print(f"written: {written}", soft_wrap=True, highlight=False)
     return 0 if found.holds else 1
 
 
 def _require_new(out: Path) -> None:
     """UsageError, before anything is measured, if the folder exists or cannot be made."""
-    if out.exists():
+    check_place("--out", out)
+    if os.path.lexists(out):
         raise UsageError(f"--out: {out} already exists; choose another folder")
     try:
         out.mkdir(parents=True)

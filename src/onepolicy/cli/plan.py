@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onepolicy.cli.common import command, prepare_process
 from onepolicy.config import RunConfig, UsageError, load
+from onepolicy.config.place import check_place
 from onepolicy.plan.hardware import Cluster, parse_cluster
 
 TEXT = """\
@@ -57,8 +58,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """The exit status: 0 if a split fits, else 1."""
     cluster = parse_cluster(arguments.cluster, arguments.constant)
     config = load(arguments.recipe, arguments.overrides)
-    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: no folder {arguments.json.parent}; make it first")
+    if arguments.json is not None:
+        check_place("--json", arguments.json)
+        if not arguments.json.resolve().parent.is_dir():
+            raise UsageError(f"--json: no folder {arguments.json.parent}; make it first")
+        if arguments.json.is_dir():
+            raise UsageError(f"--json: {arguments.json} is a folder; name a file")
     prepare_process(1)
     from rich.console import Console
 
@@ -94,10 +99,11 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, co
         chosen = best(options)
         lines = mends(planner, chosen)
     traffic = traffic_of(planner.dims, config, planner.work, chosen.split.learners)
-    for part in render(planner, chosen, options, lines, traffic):
-        console.print(part, highlight=False)
     if arguments.json is not None:
         found = tree(planner, chosen, options, lines, traffic)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for part in render(planner, chosen, options, lines, traffic):
+        console.print(part, highlight=False)
+    if arguments.json is not None:
         console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)
     return int(not chosen.fits)

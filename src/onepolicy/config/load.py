@@ -48,10 +48,31 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: list[str] | tuple[st
     """Settings of another kind than a run's, by the same rules."""
     for override in overrides:
         tree = apply_override(tree, override)
+    for where, text in _texts(tree):
+        if "\0" in text:
+            raise UsageError(f"{where}: {text!r} has a NUL character in it; leave it out")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UsageError(
+                f"{where}: {text!r} cannot be read as text in this locale; set the environment variable PYTHONUTF8=1"
+            )
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UsageError(describe(error, kind)) from None
+
+
+def _texts(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """(path, text) of every text in a tree, names of settings included."""
+    if isinstance(node, str):
+        yield where, node
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            inner = f"{where}.{key}" if where else str(key)
+            yield inner, str(key)
+            yield from _texts(child, inner)
+    elif isinstance(node, list | tuple):
+        for number, child in enumerate(node):
+            yield from _texts(child, f"{where}.{number}")
 
 
 def apply_override(tree: Tree, override: str) -> Tree:

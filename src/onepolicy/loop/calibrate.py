@@ -31,7 +31,7 @@ async def calibrate(
     path = None if run is None else run / FILE
     if path is not None and path.exists():
         try:
-            quantised.use_scales(json.loads(path.read_text()))
+            quantised.use_scales(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
         return

@@ -9,7 +9,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
+from onepolicy.config.place import check_new, refused
 from onepolicy.config.stored import CONFIG, read_config
 from onepolicy.invariant.fingerprint import differences
 from onepolicy.train import checkpoint
@@ -40,27 +41,22 @@ class Origin:
 START = Origin()
 
 
-def check_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`"
-        )
-
-
 def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant: Json | None = None) -> None:
     """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
     check_new(out)
+    wanted = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        making = out.with_name(f".{out.name}.making-{os.getpid()}")
+        out = Path(os.path.realpath(out))  # a link to an empty folder stays
+        making = out.with_name(f".making-{os.getpid()}")  # short: the name of `out` may be as long as names can be
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
         about = _about(config, origin, fingerprint) | {"quant": quant}
-        (making / RUN).write_text(json.dumps(about, indent=1))
+        (making / RUN).write_text(json.dumps(about, indent=1), encoding="utf-8")
         write_config(making, config)
         os.rename(making, out)  # an empty folder of that name is replaced
     except OSError as error:
-        raise UsageError(f"out: cannot make {out}: {error.strerror}; choose another folder") from None
+        raise UsageError(f"out: cannot make {wanted}: {error.strerror}; choose another folder") from None
 
 
 def write_config(run: Path, config: RunConfig) -> None:
@@ -70,21 +66,21 @@ def write_config(run: Path, config: RunConfig) -> None:
 def replace_text(path: Path, text: str) -> None:
     """The file holds the old text or the new one, whenever the process is killed."""
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_parent(run: Path) -> Json | None:
     path = run / RUN
     try:
-        return json.loads(path.read_text())["parent"]
+        return json.loads(path.read_text(encoding="utf-8"))["parent"]
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
         raise UsageError(f"{path}: missing or damaged; copy it from a run of the same kind, or start anew") from None
 
 
 def other_build(run: Path, fingerprint: str) -> str | None:
     """What differs from the build and processor the run began on, if that is known."""
-    began = json.loads((run / RUN).read_text()).get("fingerprint")
+    began = json.loads((run / RUN).read_text(encoding="utf-8")).get("fingerprint")
     return "; ".join(differences(fingerprint, json.dumps(began))) or None if began else None
 
 
@@ -118,11 +114,14 @@ def fork_origin(source: Path) -> tuple[RunConfig, Origin]:
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """No second process may write this folder. The lock dies with the process, so a kill leaves nothing to clean up."""
-    with (run / ".lock").open("w") as lock:
+    with ExitStack() as open_while_held:
         try:
+            lock = open_while_held.enter_context((run / ".lock").open("w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{run}: another process is training in this folder; wait for it or stop it") from None
+        except OSError as error:
+            raise refused(run, error.strerror) from None
         yield
 
 

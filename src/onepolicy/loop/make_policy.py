@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     """The policy's folder. With `out` unset it is the user's cache, where an existing policy is kept as it is."""
     console = Console()
     path = out or cached_path(config)
-    if path.exists():
+    if os.path.lexists(path):
         if out is not None:
             raise UsageError(f"--out: {path} already exists; choose another folder")
         console.print(f"the policy of these settings is already there: {path}", soft_wrap=True, highlight=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
+from onepolicy.config.place import check_new
 from onepolicy.config.stored import read_config
 from onepolicy.correct.diagnose import preflight
 from onepolicy.correct.predict import warning
@@ -54,7 +55,7 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: 
         raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
     config = ranks.effective(config)
     out = Path(config.out)
-    folder.check_new(out)
+    check_new(out)
     if origin.step >= config.steps:
         raise UsageError(
             f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"

@@ -58,5 +58,5 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         table.add_row(name, f"{value:.3f}")
     console = Console()
     console.print(table)
-    console.print_json(json.dumps({"model": model.path, **metrics}), indent=None)
+    console.print_json(json.dumps({"model": model.path, **metrics}), indent=None, ensure_ascii=True)
     return metrics

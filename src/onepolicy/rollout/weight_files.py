@@ -71,7 +71,7 @@ class WeightFiles:
                 name = f"model-{number:05d}.safetensors"
                 save_file(shard, unfinished / name, metadata={"format": "pt"})
                 index |= dict.fromkeys(shard, name)
-            (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+            (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
             unfinished.rename(done)
         except (OSError, SafetensorError) as error:
             raise TrainingError(
@@ -133,7 +133,7 @@ def _alive(pid: int) -> bool:
 
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder that `WeightFiles` wrote, one at a time."""
-    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text())["weight_map"]
+    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))["weight_map"]
     for name in sorted(set(index.values())):
         if Path(name).name != name:
             raise TrainingError(f"{folder}/{INDEX}: {name!r} is not a file of this folder")

@@ -80,7 +80,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     files = {name: path.stat().st_size for name, path in zip(names, written, strict=True)}
     sums = dict(zip(names, _sums(written), strict=True))
     state = {**state, "files": files, "sha256": sums}
-    (temporary / STATE).write_text(json.dumps(state | {SELF: _own_sum(state)}, indent=1))
+    (temporary / STATE).write_text(json.dumps(state | {SELF: _own_sum(state)}, indent=1), encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
     os.rename(temporary, final)
@@ -103,7 +103,8 @@ def _write_index(folder: Path) -> None:
     index, model = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         with safe_open(model, "pt") as file:
-            index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(file.keys(), model.name)}))
+            weight_map = dict.fromkeys(file.keys(), model.name)
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
 
 
 def prune(run: Path, keep: int) -> None:

@@ -164,10 +164,10 @@ def _supervised_loss(
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path) -> None:
     """Folder in transformers' layout plus policy.json; appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    temporary = path.with_name(f".writing-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    (temporary / "policy.json").write_text(json.dumps(config.model_dump(), indent=1))
+    (temporary / "policy.json").write_text(json.dumps(config.model_dump(), indent=1), encoding="utf-8")
     os.rename(temporary, path)

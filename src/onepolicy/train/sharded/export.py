@@ -34,7 +34,7 @@ def export(folder: Path, like: PreTrainedModel) -> None:
         file = f"model-{number:05d}.safetensors"
         save_file({n: t.clone() for n, t in saved.items()}, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(saved, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
     like.config.save_pretrained(folder)
     if like.generation_config is not None:
         like.generation_config.save_pretrained(folder)
