@@ -59,15 +59,15 @@ def test_row_of_another_shape(copy, name, line, message):
 @pytest.mark.parametrize(
     ("summary", "message"),
     [
-        ({}, r"summary\.json: no integer `steps`"),
-        ({"steps": "12"}, r"summary\.json: no integer `steps`"),
+        ({}, r"summary\.json: lacks steps"),
+        ({"steps": "12"}, r"summary\.json: steps is '12', but should be a valid integer"),
         (
             {"steps": 12, "eval_best": 0.5},
-            r"summary\.json: eval_best is 0\.5, expected null or an object with step, value",
+            r"summary\.json: eval_best is 0\.5, but should be a valid dictionary",
         ),
         (
             {"steps": 12, "parent": {"run": "x"}},
-            r"summary\.json: parent is .*, expected null or an object with run, step",
+            r"summary\.json: lacks parent\.step; delete it",
         ),
     ],
 )
@@ -85,7 +85,7 @@ def test_half_a_surrogate_pair_in_a_sample(copy):
 def test_summary_of_another_shape(copy):
     summary = json.loads((copy / "summary.json").read_text())
     (copy / "summary.json").write_text(json.dumps(summary | {"mismatch": {"mismatch/k3": {"mean": 1}}}))
-    with pytest.raises(UsageError, match=r"summary\.json: mismatch is"):
+    with pytest.raises(UsageError, match=r"summary\.json: mismatch\.mismatch/k3 is .*, but should be a valid number"):
         write_report(copy)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -45,17 +46,29 @@ def bitwise(folder: Path) -> str:
             rollout, trainer = probe.get_tensor("logp_rollout"), probe.get_tensor("logp_trainer")
             about = probe.metadata() or {}
         differing, tokens = differing + int((rollout != trainer).sum()), tokens + len(rollout)
-        ours, theirs = about.get("fingerprint", "{}"), json.loads(about.get("rollout", "[]"))
-        why = why or cannot_claim(ours, theirs)
-        if json.loads(ours).get("numerics") != ON_POLICY:
+        ours, theirs = _fingerprints(path, about)
+        why = why or cannot_claim(json.dumps(ours), theirs)
+        if ours.get("numerics") != ON_POLICY:
             why = why or "numerics were not on-policy"
     claim = "rollouts and trainer were computed alike" if why is None else f"cannot claim equality: {why}"
     return f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
 
 
+def _fingerprints(path: Path, about: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Of the trainer, and of each rollout as text, as a probe's metadata has them."""
+    try:
+        ours, theirs = json.loads(about.get("fingerprint", "{}")), json.loads(about.get("rollout", "[]"))
+        right = isinstance(theirs, list) and all(isinstance(json.loads(each), dict) for each in theirs)
+    except (ValueError, TypeError, RecursionError):
+        right = False
+    if not right or not isinstance(ours, dict):
+        raise UsageError(f"{path}: its fingerprints are damaged; delete the file to leave this probe out")
+    return ours, theirs
+
+
 def _probes(folder: Path) -> list[tuple[int, Path]]:
     """(step, file) of each, by step. UsageError if there is none."""
-    found = {path: re.fullmatch(r"step_(\d+)\.safetensors", path.name) for path in (folder / "probes").glob("*")}
+    found = {path: re.fullmatch(r"step_([0-9]+)\.safetensors", path.name) for path in (folder / "probes").glob("*")}
     steps = sorted((int(match[1]), path) for path, match in found.items() if match)
     if not steps:
         mend = "train with log.counterfactual_every=N to write one every N steps"

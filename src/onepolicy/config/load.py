@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +106,7 @@ def parse_value(text: str) -> Any:
 
 def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """One line per problem: field, value, mend."""
-    schema, lines = kind.model_json_schema(), []
+    schema, lines = _schema(kind), []
     problems = [each for each in error.errors() if each["type"] != "default_factory_not_called"]  # follows from another
     for item in problems:
         location = item["loc"]
@@ -129,6 +130,11 @@ def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
             case _:
                 lines.append(f"{where}: {item['msg']} (value {item['input']!r})")
     return "\n".join(lines)
+
+
+@cache
+def _schema(kind: type[Frozen]) -> Tree:
+    return kind.model_json_schema()
 
 
 def _override(location: Location, where: str) -> str:

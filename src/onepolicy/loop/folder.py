@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,11 +23,14 @@ from safetensors import SafetensorError
 import onepolicy
 from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.place import check_new, refused
+from onepolicy.config.shapes import About, read_object
 from onepolicy.config.stored import CONFIG, read_config
 from onepolicy.invariant.fingerprint import differences
+from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN, SUMMARY, PROBES = "run.json", "summary.json", "probes"
 
 
@@ -70,22 +75,34 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def read_about(run: Path) -> Json:
+    """run.json. UsageError if it is missing or damaged."""
+    return read_object(run / RUN, About, "copy it from a run of the same kind, or start anew")
+
+
 def read_parent(run: Path) -> Json | None:
-    path = run / RUN
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["parent"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
-        raise UsageError(f"{path}: missing or damaged; copy it from a run of the same kind, or start anew") from None
+    return read_about(run)["parent"]
 
 
 def other_build(run: Path, fingerprint: str) -> str | None:
     """What differs from the build and processor the run began on, if that is known."""
-    began = json.loads((run / RUN).read_text(encoding="utf-8")).get("fingerprint")
+    began = read_about(run).get("fingerprint")
     return "; ".join(differences(fingerprint, json.dumps(began))) or None if began else None
+
+
+def check_layout(run: Path) -> None:
+    """UsageError for a file where the run writes a folder, or the other way round."""
+    for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
+        if os.path.lexists(run / name) and not (run / name).is_dir():
+            raise UsageError(f"{run / name}: not a folder, which the run writes there; move it away")
+    for name in (RUN, SUMMARY, METRICS, SAMPLES, "report.html", ".lock"):
+        if os.path.lexists(run / name) and not (run / name).is_file():
+            raise UsageError(f"{run / name}: not a file, which the run writes there; move it away")
 
 
 def resume_origin(run: Path) -> Origin:
     """The newest complete checkpoint; before the first one, the start."""
+    check_layout(run)
     parent = read_parent(run)
     if not checkpoint.complete(run):
         if parent is None:
@@ -102,7 +119,7 @@ def fork_origin(source: Path) -> tuple[RunConfig, Origin]:
     """Config and starting point of RUN/checkpoints/step_NNNNN, also written RUN/NNNNN or (newest) RUN."""
     if (source / checkpoint.FOLDER).is_dir():
         folder = checkpoint.latest(source)
-    elif source.name.isdigit():
+    elif re.fullmatch("[0-9]{1,15}", source.name):
         folder = checkpoint.folder_of(source.parent, int(source.name))
     else:
         folder = source
@@ -131,16 +148,21 @@ def writing(run: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        why, mend = str(error), "Make room"
+        if isinstance(error, OSError) and error.strerror:
+            why = error.strerror
+            if error.errno not in FULL:
+                mend = f"Mend that ({error.filename or run})"
         raise TrainingError(
-            f"{run}: cannot be written to: {why}; what was complete is kept. Make room, then continue with "
+            f"{run}: cannot be written to: {why}; what was complete is kept. {mend}, then continue with "
             f"`onepolicy train --resume {run}`"
         ) from error
 
 
 def drop_probes_after(run: Path, step: int) -> None:
     for path in (run / PROBES).glob("*.safetensors"):
-        if int(path.stem.removeprefix("step_")) > step:
+        written = re.fullmatch(r"step_([0-9]+)", path.stem)  # a file of another name is not the run's
+        if written and int(written[1]) > step:
             path.unlink()
 
 

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from onepolicy.config import UsageError
-from onepolicy.report.jsonl import read_jsonl
+from onepolicy.report.jsonl import METRICS as METRICS_FILE
+from onepolicy.report.jsonl import SAMPLES, read_metrics, read_samples
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -236,23 +237,13 @@ class RunLog:
         _append(self._samples, dict(sample))
 
 
-def read_metrics(folder: Path) -> list[Row]:
-    """All rows of metrics.jsonl (null: NaN, infinite). A half-written last line is left out, any other raises."""
-    path = folder / "metrics.jsonl"
-    rows = read_jsonl(path)
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int):
-            raise UsageError(f"{path}:{number}: no integer `step`; remove the line or restore the file")
-    return rows
-
-
 def truncate_after(folder: Path, step: int) -> None:
     """Drop rows and samples of later steps (resume recomputes them) and a half-written last line. Atomic per file."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name, read in ((METRICS_FILE, read_metrics), (SAMPLES, read_samples)):
         path = folder / name
         if not path.exists():
             continue
-        kept = [row for row in read_jsonl(path) if row["step"] <= step]
+        kept = [row for row in read(folder) if row["step"] <= step]
         temporary = path.with_suffix(".jsonl.tmp")
         temporary.write_bytes(b"".join(_line(row) for row in kept))
         os.replace(temporary, path)

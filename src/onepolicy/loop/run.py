@@ -101,10 +101,19 @@ def resume(
             parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
             with folder.writing(run):
                 folder.write_config(run, config)
-            progress.note(f"resuming {run} after step {origin.step}")
+            progress.note(_resuming(run, origin))
             if other := folder.other_build(run, parts.learner.fingerprint):
                 progress.note(f"it began where other bits are computed (here, there): {other}")
             return asyncio.run(_train(parts, tokenizer, run, origin, progress))
+
+
+def _resuming(run: Path, origin: Origin) -> str:
+    """From where a run goes on."""
+    if checkpoint.complete(run):
+        return f"resuming {run} after step {origin.step}"
+    if origin.parent is None:
+        return f"resuming {run}: it has no checkpoint, so it starts again at step 0"
+    return f"resuming {run}: it has no checkpoint, so it starts again at step {origin.step} of {origin.parent['run']}"
 
 
 async def _train(

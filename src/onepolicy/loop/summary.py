@@ -65,7 +65,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
             for key in ("rollout", "wait", "score", "score_saved", "probe", "update", "sync", "step")
         },
     }
-    if skipped := sum(row.get("train/updates_skipped", 0.0) for row in train):
+    if skipped := sum(row.get("train/updates_skipped") or 0.0 for row in train):
         summary["updates_skipped"] = skipped
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
@@ -75,7 +75,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     summary["probe_steps"] = [int(row["step"]) for row in probes]
     summary["mismatch_at_probes"] = {key: _mean(probes, key) for key in measured}
     summary["mismatch_without_replay"] = {key: _mean(probes, f"counterfactual/{key}") for key in measured}
-    cuts = [row["counterfactual/mismatch/k3"] / row["mismatch/k3"] for row in probes if row.get("mismatch/k3")]
+    pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
+    cuts = [without / within for without, within in pairs if without is not None and within]
     summary["k3_cuts"] = sorted(cuts)
     if (found := nothing_learnt(config, train, run)) is not None:
         summary["nothing_learnt"] = found
@@ -87,7 +88,7 @@ def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
     return {
         "max_staleness": max_staleness,
         "staleness_mean": _mean(train, "staleness/mean"),
-        "staleness_max": max((row["staleness/max"] for row in train if "staleness/max" in row), default=None),
+        "staleness_max": max((age for row in train if (age := row.get("staleness/max")) is not None), default=None),
         "spanning": _mean(train, "staleness/spanning"),
         "learner_busy": _mean(train, "async/learner_busy"),
         "sampler_busy": _mean(train, "async/sampler_busy"),

@@ -1,37 +1,64 @@
-"""JSON lines as a run folder holds them: appended while a process lives that may be killed at any moment."""
+"""Files of one JSON object a line, as a run folder holds them: appended while a process lives that may be killed at any
+moment."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from onepolicy.config import UsageError
+from onepolicy.config.shapes import Sample, check_metrics, check_step, checked, parsed
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+MEND = "remove the line or restore the file"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """All objects of a file, each with its integer `step`. A last line cut short (its writer was killed) is left out;
     any other bad line raises."""
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file; give the folder of a run that has taken at least one step")
-    lines = path.read_bytes().split(b"\n")
+    try:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such file; give the folder of a run that has taken at least one step")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    lines = data.split(b"\n")
+    ended = data.endswith(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
-            if type(row.get("step")) is not int:
-                raise UsageError(f"{path}:{number}: no integer `step`; remove the line or restore the file")
-            rows.append(row)
-        elif number < len(lines):
-            raise UsageError(f"{path}:{number}: not a JSON object ({line[:60]!r}); remove the line or restore the file")
+        where = f"{path}:{number}"
+        try:
+            row = parsed(line, where, MEND)
+        except UsageError:
+            if number == len(lines) and not ended:  # half written
+                break
+            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {MEND}") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: not a JSON object ({line[:60]!r}); {MEND}")
+        check_step(row, where, MEND)
+        rows.append(row)
     return rows
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # JSONDecodeError, UnicodeDecodeError; thousands of digits or brackets
-        return None
-    return row if isinstance(row, dict) else None
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All rows of metrics.jsonl, one per step in order, of numbers and null (NaN, infinite)."""
+    path = folder / METRICS
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}:{number}"
+        check_metrics(row, where, MEND)
+        if number > 1 and row["step"] <= rows[number - 2]["step"]:
+            before = rows[number - 2]["step"]
+            raise UsageError(f"{where}: step {row['step']} stands after step {before}; {MEND}")
+    return rows
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """All readable rollouts of samples.jsonl; none if there is no such file."""
+    path = folder / SAMPLES
+    rows = read_jsonl(path) if path.exists() else []
+    for number, row in enumerate(rows, start=1):
+        checked(row, Sample, f"{path}:{number}", MEND)
+    return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -15,14 +14,24 @@ from safetensors.numpy import load_file
 
 from onepolicy.config import UsageError
 from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.report.jsonl import read_jsonl
+from onepolicy.config.shapes import About, Settings, Summary, read_object
+from onepolicy.report.jsonl import read_metrics, read_samples
 
 Array = np.ndarray
 Tree = dict[str, Any]
 
-POINT = {"step", "value"}
-SUMMARY_PARTS = {"eval_best": POINT, "eval_first": POINT, "eval_last": POINT, "parent": {"run", "step"}}
-_PROBE_NAME = re.compile(r"step_(\d+)\.safetensors")
+ROUTED = {  # tensor -> its largest possible value
+    "experts_differing": 2.0**62,
+    "disagree_per_token": 2.0**16,
+    "disagree_per_sequence": 2.0**16,
+    "disagree_per_layer": 1.0,
+    "gate_mass_per_layer": 2.0,
+}
+LARGEST_LOGP = 1e4  # either way
+LEFT_OUT = "delete the file to leave its figures out"
+RUN_MEND = "is this the folder of a run that has finished?"
+SUMMARY_MEND = "delete it and resume the run, which writes it again"
+_PROBE_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,9 @@ class Probe:
 
     def both(self, name: str) -> tuple[Array | None, Array | None]:
         """(under the scoring that trained, under the scoring without replay); None where not recorded."""
-        return self.tensors.get(name), self.tensors.get(f"{name}_native")
+        found = [self.tensors.get(full) for full in (name, f"{name}_native")]
+        trained, native = (None if each is None or not each.size else each for each in found)
+        return trained, native
 
 
 @dataclass(frozen=True)
@@ -69,47 +80,18 @@ class Run:
 def load_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such run folder")
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = read_metrics(folder)
     if not rows:
         raise UsageError(f"{folder / 'metrics.jsonl'}: empty; a report needs at least one finished step")
-    for number, row in enumerate(rows, start=1):
-        for name, value in row.items():
-            if not isinstance(value, int | float | None):
-                raise UsageError(f"{folder / 'metrics.jsonl'}:{number}: {name} is {value!r}, not a number or null")
-    samples = folder / "samples.jsonl"
     return Run(
         folder=folder,
-        config=_read_object(folder / "config.json"),
-        info=_read_object(folder / "run.json"),
-        summary=_read_summary(folder / "summary.json"),
+        config=read_object(folder / "config.json", Settings, RUN_MEND),
+        info=read_object(folder / "run.json", About, RUN_MEND),
+        summary=read_object(folder / "summary.json", Summary, SUMMARY_MEND),
         rows=rows,
-        samples=read_jsonl(samples) if samples.exists() else [],
+        samples=read_samples(folder),
         probe=_last_probe(folder / "probes"),
     )
-
-
-def _read_object(path: Path) -> Tree:
-    if not path.is_file():
-        raise UsageError(f"{path}: missing; is this the folder of a finished run?")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
-    return value
-
-
-def _read_summary(path: Path) -> Tree:
-    """The summary, with every part of it that figures and words look into."""
-    summary = _read_object(path)
-    if type(summary.get("steps")) is not int:
-        raise UsageError(f"{path}: no integer `steps`; delete it and resume the run, which writes it again")
-    for name, keys in SUMMARY_PARTS.items():
-        part = summary.get(name)
-        if part is not None and not (isinstance(part, dict) and keys <= part.keys()):
-            raise UsageError(f"{path}: {name} is {part!r}, expected null or an object with {', '.join(sorted(keys))}")
-    return summary
 
 
 def _last_probe(folder: Path) -> Probe | None:
@@ -129,15 +111,36 @@ def read_probe(path: Path, *, step: int) -> Probe:
         ) from None
     for name in ("logp_rollout", "logp_trainer"):
         if name not in tensors:
-            raise UsageError(f"{path}: no tensor {name!r}; delete the file to leave its figures out")
+            raise UsageError(f"{path}: no tensor {name!r}; {LEFT_OUT}")
     size = tensors["logp_rollout"].shape
     for name in ("logp_rollout", "logp_trainer", "logp_trainer_native"):
         if name not in tensors:
             continue
         found = tensors[name]
-        if found.ndim != 1 or found.shape != size or not len(found) or not np.isfinite(found).all():
+        if found.dtype.kind != "f" or found.ndim != 1 or found.shape != size or not len(found):
             raise UsageError(
-                f"{path}: tensor {name!r} of shape {found.shape} has {(~np.isfinite(found)).sum()} values that are not "
-                f"finite; expected one finite number per sampled token {size}; delete the file to leave its figures out"
+                f"{path}: tensor {name!r} is {found.dtype} of shape {found.shape}; expected one number per sampled "
+                f"token {size}; {LEFT_OUT}"
             )
+        if not np.isfinite(found).all() or np.abs(found).max() > LARGEST_LOGP:
+            raise UsageError(f"{path}: tensor {name!r} has values that no log-probability has; {LEFT_OUT}")
+    for name in ROUTED:
+        for full in (name, f"{name}_native"):
+            if full in tensors:
+                _check_routed(path, full, tensors[full])
     return Probe(path, step, tensors)
+
+
+def _check_routed(path: Path, name: str, found: Array) -> None:
+    """UsageError for what is not one row of finite numbers from 0 on, as the routing figures draw them."""
+    largest = ROUTED[name.removesuffix("_native")]
+    right = found.dtype.kind in "uif" and found.ndim == 1
+    if right and not len(found):  # drawn as not recorded
+        return
+    if not right or not np.isfinite(found).all() or found.min() < 0 or found.max() > largest:
+        raise UsageError(
+            f"{path}: tensor {name!r} ({found.dtype} of shape {found.shape}) is not one row of numbers from 0 to "
+            f"{largest:g}; {LEFT_OUT}"
+        )
+    if name.startswith("experts_differing") and not found.sum():
+        raise UsageError(f"{path}: tensor {name!r} counts no router; {LEFT_OUT}")

@@ -48,7 +48,7 @@ def k3_by_age(run: Run) -> Figure | Absent:
         for name, k3 in row.items():
             if name.startswith(K3) and k3 is not None:
                 age = int(name.removeprefix(K3))
-                tokens = row[TOKENS + str(age)] or 0.0
+                tokens = row.get(TOKENS + str(age)) or 0.0
                 sums[age][0] += tokens * k3
                 sums[age][1] += tokens
     found = {age: total / tokens for age, (total, tokens) in sorted(sums.items()) if tokens}

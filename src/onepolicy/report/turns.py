@@ -36,8 +36,9 @@ class Curve:
             for name, k3 in row.items():
                 if name.startswith(prefix + K3) and k3 is not None:
                     turn = name.removeprefix(prefix + K3)
-                    found[int(turn)].append((row[TOKENS + turn] or 0.0, k3))
+                    found[int(turn)].append((row.get(TOKENS + turn) or 0.0, k3))
         tokens = {turn: sum(n for n, _ in found[turn]) for turn in sorted(found)}
+        tokens = {turn: count for turn, count in tokens.items() if count > 0}
         k3s = {turn: sum(n * k3 for n, k3 in found[turn]) / count for turn, count in tokens.items()}
         spread = {turn: (min(k3 for _, k3 in found[turn]), max(k3 for _, k3 in found[turn])) for turn in tokens}
         return cls(label, look, tokens, k3s, spread, len(rows))
@@ -50,6 +51,8 @@ def turn_figures(run: Run) -> list[Figure | Absent]:
     rows = [row for row in run.rows if TOKENS + "0" in row]
     if not rows:
         return [Absent("turns", f"k3 by turn: metrics.jsonl has no {TOKENS}k; it was written before there was one.")]
+    if not any(row[TOKENS + "0"] for row in rows):
+        return [Absent("turns", f"k3 by turn: metrics.jsonl counts no token of the first turn ({TOKENS}0).")]
     label, look = trained_label(run)
     probes = [row for row in rows if NATIVE + K3 + "0" in row]
     if not probes:
@@ -97,6 +100,8 @@ def _drawn(curve: Curve, scale: LogScale) -> Spec:
 
 def _title(curves: Sequence[Curve]) -> str:
     shared = set.intersection(*(set(curve.k3) for curve in curves))
+    if not shared:
+        return "k3 by turn"
     first, last = min(shared), max(shared)
     ends = (f"{nats(c.k3[first])} {ARROW} {nats(c.k3[last])} {c.label}" for c in curves)
     return f"k3 from turn {turn_name(first)} to turn {turn_name(last)}: " + ", ".join(ends)

@@ -210,7 +210,7 @@ def time_shares(summary: Tree) -> str:
     step = times.get("step")
     if not step:
         return ""
-    parts = sorted(((v, k) for k, v in times.items() if k not in NOT_PARTS and v > 0), reverse=True)
+    parts = sorted(((v, k) for k, v in times.items() if k not in NOT_PARTS and v is not None and v > 0), reverse=True)
     return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
+from onepolicy.config.shapes import State, read_object
 from onepolicy.train.optim import MASTER
 from onepolicy.train.sharded import shards
 
@@ -61,7 +62,7 @@ def save(
         verify(final)
         return final
     temporary = final.with_name(f".{final.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
+    _remove(temporary)
     temporary.mkdir(parents=True)
     state = {"step": step, "updates": learner.updates, "skipped": learner.skipped, **extra}
     try:
@@ -118,13 +119,23 @@ def prune(run: Path, keep: int) -> None:
 def sweep(run: Path) -> None:
     """Remove what a process left behind that was killed while it wrote or deleted a checkpoint."""
     for path in [*(run / FOLDER).glob(".step_*.writing"), *(run / FOLDER).glob(".step_*.deleting")]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """What has a name that only unfinished checkpoints have, be it a folder, a file or a link."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def complete(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first. Folders of an interrupted save carry another name."""
     folder = run / FOLDER
-    found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise UsageError(f"{folder}: not a folder, which checkpoints are in; move it away")
+    found = [p for p in folder.iterdir() if re.fullmatch("step_[0-9]+", p.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -140,21 +151,22 @@ def latest(run: Path) -> Path:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The checkpoint's state.json. UsageError if it is missing or damaged."""
     path = checkpoint / STATE
+    if os.path.lexists(checkpoint) and not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint}: not a folder, which a checkpoint is; move it away")
     if not checkpoint.is_dir():
         there = ", ".join(sorted(each.name for each in checkpoint.parent.glob("step_*"))) or "none"
         raise UsageError(f"{checkpoint}: no such checkpoint; there is {there}")
     if not path.is_file():
         raise UsageError(f"{checkpoint}: half written (no {STATE}); {MEND}")
-    try:
-        state = json.loads(path.read_bytes())
-    except ValueError:
-        raise UsageError(f"{path}: not valid JSON; {MEND}") from None
-    if not isinstance(state, dict) or not {"step", "updates", "files"} <= state.keys():
-        raise UsageError(f"{path}: lacks step, updates or files; {MEND}")
+    state = read_object(path, State, MEND)
+    named = re.fullmatch("step_([0-9]+)", checkpoint.name)
+    if named and int(named[1]) != state["step"]:
+        raise UsageError(f"{path}: step is {state['step']}, but the folder is {checkpoint.name}; {MEND}")
     for name in (*state["files"], *state.get("sha256", ())):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise UsageError(f"{path}: names {name!r}, which is not in this folder; {MEND}")
-    if (own := state.pop(SELF, None)) is not None and own != _own_sum(state):
+    own = state.pop(SELF, None)
+    if own is not None and own != _own_sum(state):
         raise UsageError(f"{path}: damaged, it is not what was written; {MEND}")
     return state
 
@@ -172,6 +184,8 @@ def verify(checkpoint: Path) -> dict[str, Any]:
             f"{checkpoint}: {', '.join(others)}: not written with this checkpoint, but weights would be read from it; "
             "move it out of the folder"
         )
+    if unlisted := sorted(state.get("sha256", {}).keys() - state["files"].keys()):
+        raise UsageError(f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {MEND}")
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
