@@ -1,0 +1,156 @@
+"""Run folders through the command line: damaged, of other kinds of files, taken already, without a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.loop import run as run_loop
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """A finished run of 2 steps with one checkpoint and one probe."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main(["train", str(recipe), f"out={out}", "steps=2", "eval.every=0"]) == 0
+    return out
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def commands(run):
+    """Everything that reads a run folder."""
+    return {
+        "resume": ["train", "--resume", str(run), "steps=3"],
+        "fork": ["train", "--from", str(run), f"out={run.parent / 'fork'}", "steps=3"],
+        "eval": ["eval", str(run), "eval.problems=2", "eval.k=1"],
+        "audit": ["audit", str(run)],
+    }
+
+
+READ_BY = [
+    ("config.json", ("resume", "fork", "eval")),
+    ("run.json", ("resume",)),
+    ("metrics.jsonl", ("resume",)),
+    ("samples.jsonl", ("resume",)),
+    ("checkpoints/step_00002/state.json", ("resume", "fork", "eval")),
+    ("probes/step_00002.safetensors", ("audit",)),
+]
+
+
+@pytest.mark.parametrize(("name", "readers"), READ_BY)
+def test_one_damaged_byte_is_one_message_of_every_command_that_reads_it(copy, capsys, name, readers):
+    data = bytearray((copy / name).read_bytes())
+    data[12] = 0x80
+    (copy / name).write_bytes(data)
+    for reader in readers:
+        assert main(commands(copy)[reader]) == 2, reader
+        said = capsys.readouterr().err
+        assert said.startswith("onepolicy: "), reader
+        assert str(copy / name) in said, reader
+        assert said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("line", ['{"step": 3, "train/reward": true}', '{"train/reward": 1}', '{"step": 2}', '{"step": -1}', '{"step": 3, "train/reward": NaN}', '{"step": 3, "train/reward": []}'])  # fmt: skip
+def test_a_row_that_no_run_writes(copy, capsys, line):
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert main(commands(copy)["resume"]) == 2
+    assert f"{copy / 'metrics.jsonl'}:3: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [{"files": True}, {"step": None}, {"updates": "1"}, {"sha256": [1]}, {"step": 7}])
+def test_state_of_another_type(copy, capsys, change):
+    path = copy / "checkpoints" / "step_00002" / "state.json"
+    state = json.loads(path.read_text())
+    state.pop("sha256 of the rest")
+    path.write_text(json.dumps(state | change))
+    for reader in ("resume", "fork", "eval"):
+        assert main(commands(copy)[reader]) == 2
+        said = capsys.readouterr().err
+        assert f"{path}: {next(iter(change))} is " in said
+        assert "delete the folder to fall back to an older checkpoint" in said
+
+
+def test_files_where_folders_belong(copy, capsys):
+    for name in ("checkpoints", "probes", "tensorboard"):
+        shutil.rmtree(copy / name, ignore_errors=True)
+        (copy / name).write_text("")
+        assert main(commands(copy)["resume"]) == 2
+        assert f"{copy / name}: not a folder" in capsys.readouterr().err
+        (copy / name).unlink()
+    (copy / "checkpoints" / "step_99999").mkdir(parents=True)
+    assert main(commands(copy)["resume"]) == 2
+    assert "step_99999: half written" in capsys.readouterr().err
+    (copy / "checkpoints" / "step_99999").rmdir()
+    (copy / "checkpoints" / "step_99999").write_text("")
+    assert main(commands(copy)["resume"]) == 2
+    assert "step_99999: not a folder, which a checkpoint is" in capsys.readouterr().err
+
+
+def test_strays_do_not_stop_a_resume(copy):
+    """What has the name of an unfinished checkpoint goes, whatever it is; what is not the run's stays."""
+    (copy / "checkpoints" / ".step_00003.writing").write_text("")
+    (copy / "checkpoints" / ".step_00009.deleting").symlink_to(copy)
+    (copy / "probes" / "step_abc.safetensors").write_text("")
+    assert main(commands(copy)["resume"]) == 0
+    assert sorted(each.name for each in (copy / "checkpoints").iterdir()) == ["step_00002", "step_00003"]
+    assert (copy / "probes" / "step_abc.safetensors").exists()
+    assert (copy / "config.json").exists()
+
+
+def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
+    (copy / ".lock").unlink()
+    (copy / ".lock").mkdir()
+    assert main(commands(copy)["resume"]) == 2
+    assert f"{copy}: cannot be written to: Is a directory; make it writable, or copy it" in capsys.readouterr().err
+
+
+def test_a_resume_without_a_checkpoint_says_that_it_starts_again(copy, capsys):
+    shutil.rmtree(copy / "checkpoints")
+    assert main(commands(copy)["resume"]) == 0
+    assert f"resuming {copy}: it has no checkpoint, so it starts again at step 0" in capsys.readouterr().out
+
+
+def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
+    out = tmp_path / "words"
+    own = tmp_path / "own.toml"
+    own.write_text(recipe.read_text().replace('"set by the test"', json.dumps(str(out))))
+    quick = ["steps=1", "eval.every=0", "log.counterfactual_every=0"]
+    for name in ("words", "words-2"):
+        assert main(["train", str(own), *quick]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == f"run folder: {tmp_path / name}"
+        assert json.loads((tmp_path / name / "config.json").read_text())["out"] == str(tmp_path / name)
+    assert main(["train", str(own), *quick, f"out={out}"]) == 2
+    assert f"out: {out} is not empty" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_loop, "_write_samples", interrupted)
+    monkeypatch.setattr("signal.signal", lambda *a: None)
+    assert main(commands(copy)["resume"]) == 130
+    said = capsys.readouterr().err
+    assert f"the last checkpoint of {copy} is of step 2, 1 finished step after it will be computed again" in said
+    assert f"`onepolicy train --resume {copy}` continues" in said
+
+
+def test_a_run_of_which_nothing_can_be_printed_is_whole(recipe, tmp_path, monkeypatch):
+    """In ASCII; its report and summary say the same as ever."""
+    import io
+    import sys
+
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    torch.set_num_threads(1)
+    assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1", "eval.every=0"]) == 0
+    written.flush()
+    assert b"->" in written.buffer.getvalue()
+    assert (tmp_path / "out" / "summary.json").exists()
