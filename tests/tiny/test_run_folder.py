@@ -56,7 +56,17 @@ def test_one_damaged_byte_is_one_message_of_every_command_that_reads_it(copy, ca
         assert said.count("\n") == 1, said
 
 
-@pytest.mark.parametrize("line", ['{"step": 3, "train/reward": true}', '{"train/reward": 1}', '{"step": 2}', '{"step": -1}', '{"step": 3, "train/reward": NaN}', '{"step": 3, "train/reward": []}'])  # fmt: skip
+STRANGE_ROWS = [
+    '{"step": 3, "train/reward": true}',
+    '{"step": 3, "train/reward": NaN}',
+    '{"step": 3, "train/reward": []}',
+    '{"step": 2}',
+    '{"step": -1}',
+    '{"train/reward": 1}',
+]
+
+
+@pytest.mark.parametrize("line", STRANGE_ROWS)
 def test_a_row_that_no_run_writes(copy, capsys, line):
     with (copy / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
