@@ -156,7 +156,9 @@ def test_damaged_run_files(fails, train):
     about = (run / "run.json").read_text()
     (run / "run.json").write_text("{}")
     resume = ["train", "--resume", str(run), "steps=2"]
-    assert "run.json: missing or damaged" in fails(arguments=resume, out=run)
+    assert "run.json: lacks parent; copy it from a run of the same kind, or start anew" in fails(
+        arguments=resume, out=run
+    )
     (run / "run.json").write_text(about)
     (run / "config.json").write_text("")
     assert "config.json: not the settings of a run" in fails(arguments=resume, out=run)

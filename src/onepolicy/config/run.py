@@ -55,8 +55,8 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 
 class RunConfig(Frozen):
     out: str
-    """Run folder, new or empty. Where a recipe's own is taken, `onepolicy train` takes its first free sibling (out-2 and
-    so on) and says so; one typed as out=... must be free."""
+    """Run folder, new or empty. Where a recipe's own is taken, `onepolicy train` takes its first free sibling (out-2
+    and so on) and says so; one typed as out=... must be free."""
     steps: PositiveInt
     seed: Seed = 0
     numerics: Numerics = "fast"
