@@ -115,8 +115,7 @@ def test_every_text_file_names_its_encoding():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and _reads_text(node) and "encoding" not in {k.arg for k in node.keywords}:
                 missing.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
-    # .step holds digits; the process ids of /proc too
-    assert [each for each in missing if "loop/supervise.py" not in each] == []
+    assert missing == []
 
 
 def _reads_text(call):

@@ -69,8 +69,11 @@ def interrupted(arguments: argparse.Namespace | None) -> int:
 
 @contextmanager
 def telling_of_sigterm(arguments: argparse.Namespace) -> Iterator[None]:
-    """SIGTERM ends the process as it always does, but says so first."""
-    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    """SIGTERM ends the process as it always does, but says so first.
+
+    Not under torchrun: a handler of Python's waits while the main thread stands in a collective of NCCL.
+    """
+    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "WORLD_SIZE" not in os.environ
     if not default or threading.current_thread() is not threading.main_thread():
         yield
         return
