@@ -62,14 +62,21 @@ def tokenizer_of(template=None):
 
 
 class Script:
-    """Answers each turn with the next text; remembers what it was asked."""
+    """Answers each turn with the next text; remembers what it was asked.
 
-    def __init__(self, tokenizer, turns, finish="stop", delay=0.0):
-        self.tokenizer, self.turns, self.finish, self.delay = tokenizer, list(turns), finish, delay
+    late: number of the turn, from 0, that does not come within an hour. The event loop's clock is put forward by that.
+    """
+
+    def __init__(self, tokenizer, turns, finish="stop", late=None):
+        self.tokenizer, self.turns, self.finish, self.late = tokenizer, list(turns), finish, late
         self.prompts, self.limits = [], []
 
     async def __call__(self, tokens, *, max_tokens=None, routes_from=0):
-        await asyncio.sleep(self.delay)
+        if len(self.prompts) == self.late:
+            loop = asyncio.get_running_loop()
+            clock = loop.time
+            loop.time = lambda: clock() + 3600
+            await asyncio.sleep(3600)
         self.prompts.append(list(tokens))
         self.limits.append(max_tokens)
         ids = self.tokenizer.encode(self.turns.pop(0), add_special_tokens=False)

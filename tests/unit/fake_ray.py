@@ -72,7 +72,7 @@ class Actor:
     async def run(self, method, args, answer):
         (result,) = await asyncio.gather(method(*args), return_exceptions=True)
         if self.hung:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         if answer.done():
             return
         if isinstance(result, Exception):

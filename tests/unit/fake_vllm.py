@@ -25,6 +25,7 @@ from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, difference
 from onepolicy.types import Sampling
+from waiting import LIMIT_S, until
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
 SENT = {
@@ -75,7 +76,8 @@ def serving(checkpoints):
 
 
 def engine_of(fake, quant=None, **settings):
-    config = VLLMServerConfig(**{"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": 5.0} | settings)
+    usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
+    config = VLLMServerConfig(**usual | settings)
     return VLLMServer(ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant)
 
 
@@ -106,7 +108,7 @@ class FakeVLLM:
     model: str  # folder
     shape: dict
     told: dict = field(default_factory=dict)  # of onepolicy_describe, instead of the truth
-    seconds_per_token: float = 0.0
+    hold: int | None = None  # with so many tokens a request waits for the next abort or pause
     spoil: dict = field(default_factory=dict)  # path -> function of (reply, number of the request) -> reply
     cut_off: bool = False  # it cannot connect to the trainer
     raw: bool = False  # log-probabilities before temperature and top_k
@@ -132,8 +134,7 @@ class FakeVLLM:
 
     async def sampling(self, count):
         """Wait until `count` tokens were sampled."""
-        while self.sampled < count:
-            await asyncio.sleep(0.001)
+        await until(lambda: self.sampled >= count)
 
     def _spoiled(self, path, handler):
         def answer(request):
@@ -152,6 +153,7 @@ class FakeVLLM:
         if request.params != {"mode": "abort"}:
             return Reply({"error": "mode"}, 400)
         self.aborts += 1
+        self.hold = None
         self.paused.set()
         return {"status": "paused"}
 
@@ -224,10 +226,11 @@ class FakeVLLM:
         random = np.random.default_rng(sampling["seed"])
         tokens, content, finish = [], [], None
         while finish is None:
+            while len(tokens) == self.hold and aborts == self.aborts and not request.gone():
+                time.sleep(0.001)
             if aborts != self.aborts or request.gone():
                 finish = "abort"
                 break
-            time.sleep(self.seconds_per_token)
             token, entry = self._sample([*prompt, *tokens][-1], sampling, random)
             self.sampled += 1
             tokens.append(token)

@@ -11,6 +11,7 @@ from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.sglang.engine import SGLangEngine
+from waiting import LIMIT_S
 
 RULES = RouteRules((1, 2), EXPERTS, TOP_K, "error")
 PROMPT = [5, 9, 3, 20]
@@ -47,7 +48,7 @@ def make_models(folder):
 
 def open_engine(fake, routes=RULES, connect=True, **settings):
     model = ModelConfig(path=fake.folder)
-    config = SGLangConfig(**{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": 10} | settings)
+    config = SGLangConfig(**{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings)
     engine = SGLangEngine(model, read_config(model), config, routes=routes, max_len=200)
     if connect:
         asyncio.run(engine.connect())

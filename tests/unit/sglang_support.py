@@ -13,6 +13,8 @@ from http_support import Reply, Server
 from safetensors.torch import load_file
 from sglang_updates import Refused, Updates, fields
 
+from waiting import LIMIT_S
+
 LAYERS, DENSE, EXPERTS, TOP_K, VOCAB = 3, 1, 8, 2, 32  # the first layer is dense
 SERVER_INFO = {
     "version": "0.5.23",
@@ -171,7 +173,7 @@ class FakeSGLang(Updates):
         if len(out.logp) == self.hold and not over():
             self.hold, updates = None, self.updates
             self.held = True
-            self.change.wait_for(lambda: self.mode or over() or self.updates != updates, 10)
+            self.change.wait_for(lambda: self.mode or over() or self.updates != updates, LIMIT_S)
         retracted = self.mode == "retract"
         self.change.wait_for(lambda: self.mode is None or over())
         if retracted:
@@ -233,7 +235,7 @@ class FakeSGLang(Updates):
             self.mode = body["mode"]
             self.aborted += self.mode == "abort"
             self.change.notify_all()
-            self.change.wait_for(lambda: self.mode != "abort" or not self.running, 10)
+            self.change.wait_for(lambda: self.mode != "abort" or not self.running, LIMIT_S)
         return {"status": "ok"}
 
     def resume(self, body, _):

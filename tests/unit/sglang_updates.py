@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from waiting import LIMIT_S
+
 
 class Refused(Exception):
     """Status 400."""
@@ -51,7 +53,7 @@ class Updates:
         fields(body, known, known)
         if body["backend"] != "gloo" or body["group_name"] in self.groups:
             raise Refused("backend or group_name")
-        name, limit = body["group_name"], timedelta(seconds=10)
+        name, limit = body["group_name"], timedelta(seconds=LIMIT_S)
         store = dist.TCPStore(body["master_address"], body["master_port"], None, False, limit)
         prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         self.groups[name] = dist.ProcessGroupGloo(prefixed, body["rank_offset"], body["world_size"], limit)

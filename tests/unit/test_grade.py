@@ -7,6 +7,7 @@ import pytest
 from onepolicy.envs import grade
 from onepolicy.envs.arithmetic_only import harmless
 from onepolicy.envs.grade import MathGrader, answer_text, exact
+from waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_exact():
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = MathGrader()
+    grader = MathGrader(timeout=LIMIT_S)
     yield grader
     grader.close()
 
@@ -77,12 +78,13 @@ def test_math_works_in_a_thread(grader):
 
 
 def test_endless_computation_earns_nothing_and_the_next_response_is_graded():
-    grader = MathGrader(timeout=2.0)
+    grader = MathGrader(timeout=LIMIT_S)
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
     first = grader._process
+    grader.timeout = 1.0
     assert grader.grade("$10^{10^{10}}$", "12") == 0.0
     assert first.poll() is not None, "the stuck process was killed"
-    grader.timeout = 30.0
+    grader.timeout = LIMIT_S
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
     grader.close()
 

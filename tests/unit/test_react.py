@@ -75,12 +75,12 @@ def test_budgets_of_tokens_and_context():
 
 
 def test_time_ends_an_episode_and_cancels_its_turn():
-    env = environment(seconds=0.3)
-    (sample,), script = play(env, ["Action: calculator[1]"] * 99, delay=0.1)
+    env = environment(seconds=600)
+    (sample,), script = play(env, ["Action: calculator[1]"] * 99, late=2)
     assert (sample.finish, sample.reward) == ("time", 0.0)
-    assert 1 <= len(script.prompts) <= 3
-    with pytest.raises(EpisodeError, match=r"not one turn was sampled in 0\.3 s"):
-        play(env, ["Answer: 1"], delay=1.0)
+    assert len(script.prompts) == 2
+    with pytest.raises(EpisodeError, match=r"not one turn was sampled in 600 s"):
+        play(env, ["Answer: 1"], late=0)
 
 
 def test_a_time_limit_of_the_engine_is_not_the_episodes():

@@ -26,6 +26,7 @@ from onepolicy.rollout.replicas import Replicas  # noqa: E402
 from onepolicy.rollout.weight_files import WeightFiles, Written  # noqa: E402
 from onepolicy.sync.checksum import Checksums  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
+from waiting import LIMIT_S, until  # noqa: E402
 
 
 @pytest.fixture
@@ -53,19 +54,25 @@ def written(tmp_path):
 
 
 class Stopping(Engine):
-    """Weights that break off take it out of service, as they do the engines that sample."""
+    """Weights that break off take it out of service, as they do the engines that sample.
+
+    Its requests end with the weights that it was built with.
+    """
+
+    interrupted = 0
 
     async def generate(self, prompt_ids, sampling, *, seed):
-        for _ in range(sampling.max_tokens):
-            await asyncio.sleep(0.001)
-            if self.version < 0:
-                raise RuntimeError("the last load_weights failed half-way")
+        self.started.append(seed)
+        await until(lambda: self.version != 0)
+        if self.version < 0:
+            self.interrupted += 1
+            raise RuntimeError("the last load_weights failed half-way")
         return await super().generate(prompt_ids, replace(sampling, max_tokens=1), seed=seed)
 
     async def load_weights(self, weights, version):
         self.version = -1
-        await asyncio.sleep(0.05)
-        if len(list(weights)) != 1:
+        if not list(weights):
+            await until(lambda: self.interrupted == len(self.started))
             raise TrainingError("the sender is gone")
         self.version = version
 
@@ -84,17 +91,19 @@ class BreaksOff:
 
 
 def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(written, monkeypatch):
-    monkeypatch.setattr(replica, "build_engine", lambda _: Stopping())
+    stopping = Stopping()
+    monkeypatch.setattr(replica, "build_engine", lambda _: stopping)
     engine = opened(actor := Actor())
 
     async def go():
         await actor.process.build("{}", 0)
-        running = asyncio.ensure_future(asked(engine, range(3), max_tokens=100))
-        await asyncio.sleep(0.05)
+        running = asyncio.ensure_future(asked(engine, range(3)))
+        await until(lambda: len(stopping.started) == 3)
         await engine.load_files(written, BreaksOff(actor))
-        return await asyncio.wait_for(running, 20)
+        return await asyncio.wait_for(running, LIMIT_S)
 
     assert [int(done.version[0]) for done in asyncio.run(go())] == [4, 4, 4]
+    assert stopping.interrupted == 3
 
 
 def opened(actor, **cluster):
@@ -127,7 +136,7 @@ def test_requests_one_after_another(engines):
         actor = Actor()
         await actor.process.build("{}", 0)
         engine = opened(actor)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             for n in range(10):
                 (done,) = await asked(engine, [n], 1)
                 assert done.token_ids.tolist() == [n]
@@ -142,16 +151,16 @@ def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, weig
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
-        engine = opened(actor, weights=weights, reply_timeout=1, restart_timeout=20)
+        silence = {"reply_timeout": 1} if how == "hangs" else {}
+        engine = opened(actor, weights=weights, **silence)
         await engine.load_files(written)
         if how == "killed while idle":
             actor.die()
-            await asyncio.sleep(0.1)  # it is back before anybody asks
+            await until(lambda: actor.process is not None)  # it is back before anybody asks
         actor.hung = how == "hangs"
         waiting = asyncio.ensure_future(asked(engine, range(6), 50))
         if how == "killed":
-            while not engines[0].started:
-                await asyncio.sleep(0.001)
+            await until(lambda: engines[0].started)
             actor.die()
         done = await waiting
         assert [c.token_ids.tolist() for c in done] == [[n] * 50 for n in range(6)]
@@ -182,7 +191,7 @@ def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, w
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
-        engine = opened(actor, restart_timeout=20)
+        engine = opened(actor)
         await engine.load_files(written, Ended(error))
         assert engine.version == engines[-1].version == 4
         assert len(engines) == lives
@@ -210,8 +219,7 @@ def test_out_of_restarts_it_is_lost_for_every_request(engines):
         await actor.process.build("{}", 0)
         engine = opened(actor, restarts=0)
         waiting = asyncio.ensure_future(asked(engine, range(3), 300))
-        while not engines[0].started:
-            await asyncio.sleep(0.001)
+        await until(lambda: engines[0].started)
         actor.die()
         for error in await waiting:
             assert isinstance(error, EngineLost)
@@ -258,7 +266,8 @@ def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines,
         chance = random.Random(seed)
         actor = Actor(restarts=99, chance=chance if lossy else None)
         actor.process._engine = Engine()
-        engine, kept = opened(actor, reply_timeout=20, restart_timeout=20), {}
+        # Longer than the test waits: no request may be answered only because an answer that was lost timed out.
+        engine, kept = opened(actor, reply_timeout=2 * LIMIT_S, restart_timeout=2 * LIMIT_S), {}
         for number in range(12):
             asked = asyncio.create_task(engine.generate([number], Sampling(1.0, chance.randrange(1, 9)), seed=0))
             if chance.random() < 0.5:
@@ -269,7 +278,7 @@ def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines,
             await asyncio.sleep(chance.choice([0, 0.001, 0.01]))
             if lossy and chance.random() < 0.05 and actor.process is not None:
                 actor.die()
-        _, waiting = await asyncio.wait(kept.values(), timeout=20)
+        _, waiting = await asyncio.wait(kept.values(), timeout=LIMIT_S)
         assert not waiting, f"seed {seed}: {len(waiting)} requests are never answered"
         for number, task in kept.items():
             assert set(task.result().token_ids.tolist()) == {number}
@@ -308,6 +317,8 @@ def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
 
 
 def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
+    """Each turn of the event loop, however long it takes, is at most one of the LOOKS at an answer."""
+
     async def run(after):
         answer = asyncio.get_running_loop().create_future()
 
@@ -333,8 +344,14 @@ def test_silence_has_its_limit():
     asyncio.run(run())
 
 
-def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, written):
+def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, written, monkeypatch):
     """A process says nothing to requests while it takes weights over."""
+    looks, heard = [], remote.heard
+
+    def counting(answer, limit, excused):
+        return heard(answer, limit, lambda: looks.append(excused()) or looks[-1])
+
+    monkeypatch.setattr(remote, "heard", counting)
 
     class Busy(Actor):
         async def run(self, method, args, answer):
@@ -347,11 +364,10 @@ def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, writt
         await actor.process.build("{}", 0)
         engine = opened(actor, weights="disk", reply_timeout=0.2)
         waiting = asyncio.ensure_future(asked(engine, range(3)))
-        while not engines[0].started:
-            await asyncio.sleep(0)
+        await until(lambda: engines[0].started)
         engines[0].may_load.clear()
         loading = asyncio.ensure_future(engine.load_files(written))
-        await asyncio.sleep(0.6)
+        await until(lambda: looks.count(True) > 2 * remote.LOOKS)  # of one request at the least more than it has
         assert not waiting.done()
         engines[0].may_load.set()
         await loading
@@ -368,19 +384,19 @@ def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(engines,
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
-        together = Replicas([opened(actor, weights="disk", restart_timeout=20)], files)
+        engine = opened(actor, weights="disk")
+        together = Replicas([engine], files)
         await together.load_weights([("w", torch.ones(1))], 1)
         monkeypatch.setattr(Engine, "ready_to_load", False)
         actor.die()
         waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
-        while len(engines) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(engines) == 2)
         update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
-        while not (files.folder / "version_2").exists():
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
+        await until(lambda: engine._weights.version == 2)
+        assert (files.folder / "version_1").exists()
+        assert not update.done()
         engines[1].may_load.set()
-        await asyncio.wait_for(update, 20)
+        await asyncio.wait_for(update, LIMIT_S)
         assert (await waiting).version.tolist() == [2, 2]
         assert [path.name for path in files.folder.iterdir()] == ["version_2"]
 

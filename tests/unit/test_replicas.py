@@ -1,7 +1,7 @@
 """Several engines as one: who is asked, what happens when one is lost, and that none answers with old weights."""
 
 import asyncio
-import time
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from onepolicy.sync.board import Board
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.checksum import Checksums
 from onepolicy.types import Completion, Sampling
+from waiting import LIMIT_S, until
 
 GREEDY = Sampling(0.0, 4)
 
@@ -129,7 +130,7 @@ def broadcast_to(tmp_path, *receive):
     written = Written(str(folder), 5, b"key", checksums.take())
 
     async def main():
-        async with Broadcast(written, len(receive), host="127.0.0.1", limit=20) as broadcast:
+        async with Broadcast(written, len(receive), host="127.0.0.1", limit=LIMIT_S) as broadcast:
             takes = (broadcast.to(partial(asyncio.to_thread, each)) for each in receive)
             return await asyncio.gather(*takes, return_exceptions=True)
 
@@ -171,7 +172,7 @@ def test_replicas_hand_out_one_broadcast(tmp_path):
 
     def open_broadcast(*args):
         opened.append(args)
-        return Broadcast(*args, host="127.0.0.1", limit=20)
+        return Broadcast(*args, host="127.0.0.1", limit=LIMIT_S)
 
     class Receives(Engine):
         async def load_files(self, written, shared=None):
@@ -202,7 +203,7 @@ def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
             self.loaded.append(await shared.to(partial(asyncio.to_thread, taken)))
 
     engine = Receives("replica 0")
-    open_broadcast = partial(Broadcast, host="127.0.0.1", limit=20)
+    open_broadcast = partial(Broadcast, host="127.0.0.1", limit=LIMIT_S)
     together = Replicas([engine], Damaged(str(tmp_path)), broadcast=open_broadcast)
     with pytest.raises(TrainingError, match="what is to be sent has changed: the bytes of 'a'"):
         asyncio.run(together.load_weights([("a", torch.ones(1))], 5))
@@ -210,37 +211,45 @@ def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
 
 
 def test_a_sender_that_is_held_up_while_its_receivers_end_has_not_failed(tmp_path, monkeypatch):
-    wait = Board.wait
+    """It looks for their last word only when the broadcast is already being left."""
+    wait, leave, left = Board.wait, Broadcast.__aexit__, threading.Event()
 
     def held_up(board, names, meanwhile):
-        def later():
-            if names[0].startswith("done/"):
-                time.sleep(0.3)
-            meanwhile()
+        if names[0].startswith("done/"):
+            assert left.wait(LIMIT_S)
+        return wait(board, names, meanwhile)
 
-        return wait(board, names, later)
-
-    def slowly_taken(invitation, rank):
-        found = taken(invitation, rank)
-        time.sleep(0.1)
-        return found
+    async def leaving(broadcast, *error):
+        asyncio.get_running_loop().call_soon(left.set)  # once __aexit__ waits for the sender
+        return await leave(broadcast, *error)
 
     monkeypatch.setattr(Board, "wait", held_up)
-    (found,) = broadcast_to(tmp_path, slowly_taken)
+    monkeypatch.setattr(Broadcast, "__aexit__", leaving)
+    (found,) = broadcast_to(tmp_path, taken)
     assert found.keys() == {"a", "b"}
 
 
 def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(Sender, "send", lambda *_: time.sleep(0.5))
+    """The sender sends until the receiver has loaded all, which takes three times the limit."""
+    limit, loaded = 0.1, threading.Event()
+    monkeypatch.setattr(Sender, "send", lambda *_: loaded.wait(LIMIT_S))
     written = Written(str(tmp_path), 5, b"key", {})
 
-    async def receive(after):
-        async with Broadcast(written, 1, host="127.0.0.1", limit=0.1) as broadcast:
-            return await broadcast.to(lambda *_: asyncio.sleep(after, "loaded"))
+    async def load(*_):
+        await asyncio.sleep(3 * limit)
+        loaded.set()
+        return "loaded"
 
-    assert asyncio.run(receive(after=0.3)) == "loaded"
-    with pytest.raises(TimeoutError):  # silent after all has been sent
-        asyncio.run(receive(after=30))
+    async def silent(*_):
+        await asyncio.sleep(LIMIT_S)
+
+    async def receive(how):
+        async with Broadcast(written, 1, host="127.0.0.1", limit=limit) as broadcast:
+            return await broadcast.to(how)
+
+    assert asyncio.run(receive(load)) == "loaded"
+    with pytest.raises(TimeoutError):  # all has been sent
+        asyncio.run(receive(silent))
 
 
 def test_an_answer_of_old_weights_is_an_error(tmp_path):
@@ -265,8 +274,7 @@ def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new
         await asyncio.sleep(0)
         update = asyncio.create_task(together.load_weights(iter([("a", torch.ones(1))]), 1))
         done = [int(each.version[0]) for each in await asyncio.gather(*before)]
-        while engines[0].version == 0:
-            await asyncio.sleep(0)
+        await until(lambda: engines[0].version)
         done += [int((await together.generate(root, GREEDY, seed=0)).version[0]) for root in roots]
         loaded.set()
         await update

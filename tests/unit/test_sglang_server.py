@@ -13,6 +13,7 @@ from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.sglang import weights
 from onepolicy.sync.check import adopt
 from onepolicy.types import Sampling
+from waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +132,7 @@ def updated_under_way(fake, engine, other, sampling, version=3):
 
     async def both():
         asked = asyncio.create_task(engine.generate(PROMPT, sampling, seed=0))
-        while not fake.held:
-            await asyncio.sleep(0.005)
+        await until(lambda: fake.held)
         await engine.load_weights(other.state_dict().items(), version)
         return await asked
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import time
 from fractions import Fraction
 
 import pytest
@@ -66,9 +65,7 @@ def test_values(text, value):
     ],
 )
 def test_what_it_refuses_is_an_answer_too(text):
-    start = time.perf_counter()
     assert calculate(text).startswith("error: ")
-    assert time.perf_counter() - start < 1
 
 
 def test_what_it_reads_prints_no_warnings(recwarn):

@@ -145,11 +145,12 @@ def test_unpickling_would_have_been_noticed():
 
 
 def test_time_out_and_a_server_that_dies_in_the_middle_of_a_batch(fake):
-    fast = connected(fake, timeout_s=0.6, retries=1)
-    fake.seconds_per_token = 0.3
-    with pytest.raises(TrainingError, match=r"2 times; got no answer within 0.6 s"):
-        one(fast)
-    fake.seconds_per_token = 0.0
+    hasty = connected(fake, retries=1)
+    hasty.client._timeout_s = 0.2  # only now: the requests of the start must be answered
+    fake.paused.set()
+    with pytest.raises(TrainingError, match=r"2 times; got no answer within 0.2 s"):
+        one(hasty)
+    fake.paused.clear()
     engine = connected(fake, retries=2)  # a request may meet both hang-ups
     begun = fake._numbers["POST " + GENERATE]
     fake.spoil[GENERATE] = lambda reply, number: Reply(hang_up=True) if number - begun in (3, 7) else reply

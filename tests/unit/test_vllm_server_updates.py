@@ -18,6 +18,7 @@ from onepolicy.sync import broadcast
 from onepolicy.sync.buckets import split
 from onepolicy.sync.check import adopt, checked_push
 from onepolicy.types import Sampling
+from waiting import until
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -41,12 +42,12 @@ def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake,
     """Interrupted in the middle, held back before they began, and one that reaches the server only after the pause."""
     engine = connected(fake, slots=4)
     asyncio.run(checked_push(Learner(checkpoints[0][1]), engine, vocab=VOCAB))
-    fake.seconds_per_token, fake.sampled = 0.005, 0
+    fake.hold, fake.sampled = 5, 0
     prompts = [[3, 4, i] for i in range(8)]
 
     async def interrupted():
         tasks = [asyncio.create_task(engine.generate(p, Sampling(1.0, 40), seed=i)) for i, p in enumerate(prompts)]
-        await fake.sampling(20)
+        await fake.sampling(20)  # by all of the four that may run
         await engine.load_weights(checkpoints[1][1].state_dict().items(), 5)
         return await asyncio.gather(*tasks)
 
@@ -69,7 +70,7 @@ def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake,
         spans = completion.routing.spans
         assert sum(s.length for s in spans if s.version == 0) == (2 + kept if kept else 0)  # its last token was not fed
         assert sum(s.length for s in spans) == 42
-    assert split >= 4
+    assert split == 4
     assert engine.take_metrics()["rollout/requests_resumed"] >= 4
     seeds = {r.body["sampling_params"]["seed"] for r in fake.server.asked if r.path == GENERATE and r.params == {}}
     assert {continued(0, int((done[0].version == 0).sum())), 0} <= seeds
@@ -81,8 +82,9 @@ def test_what_is_on_its_way_while_the_server_pauses_is_not_left_waiting(fake, ch
 
     async def late():
         fake.paused.set()  # as if the pause below had overtaken it
+        before = fake.server.count(GENERATE)
         task = asyncio.create_task(engine.generate([3], Sampling(1.0, 5), seed=0))
-        await asyncio.sleep(0.05)
+        await until(lambda: fake.server.count(GENERATE) > before)
         assert not task.done()
         await engine.load_weights(checkpoints[1][1].state_dict().items(), 2)
         return await task
@@ -92,7 +94,7 @@ def test_what_is_on_its_way_while_the_server_pauses_is_not_left_waiting(fake, ch
 
 def test_an_abort_of_somebody_else_is_a_partial_answer(fake):
     engine = connected(fake)
-    fake.seconds_per_token, fake.sampled = 0.02, 0
+    fake.hold, fake.sampled = 3, 0
 
     async def aborted():
         task = asyncio.create_task(engine.generate([3], Sampling(1.0, 80), seed=0))
@@ -102,7 +104,7 @@ def test_an_abort_of_somebody_else_is_a_partial_answer(fake):
 
     done = asyncio.run(aborted())
     assert done.finish == "aborted"
-    assert 0 < len(done.token_ids) < 80
+    assert len(done.token_ids) == 3
     check_completion(done, [3], RULES, "sample")
 
 
@@ -153,7 +155,7 @@ def test_weights_reach_the_server_and_what_is_altered_is_refused(fake, checkpoin
 
 
 def test_a_server_that_cannot_reach_the_trainer_says_so_at_once(fake, checkpoints):
-    engine = connected(fake, timeout_s=60.0)
+    engine = connected(fake)
     fake.cut_off = True
     with pytest.raises(TrainingError, match="where the weights come from, cannot be joined"):
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))

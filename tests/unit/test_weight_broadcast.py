@@ -18,6 +18,7 @@ from onepolicy.sync import broadcast as module
 from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.group import join_store
+from waiting import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def tensors(seed=0):
     return weights
 
 
-def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=20.0):
+def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=LIMIT_S):
     """What the sender and every receiver ended with: a value or an exception."""
 
     def receive(invitation, rank):
@@ -169,11 +170,11 @@ def test_a_receiver_that_does_not_come_is_named_in_time():
     late = pytest.raises(TrainingError, match=r"receiver 1 took more than 0.5 s to join")
     with Sender(receivers=2, timeout_s=0.5) as sending, late:
         sending.send(tensors().items(), 1)
-    with Sender(receivers=1, timeout_s=60) as sending, ThreadPoolExecutor(1) as pool:
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sending, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(sending.send, tensors().items(), 1)
         sending.give_up()
         with pytest.raises(TrainingError, match="given up"):
-            waiting.result(10)
+            waiting.result(LIMIT_S)
 
 
 KILLED = """
@@ -187,7 +188,7 @@ with Receiver(sys.stdin.readline(), 1, version=1) as arriving:
 
 def test_a_receiver_that_is_killed_is_an_error_at_once():
     child = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, text=True)
-    with Sender(receivers=1, timeout_s=60) as sender:
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
         child.stdin.write(sender.invitation + "\n")
         child.stdin.flush()
         ending = threading.Thread(target=lambda: (child.wait(), sender.give_up()), daemon=True)
@@ -211,7 +212,7 @@ def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
 
     monkeypatch.setattr(module, "start_broadcast", start)
     monkeypatch.setattr(Sender, "_gathered", lambda _: object())
-    with Sender(receivers=1, host="127.0.0.1", timeout_s=20) as sender:
+    with Sender(receivers=1, host="127.0.0.1", timeout_s=LIMIT_S) as sender:
         with pytest.raises(TrainingError, match="a receiver is gone or too slow: connection reset") as kept:
             sender.send([("a", torch.ones(1))], 3)
         assert sent[0]() is None, kept
@@ -222,12 +223,12 @@ def test_who_has_not_the_key_cannot_alter_an_update():
     refused = threading.Event()
 
     def weights(secret):
-        stranger = Board(join_store(secret.host, secret.port, 5), b"guess", 5)
+        stranger = Board(join_store(secret.host, secret.port, LIMIT_S), b"guess", LIMIT_S)
         stranger.put("bucket/0", {"version": 3, "end": 0, "digest": hashlib.sha256().hexdigest()})
-        refused.wait(20)
+        refused.wait(LIMIT_S)
         yield "a", torch.ones(2)
 
-    with Sender(receivers=1, timeout_s=20) as sender, ThreadPoolExecutor(1) as pool:
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sender, ThreadPoolExecutor(1) as pool:
         secret = Invitation.decode(sender.invitation)
         assert len(bytes.fromhex(secret.key)) == 32
         sending = pool.submit(sender.send, weights(secret), 3)
