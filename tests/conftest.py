@@ -6,6 +6,8 @@ missing, so a skip fails there; only a skip for the processor or for a device (`
 """
 
 import os
+import random
+import sys
 
 import pytest
 
@@ -15,6 +17,10 @@ MAY_LACK = ("this processor", "this system", "no CUDA device")
 
 
 def pytest_runtest_setup(item):
+    """Seed what draws without a generator of its own, so that no test depends on those that ran before it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     for mark in item.iter_markers("needs"):
         need(*mark.args)
 

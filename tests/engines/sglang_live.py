@@ -3,8 +3,7 @@
 import asyncio
 import os
 import socket
-import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -19,8 +18,10 @@ from onepolicy.replay.checks import RouteRules
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.types import Sampling
+from waiting import LIMIT_S, wait_until
 
 RULES = RouteRules((0, 1, 2), 16, 4, "error")
+START_S = 800
 
 
 def start_module():
@@ -28,6 +29,12 @@ def start_module():
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def answers(url, process, log):
+    assert process.poll() is None, log.read_text()[-4000:]
+    with suppress(httpx2.TransportError):
+        return httpx2.get(f"{url}/model_info", timeout=LIMIT_S).status_code == 200
 
 
 @contextmanager
@@ -44,13 +51,7 @@ def serving(folder, log):
     with log.open("w") as out:
         process = start.start(folder, port, dtype="float32", log=out)
     try:
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                if httpx2.get(f"{url}/model_info", timeout=5).status_code == 200:
-                    break
-            except httpx2.TransportError:
-                time.sleep(1)
+        wait_until(lambda: answers(url, process, log), START_S, poll=1)
         yield url
     finally:
         start.stop(process)

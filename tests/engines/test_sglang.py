@@ -179,7 +179,7 @@ def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode
 
     async def updated():
         running = [asyncio.create_task(engine.generate(p, Sampling(1.0, 300), seed=i)) for i, p in enumerate(paths)]
-        await asyncio.sleep(2)
+        await engine.generate(paths[0], Sampling(1.0, 2), seed=8)  # begun after them, ended long before them
         await engine.load_weights(models[1].state_dict().items(), 1)
         later = await engine.generate(paths[0], Sampling(1.0, 3), seed=9)
         return await asyncio.gather(*running), later

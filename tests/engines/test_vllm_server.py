@@ -17,6 +17,7 @@ from vllm_support import (
     VOCAB,
     FakeLearner,
     ServerProcess,
+    again_and_again,
     alone,
     cached_requests,
     connect,
@@ -40,6 +41,7 @@ from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
 from onepolicy.sync.check import checked_push
 from onepolicy.types import Sampling
+from waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -236,10 +238,14 @@ def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, mo
     assert remote.take_metrics()["rollout/requests_resumed"] >= spanning
 
 
-def test_a_cancelled_request_ends_in_the_server(remote):
+def test_a_cancelled_request_ends_in_the_server(server, folders):
+    remote = connect(server, folders[0], retries=12)  # a minute for the server to notice
+
     async def cancel():
-        tasks = [asyncio.create_task(remote.generate([3, 4, 5], Sampling(1.0, 90), seed=i)) for i in range(24)]
-        await asyncio.sleep(0.1)  # long before 24 x 90 tokens are sampled
+        ended = []
+        tasks = [asyncio.create_task(again_and_again(remote, i, ended)) for i in range(24)]
+        await until(lambda: len(set(ended)) == 24)  # by now they are anywhere in the middle
+        remote.take_metrics()
         for task in tasks:
             task.cancel()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -347,8 +353,9 @@ def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkey
         assert main(["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]) == 0
 
         async def dies():
-            requests = [asyncio.create_task(remote.generate([3, i], Sampling(1.0, 90), seed=i)) for i in range(8)]
-            await asyncio.sleep(0.1)
+            ended = []
+            requests = [asyncio.create_task(again_and_again(remote, i, ended)) for i in range(8)]
+            await until(lambda: len(ended) >= 8)
             server.kill()
             return await asyncio.gather(*requests)
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -23,6 +22,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.train.policy import make_tokenizer
 from onepolicy.types import Sampling
+from waiting import wait_until
 
 VOCAB, BLOCK, MAX_LEN = 32, 32, 96
 START_S = 600
@@ -94,11 +94,12 @@ class ServerProcess:
             self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)
 
     def wait_until_ready(self):
-        end = time.monotonic() + START_S
-        while "ready after" not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.1)
+        def ready():
+            said = self.log.read_text()
+            assert self.process.poll() is None, said
+            return "ready after" in said
+
+        wait_until(ready, START_S, poll=0.1)
         return self
 
     def kill(self):
@@ -108,7 +109,7 @@ class ServerProcess:
 
     def stop(self):
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(START_S)
 
 
 def connect(server, path, **settings):
@@ -149,6 +150,14 @@ def prompts(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+async def again_and_again(engine, index, ended):
+    """Ask until somebody ends it: however fast the server is, a request is always on its way. `ended` gets the index
+    of each that has been answered."""
+    while True:
+        await engine.generate([3, index], Sampling(1.0, 45 + index), seed=index)
+        ended.append(index)
 
 
 def play(engine, requests):

@@ -67,7 +67,10 @@ def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
     for kill in range(kills):
         driver = driver_of(run, driver)
         wait_for(lambda before=kill: len(steps_of(out)) > 5 * before, run)
-        time.sleep(generator.uniform(0, 0.5))
+        moment = time.monotonic() + generator.uniform(0, 0.5)  # or earlier, where a step takes next to nothing
+        wait_for(
+            lambda before=kill, moment=moment: time.monotonic() > moment or len(steps_of(out)) > 5 * before + 3, run
+        )
         os.kill(driver, signal.SIGKILL)
     errors = Fault(out).survived(run)
     assert errors.count("ended by SIGKILL ") == kills

@@ -9,7 +9,7 @@ import torch
 from conftest import rows, timeless
 from rich.console import Console
 from safetensors.torch import load_file
-from test_resume import EVERY, assert_same_run, finish, next_command, run_and_kill
+from test_resume import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
 
 from onepolicy.cli import main
 from onepolicy.loop import run as loop
@@ -112,7 +112,7 @@ def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(recipe, tr
 def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
     whole, out = train("whole", "steps=8"), tmp_path / "killed"
     command = [*next_command(recipe, out, 8), "rollout.max_staleness=2"]
-    assert run_and_kill(command, lambda: (out / "checkpoints" / "step_00003").exists())
+    kill_in_the_update_of(4, command)
     finish(recipe, out, 8)
     assert [row["step"] for row in rows(out) if "train/reward" in row] == list(range(1, 9))
     assert problems(out) == problems(whole)
@@ -124,6 +124,6 @@ def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
 def test_sigkill_at_staleness_zero_resumes_to_the_bit(train, recipe, tmp_path):
     whole, out = train("whole", "steps=4", *EVERY, "rollout.max_staleness=0"), tmp_path / "killed"
     command = [*next_command(recipe, out, 4), "rollout.max_staleness=0"]
-    assert run_and_kill(command, lambda: (out / "checkpoints" / "step_00002").exists())
+    kill_in_the_update_of(3, command)
     finish(recipe, out, 4)
     assert_same_run(whole, out, 4)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from onepolicy.config import resolve
 from onepolicy.loop import ranks
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded.channel import RankLost
+from waiting import wait_until
 
 LONG = 120  # seconds; what is waited for comes much earlier
 
@@ -48,6 +48,11 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)])
@@ -58,20 +63,14 @@ def test_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, t
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings)
-    while not checkpoint.complete(out):
-        time.sleep(0.01)
+    wait_until(lambda: checkpoint.complete(out), process=run)
     (child,) = children_of(run.pid)
     os.kill(child if whom == "rank" else run.pid, signal.SIGKILL)
     _, errors = run.communicate(timeout=LONG)
     if whom == "rank":
         assert run.returncode == 1, errors
         assert re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
-    for _ in range(LONG * 10):  # a rank whose driver is gone goes too
-        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the rank outlived its driver")
+    wait_until(lambda: gone(child), LONG)  # a rank whose driver is gone goes too
     assert main(["train", "--resume", str(out)]) == 0
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
     if staleness != 1:  # else it is a matter of time which weights sampled what
