@@ -117,7 +117,7 @@ def test_silence_for_a_while_is_survived(begin, silent):
     run, out = begin(url, "timeout_s=4", "patience_s=300")
     begins()
     try:
-        time.sleep(12)  # longer than the retries last
+        time.sleep(12)  # longer than the retries last; where they last longer, the run has only less to survive
         assert run.poll() is None
     finally:
         ends()
@@ -132,7 +132,7 @@ def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
         run, out = begin("http://{}:{}".format(*relay.address), "timeout_s=4", "patience_s=300")
         relay.stall_before(b"onepolicy_receive")
         assert relay.stalled.wait(LONG)
-        time.sleep(12)
+        time.sleep(12)  # as above
         assert run.poll() is None
         relay.go_on()
         Fault(out).survived(run)
