@@ -129,7 +129,8 @@ def _missing(rollout: Rollout) -> Tensor:
 def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
     """Replay of what our check of traces would refuse."""
     trace = RoutingTrace(ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts)
-    with patch("onepolicy.replay.routers.check_trace"), routers.replay(trace):
+    checks = "onepolicy.replay.routers.check_"
+    with patch(f"{checks}trace"), patch(f"{checks}captured"), routers.replay(trace):
         yield
 
 
