@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB
 from onepolicy.rollout.vllm.start import engine_arguments
 from onepolicy.rollout.weight_files import INDEX, WeightFiles
+from waiting import LIMIT_S, wait_until
 
 SETTINGS = engine_arguments(
     VLLMEngineConfig(dtype="bfloat16", lm_head="float32"),
@@ -192,7 +192,7 @@ def tree(tmp_path):
 def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
     wrapper, pids = tree
     wrapper.send_signal(number)
-    assert wrapper.wait(60) not in (0, None)
+    assert wrapper.wait(LIMIT_S) not in (0, None)
     wait_until_gone(pids.values())
 
 
@@ -200,7 +200,7 @@ def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
 def test_a_server_that_is_killed_leaves_no_engine_and_its_end_is_told(tree):
     wrapper, pids = tree
     os.kill(pids["server"], signal.SIGKILL)
-    assert wrapper.wait(60) == 256 - signal.SIGKILL
+    assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
     wait_until_gone(pids.values())
 
 
@@ -208,15 +208,12 @@ def test_a_server_that_is_killed_leaves_no_engine_and_its_end_is_told(tree):
 def test_a_keeper_that_is_killed_takes_the_server_with_it(tree):
     wrapper, pids = tree
     os.kill(pids["keeper"], signal.SIGKILL)
-    assert wrapper.wait(60) == 256 - signal.SIGKILL
+    assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
     wait_until_gone([pids["server"]])
 
 
 def wait_until_gone(pids):
-    end = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < end, "still there"
-        time.sleep(0.01)
+    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def alive(pid):
