@@ -10,10 +10,16 @@ import random
 import sys
 
 import pytest
+from hypothesis import settings
 
 from needs import need
 
 MAY_LACK = ("this processor", "this system", "no CUDA device")
+
+
+# Hypothesis would fail an example that takes longer than 200 ms.
+settings.register_profile("onepolicy", deadline=None)
+settings.load_profile("onepolicy")
 
 
 def pytest_runtest_setup(item):

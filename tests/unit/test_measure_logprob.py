@@ -103,6 +103,8 @@ def test_metrics_have_the_documented_keys() -> None:
 @settings(max_examples=60, deadline=None)
 def test_permuting_and_interleaving_garbage_changes_nothing(pairs: list[tuple[float, float]]) -> None:
     old, rollout = torch.tensor(pairs).T
+    # Differences of one rounding leave a correlation that is rounding, too: the order of the sum decides it.
+    old, rollout = old.mul(2**10).round() / 2**10, rollout.mul(2**10).round() / 2**10
     plain = mismatch(old, rollout, torch.ones(len(pairs), dtype=torch.bool), segment=torch.zeros(len(pairs)).long())
     n = len(pairs)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n))

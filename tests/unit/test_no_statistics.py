@@ -43,14 +43,15 @@ def test_the_model_hubs_client_hears_it_before_it_is_imported():
 def test_a_vllm_server(monkeypatch):
     for name, value in ON.items():
         monkeypatch.setenv(name, value)
-    found = serve.environment("", cpu=True)
+    found = serve.environment("", hosts=(), vocab=32, cpu=True)
     assert {name: found[name] for name in OFF} == OFF
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ray(monkeypatch, own):
     for name in (*OFF, *start.QUIET, *start.ON_LOOPBACK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, ON.get(name, ""))
+        monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     start.prepare(own=own)
     assert {name: os.environ[name] for name in OFF} == OFF
 
