@@ -80,7 +80,7 @@ test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint,
 	$(MAKE) --no-print-directory -j2 -O test-envs test-vllm
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server
-	$(BIN)/pytest -m "slow and not vllm and not sglang and not ray" --timeout 7200
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist loadfile -m "slow and not vllm and not sglang and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and not vllm and not gpu" --timeout 1800
 	$(BIN)/pytest -m "slow and vllm and not ray" --timeout 7200
 	$(BIN)/pytest -m "ray and vllm and not gpu" --timeout 1800

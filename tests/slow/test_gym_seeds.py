@@ -1,6 +1,7 @@
-"""Each gym recipe on three seeds, end to end through the command line: the reward rises, the greedy answers stay right.
+"""Each gym recipe end to end through the command line: the reward rises, the greedy answers stay right.
 
-About 15 minutes of one idle core: three policies of 1.5 minutes and nine runs of about 1.
+About 8 minutes of one idle core: three policies of 1.5 minutes and three runs of about 1. More seeds:
+`python benchmarks/gym_curves.py`.
 """
 
 import json
@@ -34,7 +35,7 @@ def test_there_are_three_data_sets():
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_reward_rises(recipe, seed, gym_curves, policies, tmp_path):
     policy = gym_curves.make_policy(recipe, policies, threads=1)  # kept from seed to seed

@@ -1,4 +1,4 @@
-"""The quickstart on five seeds: reward rises on every one, and none falls back. Minutes; `make test-slow`."""
+"""The quickstart on two seeds: reward rises on both, and neither falls back. Minutes; `make test-slow`."""
 
 import json
 
@@ -14,7 +14,7 @@ def tiny_policy():
     assert main(["make-policy"]) == 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_reward_rises_and_stays(seed, tmp_path):
     out = tmp_path / "run"
     assert main(["train", "recipes/quickstart.toml", f"out={out}", f"seed={seed}", "log.report=false"]) == 0
