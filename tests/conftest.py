@@ -33,7 +33,16 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    report = yield
+    return _failed_in_ci((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A whole file too, by `pytest.importorskip`."""
+    return _failed_in_ci((yield))
+
+
+def _failed_in_ci(report):
     if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
         path, line, said = report.longrepr
         reason = said.removeprefix("Skipped: ")
