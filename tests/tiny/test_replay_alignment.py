@@ -29,7 +29,7 @@ from onepolicy.replay.alignment import check_alignment, windows
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
 from onepolicy.sync.local import push_weights
-from onepolicy.train.checks import _warn_of_collapse
+from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
 
@@ -296,6 +296,32 @@ def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(policy, m
     assert constant_layers(result.batch.routing, result.batch.cu_seqlens)[:, 2].any()
     assert "layer 2: the router has collapsed" in caplog.text
     assert "layer 1" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "age", "stops"),
+    [
+        (["replay.mode=off"], 0, "the engine did not capture"),
+        (["replay.mode=off"], 4, None),  # only measured, and older weights may have chosen so
+        (["replay.min_agreement=0.5"], 4, None),
+        (["replay.min_agreement=0"], 4, None),
+        ([], 4, "Or they are too old: the oldest tokens were sampled 4 updates ago"),
+    ],
+)
+def test_a_constant_layer_of_older_weights(policy, parts, batch, settings, age: int, stops: str | None) -> None:
+    """The engine's router had collapsed in layer 1; the trainer's has not quite: it agrees in 3 rows of 4."""
+    config = parts_of(policy, *settings).config.replay
+    ids = batch.routing.ids.clone()
+    ids[:, 1] = ids[0, 1]
+    native = ids.clone()
+    native[::4, 1] = 15 - ids[::4, 1]
+    scored = with_ids(batch, ids).replace(routing_native=dataclasses.replace(batch.routing, ids=native))
+    version = int(batch.version[batch.trainable].min()) + age
+    if stops is None:
+        check_routes(scored, config, version)
+    else:
+        with pytest.raises(RoutingError, match=stops):
+            check_routes(scored, config, version)
 
 
 def collapse(parts: Parts, layer: int) -> None:

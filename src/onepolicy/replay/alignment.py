@@ -77,11 +77,13 @@ def check_captured(
     every row of a sample. Return decoder layer -> experts of the collapsed routers.
 
     `native` is what the trainer's routers choose for the same tokens. A collapsed router chooses these experts there
-    too. Where the trainer chooses others Misaligned is raised, naming sample and layer.
+    too. Misaligned, naming sample and layer, if the trainer agrees in less than `least`; what lies between that and
+    MIN_AGREEMENT (older weights sampled, say) is neither.
     """
     bounds = torch.tensor([0, len(routing)]) if bounds is None else _checked(bounds, len(routing))
-    collapsed = {}
-    for sample, column in constant_layers(routing, bounds).nonzero().tolist():
+    collapsed, constant = {}, constant_layers(routing, bounds)  # [S, L]
+    everywhere = constant.all(1).tolist()  # as attention over equal tokens is, collapsed or not
+    for sample, column in constant.nonzero().tolist():
         rows = slice(*bounds[sample : sample + 2].tolist())
         mine, layer = _cut(routing, rows), routing.layers[column]
         experts = mine.ids[mine.valid][0, column].tolist()
@@ -94,7 +96,8 @@ def check_captured(
                 "trainer would choose the same",
                 of_layers=True,
             )
-        collapsed[layer] = experts
+        if agreement >= MIN_AGREEMENT and not everywhere[sample]:
+            collapsed[layer] = experts
     return collapsed
 
 

@@ -112,7 +112,7 @@ def with_routes(sample: Sample, rules: RouteRules | None, name: str) -> Sample:
 def check_trace(
     trace: RoutingTrace, *, layers: tuple[int, ...], num_experts: int, top_k: int, name: str = "trace"
 ) -> None:
-    """Every valid row names `top_k` different experts of every MoE layer of this model, and no layer the filler ids
+    """Every valid row names `top_k` different experts of every MoE layer of this model, and not the filler ids
     0, 1, .. K-1 throughout; else UsageError with layer, row and likely cause."""
     if trace.layers != layers:
         raise UsageError(f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}")
@@ -150,6 +150,7 @@ def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
 
 
 ENOUGH_ROWS, ENOUGH_BITS = 16, 64.0
+ENOUGH_FILLER_BITS = 20.0
 
 
 def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:  # [S, L] bool
@@ -180,14 +181,16 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
 
 
 def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """Refuse a layer whose rows are all 0, 1, .. K-1: a router that collapses does not choose these in this order."""
+    """Refuse rows that are 0, 1, .. K-1 in every layer. In one layer a router may have collapsed onto these experts,
+    in this order; that all of them did has a chance below 2^-ENOUGH_FILLER_BITS."""
     filler = torch.arange(trace.top_k, device=ids.device)
-    wrong = constant_layers(trace)[0] & (ids[trace.valid] == filler).all(-1).all(0) & (trace.top_k > 1)
-    if wrong.any():
-        column = int(wrong.nonzero()[0])
+    bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
+    if trace.top_k == 1 or bits < ENOUGH_FILLER_BITS or not constant_layers(trace).all():
+        return
+    if (ids[trace.valid] == filler).all():
         raise UsageError(
-            f"{name}: layer {trace.layers[column]} has the same experts {filler.tolist()} in all "
-            f"{int(trace.valid.sum())} rows; the engine did not capture this layer (filler ids)"
+            f"{name}: every layer has the same experts {filler.tolist()} in all {int(trace.valid.sum())} rows; the "
+            "engine captured nothing (filler ids)"
         )
 
 

@@ -9,7 +9,7 @@ import logging
 from transformers import PreTrainedModel
 
 from onepolicy.config import FromRollout, TrainingError, UsageError
-from onepolicy.config.objective import ReplayConfig
+from onepolicy.config.objective import MIN_AGREEMENT, ReplayConfig
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import Misaligned
 from onepolicy.types import LARGEST_LOGP, TokenBatch
@@ -61,24 +61,30 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
     version: of the weights that scored it; where older ones sampled, the error says how old they are.
     """
     native = scored.routing_native
-    if scored.routing is not None and native is not None:
-        collapsed = check_captured(scored.routing, native, scored.cu_seqlens)
-        if len(scored.input_ids.unique()) > 1:  # else attention over equal values is constant too
-            for layer, experts in collapsed.items():
-                _warn_of_collapse(layer, tuple(experts))
-    if isinstance(replay, FromRollout) and replay.min_agreement > 0 and native is not None:
-        assert scored.routing is not None
-        try:
-            check_alignment(scored.routing, native, scored.cu_seqlens, least=replay.min_agreement)
-        except Misaligned as error:
-            age = version - int(scored.version[scored.trainable].min())
-            if age <= 0:
-                raise
-            old = (
-                f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
-                "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"
-            )
-            raise Misaligned(f"{error}. {old}", of_layers=error.of_layers) from error
+    if scored.routing is None or native is None:
+        return scored
+    age = 0
+    if scored.trainable.any():
+        age = version - int(scored.version[scored.trainable].min())
+    least = MIN_AGREEMENT
+    if isinstance(replay, FromRollout):
+        least = replay.min_agreement
+    elif age > 0:
+        least = 0.0  # routes of older weights that are only measured may differ
+    try:
+        collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
+        if isinstance(replay, FromRollout) and least > 0:
+            check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
+    except Misaligned as error:
+        if age <= 0:
+            raise
+        old = (
+            f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
+            "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"
+        )
+        raise Misaligned(f"{error}. {old}", of_layers=error.of_layers) from error
+    for layer, experts in collapsed.items():
+        _warn_of_collapse(layer, tuple(sorted(experts)))
     return scored
 
 
