@@ -14,7 +14,7 @@ from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import CheckpointFunction, checkpoint  # by name, as some trainers import them
 
 from onepolicy import bind_routers
-from onepolicy.replay import Routers
+from onepolicy.replay import Routers, RoutingError
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -87,6 +87,29 @@ def test_checkpoints_of_another_thread_are_not_touched(reentrant: bool, other: s
     before = CheckpointFunction.forward, checkpoint_module._checkpoint_without_reentrant_generator
     assert _beside(lambda seed: _step(model, routers, ids, seed), beside, steps) == []
     assert before == (CheckpointFunction.forward, checkpoint_module._checkpoint_without_reentrant_generator)
+    assert not any("forward" in router.module.__dict__ for router in routers._routers)
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "non_reentrant", "reentrant"])
+def test_a_forward_in_another_thread_than_its_replay(checkpointed: bool | None) -> None:
+    """Right without checkpoints; with them its recompute would route natively, so it is refused."""
+    model, ids = build("qwen3_moe"), tokens()
+    routers = bind_routers(model)
+    expected = _step(model, routers, ids, 5)
+    model.zero_grad(set_to_none=True)
+    if checkpointed is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointed})
+    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=5)
+    with ThreadPoolExecutor(1) as pool:
+        if checkpointed is None:
+            with routers.replay(trace):
+                loss = pool.submit(_loss, model, ids).result()
+            loss.backward()
+            assert same_bits(take_grads(model), expected)
+        else:
+            words = "replayed in one thread and checkpointed in another"
+            with pytest.raises(RoutingError, match=words), routers.replay(trace):
+                pool.submit(_loss, model, ids).result()
     assert not any("forward" in router.module.__dict__ for router in routers._routers)
 
 

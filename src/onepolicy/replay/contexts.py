@@ -78,12 +78,6 @@ class Tape:
                 )
 
 
-def _versions(trace: RoutingTrace) -> list[int]:
-    """How often each tensor was written in place (inference tensors, which do not count, cannot be in a backward)."""
-    tensors = (trace.ids, trace.valid, trace.weights)
-    return [tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference()]
-
-
 class Replayed:
     """One replayed forward. It and its backward's recomputes see the trace; nothing else does."""
 
@@ -91,8 +85,11 @@ class Replayed:
         self, routers: Sequence[Router], trace: RoutingTrace, *, native: bool, soft: float | None, weights: bool
     ) -> None:
         self._routers = routers
+        # A recompute may come much later, and engines reuse their buffers.
+        trace = dataclasses.replace(trace, ids=trace.ids.clone(), valid=trace.valid.clone())
+        if weights and trace.weights is not None:
+            trace = dataclasses.replace(trace, weights=trace.weights.clone())
         self._trace = trace
-        self._versions = _versions(trace)
         self.layers = trace.layers
         valid = None if bool(trace.valid.all()) else trace.valid
         recorded = trace.weights.unbind(1) if weights and trace.weights is not None else [None] * len(routers)
@@ -146,11 +143,6 @@ class Replayed:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         recompute = in_backward()
-        if recompute and _versions(self._trace) != self._versions:
-            raise RoutingError(
-                "the trace was changed in place after the forward that replayed it, so its checkpoints cannot "
-                "be recomputed; keep it until the backward, or replay a copy"
-            )
         before = [replayer.recompute for replayer in self._replayers]  # a checkpoint may stand inside another
         with override("forward", [(r.router.module, r.__call__) for r in self._replayers]):
             try:

@@ -7,6 +7,7 @@ Answering only the top-k, with `(scores.gather(-1, ids), ids)`, leaves that form
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, SupportsIndex
@@ -152,6 +153,7 @@ class Replayer(Seam):
         """native: also keep the router's own choice; soft, weights: see `modes.soften`, `modes.with_weights`."""
         super().__init__(router)
         self.fired = False
+        self._thread = threading.get_ident()
         self.recompute = False  # what runs now is an activation recompute (compiled code cannot ask `in_backward`)
         self.native: Tensor | None = None  # [T, K], dtype of route
         self.gate_mass: Tensor | None = None  # [T] float32, see `gate_mass`
@@ -171,6 +173,7 @@ class Replayer(Seam):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() and not self.recompute and of_checkpoint():
             return self.forward(*args, **kwargs)  # a checkpoint of another forward, which was not replayed
+        self._refuse_foreign_checkpoint()
         if not self.fired:
             self._first_call(args, kwargs)
         elif not (self.recompute or in_backward()):  # a recompute takes what the forward took
@@ -189,6 +192,16 @@ class Replayer(Seam):
         if self._weights is not None:
             out = with_weights(out, self._weights, self._valid, self.router.top_k, self._where)
         return out
+
+    def _refuse_foreign_checkpoint(self) -> None:
+        """Only the thread that opened the replay has its checkpoints recomputed in it (`recompute.carried`)."""
+        if torch.compiler.is_compiling() or self.recompute or threading.get_ident() == self._thread or in_backward():
+            return
+        if of_checkpoint():
+            raise RoutingError(
+                f"layer {self.router.layer} is replayed in one thread and checkpointed in another, where its recompute "
+                "would route natively; open the replay in the thread that runs the forward"
+            )
 
     def _first_call(self, args: tuple, kwargs: dict) -> None:
         self.fired = True
