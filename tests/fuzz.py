@@ -10,9 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 FAST, SLOW = 10**4, 10**5  # inputs for each target
-DEEP: list = []
-for _ in range(400):
-    DEEP = [DEEP]
+DEEP = "400 lists, one in the other"
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -3, 7, 99, 2**31, 2**63, 2 * 10**8, 10**12, -(10**12), 10**400, -(10**400)),
     *(0.5, 1.0, -0.5, 1e-4, 1e308, -1e308, float("nan"), float("inf"), float("-inf")),
@@ -91,13 +89,23 @@ class Damage:
             case 4:
                 of[key] = copy.deepcopy(self.random.choice(places[:40])[0]) if of is not root else None
             case _:
-                of[key] = self.random.choice(JUNK)
+                of[key] = _fresh(self.random.choice(JUNK))
 
     def reply(self, good: Any) -> bytes | Any:
         """A reply as bytes off the wire, or as the JSON value they hold."""
         if self.random.random() < 0.3:
             return self.data(json.dumps(good).encode())
         return self.tree(good)
+
+
+def _fresh(junk: Any) -> Any:
+    """A copy, because the next damage may be done to it."""
+    if junk is not DEEP:
+        return copy.deepcopy(junk)
+    deep: list = []
+    for _ in range(400):
+        deep = [deep]
+    return deep
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
