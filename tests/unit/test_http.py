@@ -5,6 +5,7 @@ import gzip
 import json
 import threading
 import typing
+import zlib
 
 import pytest
 from http_support import Reply, Server, first
@@ -109,6 +110,70 @@ def test_the_time_limit_holds_while_a_reply_is_decompressed():
 
     with pytest.raises(TimeoutError):
         asyncio.run(read())
+
+
+class Gzipped:
+    """A response whose body comes in these chunks; `taken` counts them."""
+
+    headers: typing.ClassVar = {"content-encoding": "gzip"}
+
+    def __init__(self, chunks):
+        self.chunks, self.taken = chunks, 0
+
+    async def aiter_raw(self):
+        for chunk in self.chunks:
+            self.taken += 1
+            yield chunk
+
+
+EMPTY_BLOCK = b"\0\0\0\xff\xff"  # of Deflate: stored, of no bytes, not the last one
+GZIP_HEADER = gzip.compress(b"")[:10]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "after"),
+    [
+        ([gzip.compress(b"{}"), *([bytes(2**16)] * 9)], 2),
+        ([gzip.compress(b"{}") + b"\0"] * 9, 1),
+        ([gzip.compress(b"{}")] * 9, 2),
+        ([gzip.compress(b"") * 9] * 9, 1),
+        ([*([gzip.compress(b"{}")[n : n + 1] for n in range(22)]), b"", b"\0", b"\0"], 24),
+        ([GZIP_HEADER, *([EMPTY_BLOCK * 2**13] * 99)], 3),
+        ([GZIP_HEADER[:3] + b"\x08" + GZIP_HEADER[4:], *([b"name" * 2**13] * 99)], 4),
+    ],
+    ids=[
+        *("zeros", "a byte in the same chunk", "members", "members in one chunk", "single bytes"),
+        *("empty blocks", "an endless name"),
+    ],
+)
+def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
+    response = Gzipped(chunks)
+    with pytest.raises(Malformed, match=r"goes on after its end|a gzip body of more than 100 bytes"):
+        asyncio.run(read_body(response, 100))
+    assert response.taken == after
+
+
+def test_a_gzip_body_may_come_in_single_bytes_and_in_blocks_larger_than_what_they_hold():
+    whole = gzip.compress(b"x" * 2_000_000)
+    chunks = [whole[n : n + 1] for n in range(len(whole))]
+    assert asyncio.run(read_body(Gzipped(chunks), 2_000_000)) == b"x" * 2_000_000
+    packed = zlib.compressobj(level=6, wbits=31, strategy=zlib.Z_FIXED)
+    high = bytes(range(144, 256)) * 20_000  # each takes 9 bits
+    body = packed.compress(high) + packed.flush()
+    assert asyncio.run(read_body(Gzipped([body]), len(high))) == high
+
+
+def test_other_tasks_run_while_a_reply_comes_in_single_bytes():
+    class Plain(Gzipped):
+        headers: typing.ClassVar = {}
+
+    async def read(response):
+        async with asyncio.timeout(0):
+            await read_body(response, 100)
+
+    for response in (Plain([b"1"] * 50), Gzipped([GZIP_HEADER[:1]])):
+        with pytest.raises(TimeoutError):
+            asyncio.run(read(response))
 
 
 def test_a_reply_that_parse_refuses_is_tried_again():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**24  # of a reply that has no bound of its own
 PIECE_BYTES = 2**20  # decompressed at once; other tasks, and the time limit, come between two pieces
+GZIP_BYTES = 2**16  # of a gzip body beside its data: a header with a file's name, a checksum, empty blocks
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability, at most
 SMALLEST_LOGP = -1e6  # nats; below it stands a constant for a token that cannot be sampled
 
@@ -35,26 +36,37 @@ async def read_body(response: httpx2.Response, most: int) -> bytes:
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip"):
         raise Malformed(f"a body in the encoding {encoding[:60]!r}, which nobody asked for")
+    if encoding == "gzip":
+        return await _read_gzip(response, most)
     body = bytearray()
-    if encoding != "gzip":
-        async for chunk in response.aiter_raw():
-            body += chunk
-            _check_size(body, most)
-        return bytes(body)
+    async for chunk in response.aiter_raw():
+        body += chunk
+        _check_size(body, most)
+        await asyncio.sleep(0)  # of tiny chunks many come at once
+    return bytes(body)
+
+
+async def _read_gzip(response: httpx2.Response, most: int) -> bytes:
+    body, sent = bytearray(), 0
     unzip = zlib.decompressobj(wbits=31)  # with gzip's header and checksum
     try:
         async for chunk in response.aiter_raw():
+            sent += len(chunk)
+            if sent > most + most // 8 + GZIP_BYTES:  # the worst code of Deflate takes 9 bits for a byte
+                raise Malformed(f"a gzip body of more than {most:,} bytes, and as it unpacks to fewer")
             left, full = chunk, True
-            while left or full:
+            while (left or full) and not unzip.eof:
                 piece = unzip.decompress(left, PIECE_BYTES)
                 left, full = unzip.unconsumed_tail, len(piece) == PIECE_BYTES
                 body += piece
                 _check_size(body, most)
                 await asyncio.sleep(0)
+            if left or unzip.unused_data:  # a second member too: no server of an engine sends one
+                raise Malformed("a gzip body that goes on after its end")
     except zlib.error as error:
         raise Malformed(f"a body that is not gzip, though it says so ({error})") from error
-    if not unzip.eof or unzip.unused_data:
-        raise Malformed("a gzip body that ends too early or goes on after its end")
+    if not unzip.eof:
+        raise Malformed("a gzip body that ends too early")
     return bytes(body)
 
 
