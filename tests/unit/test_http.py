@@ -10,10 +10,10 @@ import zlib
 import pytest
 from http_support import Reply, Server, first
 
-from onepolicy.config import TrainingError, UsageError
+from onepolicy.config import NotThere, TrainingError, UsageError
 from onepolicy.rollout import http
 from onepolicy.rollout.body import read_body
-from onepolicy.rollout.http import Counters, EngineClient, Malformed
+from onepolicy.rollout.http import Counters, EngineClient, EngineLost, Malformed
 from waiting import LIMIT_S, wait_until
 
 
@@ -174,6 +174,34 @@ def test_other_tasks_run_while_a_reply_comes_in_single_bytes():
     for response in (Plain([b"1"] * 50), Gzipped([GZIP_HEADER[:1]])):
         with pytest.raises(TimeoutError):
             asyncio.run(read(response))
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\r\nonepolicy: all is well\x9b2J\u202e\u2028\x00\x7f"
+
+
+@pytest.mark.parametrize("status", [503, 403, 307, 200])
+@pytest.mark.parametrize("kind", ["text/plain", "application/json"])
+def test_what_a_server_sent_reaches_no_terminal_as_it_came(status, kind):
+    def parse(reply):
+        raise Malformed(f"it sent {reply}")
+
+    body = EVIL.encode() if kind == "text/plain" else json.dumps({"error": EVIL}, ensure_ascii=False).encode()
+    with (
+        Server({"POST /do": lambda _: Reply(body, status, content_type=kind)}) as server,
+        pytest.raises(TrainingError) as error,
+    ):
+        asyncio.run(client_of(server).post("/do", parse=parse))
+    assert str(error.value).isprintable()
+    assert "owned" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, Malformed])
+def test_an_error_keeps_no_more_than_its_line_breaks(kind):
+    text = str(kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600"))
+    assert text.replace("\n", "").replace("\u3000", "").isprintable()
+    assert "\\x1b]0;owned\\x07" in text
+    assert text.endswith("\\u202e\\u2028\\x00\\x7f; f\u00fcr \u4f60\u3000\u597d \U0001f600")
+    assert str(kind(text)) == text.replace("\n", "\\n" if kind is Malformed else "\n")
 
 
 def test_a_reply_that_parse_refuses_is_tried_again():

@@ -13,7 +13,7 @@ from onepolicy.cli import engine, measure, plan
 from onepolicy.cli.common import EPILOG, command, hosts_of, prepare_process
 from onepolicy.cli.stopped import interrupted, telling_of_sigterm
 from onepolicy.cli.streams import tolerant
-from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, read_recipe, resolve
+from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, printable, read_recipe, resolve
 from onepolicy.config.load import parse_value, resolve_as
 from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, free_sibling
 from onepolicy.config.policy import PolicyConfig
@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if error.filename is None or error.errno is None:
             raise
         mend = "check that the path is right, and who may read and write it"
-        print(f"onepolicy: {error.filename}: {error.strerror}; {mend}", file=sys.stderr)
+        print(f"onepolicy: {printable(str(error.filename))}: {error.strerror}; {mend}", file=sys.stderr)
         return 2 if error.errno in WRONG_PLACE else 1
     except KeyboardInterrupt:
         return interrupted(arguments)

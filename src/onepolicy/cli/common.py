@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from onepolicy.config import RunConfig
+from onepolicy.config import RunConfig, printable
 
 if TYPE_CHECKING:
     from onepolicy.loop.hosts import Hosts
@@ -36,7 +36,7 @@ class _Lines(logging.Handler):
     """What the library logs, as lines on stderr; looked up at every line, because live bars take it over."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
+        print(printable(self.format(record), keep="\n"), file=sys.stderr, flush=True)
 
 
 def prepare_process(threads: int | None) -> None:

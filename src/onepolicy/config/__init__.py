@@ -1,6 +1,6 @@
 """Typed, frozen settings. Importing this package loads no torch (tests/unit/test_imports.py holds that)."""
 
-from onepolicy.config.base import Frozen, NotThere, TrainingError, UsageError
+from onepolicy.config.base import Frozen, NotThere, TrainingError, UsageError, printable
 from onepolicy.config.correction import CorrectionConfig, Gate, Weight
 from onepolicy.config.engine import (
     EngineConfig,
@@ -96,6 +96,7 @@ __all__ = [
     "WeightsReplay",
     "apply_override",
     "load",
+    "printable",
     "read_recipe",
     "resolve",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,7 +10,26 @@ from pydantic import BaseModel, ConfigDict, Field
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class UsageError(ValueError):
+def printable(text: str, keep: str = "") -> str:
+    """Return the text with every character that a terminal acts on, or shows as nothing, as its escape.
+
+    keep: characters that stay as they are.
+    """
+    return "".join(each if each in keep or _is_shown(each) else ascii(each)[1:-1] for each in text)
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # a space
+
+
+class _Told(Exception):
+    """An error whose message may quote a stranger, and is printed: only its line breaks reach a terminal."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message), keep="\n"))
+
+
+class UsageError(_Told, ValueError):
     """Bad input. The message names the path or field, the value and the mend; the command line exits with 2."""
 
 
@@ -20,7 +40,7 @@ class NotThere(UsageError):
     """Of the command line: the EX_TEMPFAIL of sysexits.h."""
 
 
-class TrainingError(RuntimeError):
+class TrainingError(_Told, RuntimeError):
     """A run that began well cannot go on. The message says why and what to do; the command line exits with 1."""
 
 

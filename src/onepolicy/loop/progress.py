@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from onepolicy.config import printable
 from onepolicy.loop.run import Progress as RunProgress
 
 SHOWN = (
@@ -40,7 +41,9 @@ class TerminalProgress(RunProgress):
             self.console.print(f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)  # it may quote a model
+        self.console.print(
+            printable(text, keep="\n"), highlight=False, soft_wrap=True, markup=False
+        )  # it may quote a model
 
 
 @contextmanager

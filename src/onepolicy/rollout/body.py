@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onepolicy.config import printable
 from onepolicy.types import LARGEST_LOGP
 
 if TYPE_CHECKING:
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**24  # of a reply that has no bound of its own
 PIECE_BYTES = 2**20  # decompressed at once; other tasks, and the time limit, come between two pieces
 GZIP_BYTES = 2**16  # of a gzip body beside its data: a header with a file's name, a checksum, empty blocks
+DEEPEST = 32  # levels of what a server says of itself
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability, at most
 SMALLEST_LOGP = -1e6  # nats; below it stands a constant for a token that cannot be sampled
 
 
 class Malformed(ValueError):
     """A reply that is not what was asked for. `parse` raises it; the request is tried again."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(printable(problem))
 
 
 async def read_body(response: httpx2.Response, most: int) -> bytes:
@@ -99,6 +104,19 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 100, 100
 def shown(value: Any) -> str:
     """Return a short text of what came, however large or deep it is."""
     return _SHORT.repr(value)[:200]
+
+
+def made_printable(value: Any, depth: int = DEEPEST) -> Any:
+    """Return what a server says of itself, with all text in it printable: errors quote it. Malformed if deeper."""
+    if depth < 0:
+        raise Malformed(f"what it says of itself is more than {DEEPEST} deep")
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [made_printable(each, depth - 1) for each in value]
+    if isinstance(value, dict):
+        return {printable(name): made_printable(each, depth - 1) for name, each in value.items()}
+    return value
 
 
 def field(of: Any, name: str, kind: type) -> Any:

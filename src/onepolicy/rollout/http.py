@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError
+from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageError, printable
 from onepolicy.config.address import check_url
 from onepolicy.rollout.body import MOST_BYTES, Malformed, as_json, field, read_body
 from onepolicy.rollout.token import left_for, token_of
@@ -197,6 +197,7 @@ class EngineClient:
         asked = f"{method} {self.url}{path}" + (f", {times}" if times else "")
         if self._token is not None:  # a server may repeat what it was sent
             problem = problem.replace(self._token, "(the token)")
+        problem = printable(problem)
         return f"rollout.engine.url: asked {self.server}: {asked}; got {problem}.{dropped} {mend}"
 
     def _authorize(self, request: httpx2.Request) -> httpx2.Request:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import quoted, read_as
 
 FAILED = "failed"  # the message that there will be no other, and why
 POLL_S = 0.1
@@ -75,7 +75,7 @@ class Board:
 
     def _refuse_failed(self) -> None:
         if self.store.check([FAILED]):
-            raise TrainingError(f"weight sync: the other side failed: {self._read(FAILED)}")
+            raise TrainingError(f"weight sync: the other side failed: {quoted(self._read(FAILED))}")
 
     def _read(self, name: str) -> Any:
         data = self.store.get(name)

@@ -35,7 +35,7 @@ from onepolicy.sync.board import FAILED, Board, Invitation
 from onepolicy.sync.buckets import flattened, in_buckets, likes, places, split
 from onepolicy.sync.checksum import Checksums, Sums, difference
 from onepolicy.sync.group import finish, join_store, open_store, own_address, process_group, start_broadcast
-from onepolicy.sync.messages import read_as
+from onepolicy.sync.messages import quoted, read_as
 
 BUCKET_BYTES = 2**26
 """Small tensors share a bucket; a larger one is a bucket of its own and is not copied by the sender."""
@@ -291,6 +291,6 @@ class Receiver:
 
 def _told(answer: Any) -> str:
     if isinstance(answer, dict) and FAILED in answer:
-        return f"failed: {answer[FAILED]}"
+        return f"failed: {quoted(answer[FAILED])}"
     read_as(End, answer, "weight sync: a receiver's answer")
     return f"has version {answer['version']} with checksum {answer['digest'][:12]}, which is not what was sent"

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from onepolicy.config import TrainingError
+from onepolicy.config import TrainingError, printable
 
 SHOWN = 200  # characters of what is wrong
+QUOTED = 2000  # characters of another process's own error
 
 
 def read_as(kind: Any, value: Any, what: str) -> Any:
@@ -25,8 +26,13 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        problem = f"{where}: {first['msg']}"[:SHOWN]
-        raise TrainingError(f"{what} is malformed: {problem}") from None
+        problem = f"{where}: {first['msg']}"
+        raise TrainingError(f"{what} is malformed: {printable(problem[:SHOWN])}") from None
+
+
+def quoted(text: object) -> str:
+    """Return what another process says, short and printable."""
+    return printable(str(text)[:QUOTED])
 
 
 @cache

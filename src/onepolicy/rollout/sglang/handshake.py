@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import SGLangConfig, UsageError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.body import Malformed, count, shown
+from onepolicy.rollout.body import Malformed, count, made_printable, shown
 from onepolicy.rollout.http import EngineClient
 from onepolicy.rollout.sglang.name import NEVER_NAMED, Name
 
@@ -61,7 +61,7 @@ async def handshake(
 def _object(reply: Any) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise Malformed(f"expected an object, got {shown(reply)}")
-    return reply
+    return dict(made_printable(reply))
 
 
 def _info(reply: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.body import Malformed, field, shown
+from onepolicy.rollout.body import Malformed, field, made_printable, shown
 from onepolicy.rollout.http import EngineClient
 from onepolicy.rollout.vllm.contract import contract_of
 from onepolicy.rollout.vllm.known_bad import Deployment, parse_version, refuse_known_bad
@@ -52,7 +52,7 @@ async def handshake(
     quant: QuantFormat | None = None,
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
-    version = await client.get("/version", parse=lambda reply: field(reply, "version", str))
+    version = await client.get("/version", parse=lambda reply: made_printable(field(reply, "version", str)))
     await _check_endpoints(client)
     told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
@@ -77,7 +77,7 @@ async def describe(client: EngineClient) -> tuple[Description, int]:
         results = field(reply, "results", list)
         if not results or not isinstance(results[0], dict):
             raise Malformed(f"no description: {shown(reply)}")
-        return results[0], len(results)
+        return made_printable(results[0]), len(results)
 
     try:
         told, workers = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
