@@ -15,7 +15,7 @@ import pytest
 from onepolicy.cli import main, stopped, streams
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
-from onepolicy.config.place import check_new, check_place, check_resumable, free_sibling
+from onepolicy.config.place import check_new, check_place, check_resumable, claimed
 
 SOURCE = Path(__file__).parents[2] / "src"
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
@@ -186,12 +186,75 @@ def test_a_read_only_file_system_is_named(tmp_path, monkeypatch):
 
 def test_the_first_free_sibling(tmp_path):
     out = tmp_path / "quickstart"
-    assert free_sibling(out) == out
+    with claimed(out) as free:
+        assert free == out
+    assert not out.exists()
     out.mkdir()
-    assert free_sibling(out) == out  # empty
+    with claimed(out) as free:
+        assert free == out
+    assert out.exists()  # somebody else has made it
     (out / "config.json").write_text("")
     (tmp_path / "quickstart-2").write_text("")
-    assert free_sibling(out) == tmp_path / "quickstart-3"
+    with claimed(out) as free:
+        assert free == tmp_path / "quickstart-3"
+
+
+def test_starts_at_once_get_a_folder_each_and_what_is_left_of_a_killed_one_is_free(tmp_path):
+    out = tmp_path / "runs" / "r"
+    with claimed(out) as first, claimed(out) as second, claimed(out) as third:
+        assert [each.name for each in (first, second, third)] == ["r", "r-2", "r-3"]
+        made = tmp_path / "made"
+        made.mkdir()
+        (made / "config.json").write_text("")
+        made.rename(second)  # as a run is put there
+        with claimed(out) as fourth:
+            assert fourth.name == "r-4"
+    assert os.listdir(out.parent) == ["r-2"]
+    code = (
+        "import os; from pathlib import Path; from onepolicy.config.place import claimed\n"
+        f"with claimed(Path({str(out)!r})): os._exit(9)"
+    )
+    assert python(code).returncode == 9
+    assert out.is_dir()
+    with claimed(out) as free:
+        assert free == out
+
+
+def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from onepolicy.config.place import claimed\n"
+        f"with claimed(Path({str(tmp_path / 'r')!r})) as out: print(out.name, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(6)]
+    try:
+        names = {each.stdout.readline().strip() for each in running}
+    finally:
+        for each in running:
+            each.communicate()
+    assert len(names) == 6
+    assert "" not in names
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("restarts", [[], ["--restarts=1"]])
+def test_a_run_that_starts_holds_its_folder_until_it_is_there(tmp_path, monkeypatch, capsys, restarts):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(RECIPE.read_text().replace('out = "runs/quickstart"', f"out = {json.dumps(str(tmp_path / 'r'))}"))
+    starts = []
+
+    def start(*arguments, **_):
+        place = arguments[0] if restarts else arguments[0].out
+        starts.append(Path(place).name)
+        if len(starts) < 3:
+            main(["train", str(recipe), *restarts])
+        raise UsageError("enough")
+
+    monkeypatch.setattr("onepolicy.loop.supervise.supervise" if restarts else "onepolicy.loop.run.start", start)
+    assert main(["train", str(recipe), *restarts]) == 2
+    assert starts == ["r", "r-2", "r-3"]
+    assert os.listdir(tmp_path) == ["r.toml"]
 
 
 def test_a_typed_out_that_is_not_empty_is_refused_before_torch_is_loaded(tmp_path):

@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
@@ -15,7 +17,7 @@ from onepolicy.cli.stopped import interrupted, telling_of_sigterm
 from onepolicy.cli.streams import tolerant
 from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, printable, read_recipe, resolve
 from onepolicy.config.load import parse_value, resolve_as
-from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, free_sibling
+from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, claimed
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
 
@@ -172,15 +174,15 @@ def run_train(arguments: argparse.Namespace) -> int:
         return _resume(arguments, overrides)
     if arguments.fork:
         return _fork(arguments, overrides)
-    config = _placed(load(arguments.recipe, overrides), overrides)
-    arguments.folder = Path(config.out)
-    print(f"run folder: {config.out}", flush=True)
-    prepare_process(config.train.threads)
-    from onepolicy.loop import run
-    from onepolicy.loop.progress import terminal_progress
+    with _placed(load(arguments.recipe, overrides), overrides) as config:
+        arguments.folder = Path(config.out)
+        print(f"run folder: {config.out}", flush=True)
+        prepare_process(config.train.threads)
+        from onepolicy.loop import run
+        from onepolicy.loop.progress import terminal_progress
 
-    with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
-        summary = run.start(config, progress, hosts=hosts)
+        with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
+            summary = run.start(config, progress, hosts=hosts)
     return _show(summary)
 
 
@@ -193,16 +195,21 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _placed(config: RunConfig, overrides: list[str]) -> RunConfig:
-    """The same settings with a run folder that is free: a recipe's own `out` is numbered on where a run lies already.
+@contextmanager
+def _placed(config: RunConfig, overrides: list[str]) -> Iterator[RunConfig]:
+    """The same settings with a run folder that is free: a recipe's own `out` is numbered on where a run lies already,
+    or is about to.
 
     UsageError for an `out` that was typed and is not free.
     """
-    out = Path(config.out)
-    if _typed_out(overrides) is None and (free := free_sibling(out)) != out:
-        config = config.model_copy(update={"out": str(free)})
-    check_new(Path(config.out))
-    return config
+    if _typed_out(overrides) is not None:
+        check_new(Path(config.out))
+        yield config
+        return
+    with claimed(Path(config.out)) as out:
+        if out != Path(config.out):
+            config = config.model_copy(update={"out": str(out)})
+        yield config
 
 
 def _typed_out(overrides: list[str]) -> Path | None:
@@ -225,12 +232,18 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
         out = _fork_out(overrides)
         first = ["train", "--from", arguments.fork, *overrides]
     else:
-        out = Path(_placed(load(arguments.recipe, overrides), overrides).out)
-        first = ["train", arguments.recipe, *overrides]
-        if _typed_out(overrides) is None:  # or each start would take another
-            first.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
+        with _placed(load(arguments.recipe, overrides), overrides) as config:
+            out = Path(config.out)
+            first = ["train", arguments.recipe, *overrides]
+            if _typed_out(overrides) is None:  # or each start would take another
+                first.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
+            return supervise(out, first, ["train", "--resume", str(out)], arguments.restarts, _say)
     resume = first if arguments.resume else ["train", "--resume", str(out)]
-    return supervise(out, first, resume, arguments.restarts, lambda text: print(f"onepolicy: {text}", file=sys.stderr))
+    return supervise(out, first, resume, arguments.restarts, _say)
+
+
+def _say(text: str) -> None:
+    print(f"onepolicy: {text}", file=sys.stderr)
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onepolicy.config.base import UsageError
@@ -76,14 +80,60 @@ def check_new(out: Path) -> None:
         )
 
 
-def free_sibling(out: Path) -> Path:
-    """`out` itself where nothing is, else the first of out-2, out-3, ..."""
-    check_place("out", out)
+@contextmanager
+def claimed(out: Path) -> Iterator[Path]:
+    """`out` itself where nothing is, else the first of out-2, out-3, ...: an empty folder that no other process claims.
+
+    The claim is a lock on the folder, which dies with the process; the run may be renamed over it. It is removed
+    afterwards if nothing has come of it.
+    """
     number, free = 1, out
-    while _taken(free):
+    while (claim := _claim(free)) is None:
         number += 1
         free = out.with_name(f"{out.name}-{number}")
-    return free
+    lock, made = claim
+    try:
+        yield free
+    finally:
+        if made:
+            with suppress(OSError):  # the run lies there now
+                free.rmdir()
+        os.close(lock)
+
+
+def _claim(folder: Path) -> tuple[int, bool] | None:
+    """The descriptor that holds the lock, and whether the folder was made for it. None: somebody else's."""
+    check_place("out", folder)
+    if _taken(folder):
+        return None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = _make(folder)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):  # another start has removed or replaced it meanwhile
+        return None
+    except OSError as error:
+        raise UsageError(f"out: cannot make {folder}: {error.strerror}; choose another folder") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _taken(folder) and os.path.samestat(os.fstat(lock), os.stat(folder)):
+            return lock, made
+    except FileNotFoundError:
+        pass  # as above
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):  # a file system that has no locks for folders
+            return lock, made
+    os.close(lock)
+    return None
+
+
+def _make(folder: Path) -> bool:
+    """Make the folder. False if it exists."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _taken(path: Path) -> bool:
