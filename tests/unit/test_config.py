@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import R3, JsonlTask, RunConfig, UsageError, apply_override, load, resolve
+from onepolicy.config.engine import ServeConfig
 from onepolicy.config.policy import PolicyConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -250,3 +251,51 @@ def test_config_into_a_closed_pipe_is_no_error():
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+UNBOUNDED = {f"{of}.{end}" for of in ("Bounds", "Gate", "Weight") for end in ("low", "high")}  # only compared with
+
+
+@pytest.mark.parametrize("kind", [RunConfig, PolicyConfig, ServeConfig])
+def test_every_number_has_a_largest_value(kind):
+    schema = kind.model_json_schema()
+    without, seen = set(), 0
+    for section, about in {kind.__name__: schema, **schema["$defs"]}.items():
+        for name, field in about.get("properties", {}).items():
+            for variant in [field, *field.get("anyOf", ())]:
+                if variant.get("type") in ("integer", "number"):
+                    seen += 1
+                    if not {"maximum", "exclusiveMaximum"} & variant.keys():
+                        without.add(f"{section}.{name}")
+    assert seen >= 5
+    assert without <= UNBOUNDED
+
+
+@pytest.mark.parametrize(
+    ("override", "most"),
+    [
+        ("rollout.engine.slots=1000000000", "65536"),
+        (f"rollout.engine.slots={10**20}", "65536"),
+        (f"rollout.engine.max_len={10**12}", "16777216"),
+        (f"rollout.group_size={10**12}", "65536"),
+        (f"rollout.prompts_per_step={10**23}", "1048576"),
+        (f"rollout.sampling.max_tokens={10**12}", "16777216"),
+        ("rollout.sampling.temperature=1e300", "1000000000000"),
+        ("optim.lr=1e300", "1000"),
+        (f"steps={10**30}", "2147483647"),
+        (f"eval.problems={10**12}", "1048576"),
+        (f"eval.k={10**12}", "1048576"),
+        (f"train.threads={10**9}", "65536"),
+        (f"train.ranks={10**9}", "65536"),
+    ],
+)
+def test_a_setting_far_beyond_any_use_is_refused_with_its_bound(override, most):
+    name = override.split("=")[0]
+    with pytest.raises(UsageError, match=rf"^{name}: Input should be less than or equal to {most}\b.* \(value "):
+        load(RECIPES / "quickstart.toml", [override])
+
+
+def test_a_step_of_more_samples_than_end_is_refused():
+    load(RECIPES / "quickstart.toml", ["rollout.prompts_per_step=4096", "rollout.group_size=1024"])
+    with pytest.raises(UsageError, match=r"rollout.prompts_per_step: 4097 prompts .* are 4,195,328 samples a step"):
+        load(RECIPES / "quickstart.toml", ["rollout.prompts_per_step=4097", "rollout.group_size=1024"])

@@ -9,6 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
+# Far above any use: what lies beyond is a slip of the pen, and ends in a loop or an allocation without an end.
+MOST = 2**31 - 1
+LARGEST = 1e12
+Count = Annotated[int, Field(gt=0, le=MOST)]
+Few = Annotated[int, Field(gt=0, le=2**16)]
+"""Of what is there at once: sequences, processes, threads, layers."""
+Many = Annotated[int, Field(gt=0, le=2**20)]
+"""Of what a step or an evaluation goes through."""
+Tokens = Annotated[int, Field(gt=0, le=2**24)]
+"""Of one sequence or forward."""
+Rate = Annotated[float, Field(gt=0, le=1e3)]
+"""A learning rate: beyond, AdamW's first step leaves nothing of any weights."""
+Amount = Annotated[float, Field(gt=0, le=LARGEST)]
+"""Seconds, scales and the like."""
+
 
 def printable(text: str, keep: str = "") -> str:
     """Return the text with every character that a terminal acts on, or shows as nothing, as its escape.

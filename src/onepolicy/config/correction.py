@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import Frozen, Many
 
 Ratio = Literal["old/rollout", "new/rollout"]
 Term = Literal["kl", "entropy", "value"]
@@ -156,7 +156,7 @@ class CorrectionConfig(Frozen):
     centering: Literal["none", "head", "support"] = "none"
     """Subtract the rollout policy's mean score (arXiv 2609.20807): from the log-probabilities of the sampler's
     likeliest tokens with a proportional tail (head), or of the whole vocabulary (support)."""
-    head_size: PositiveInt | None = None
+    head_size: Many | None = None
     """Tokens of centering = head. Unset: 16 (a vLLM server returns up to 19 unless it is told otherwise)."""
 
     @model_validator(mode="before")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from onepolicy.config.address import check_url
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import LARGEST, MOST, Amount, Few, Frozen, Tokens
 from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
 
 Head = Literal["same", "float32"]
@@ -21,9 +21,9 @@ class HFEngineConfig(Frozen):
     """Of the engine's own copy of the weights, whatever the trainer's."""
     lm_head: Head = "same"
     """float32: the vocabulary projection alone, with float32 weights (unrounded, another copy) and hidden states."""
-    slots: PositiveInt = 64
+    slots: Few = 64
     """Sequences decoded at once; a finished one makes room for the next."""
-    max_len: PositiveInt | None = None
+    max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length."""
     prefix_reuse: bool = True
     """Copy keys, values and routes of a shared prefix instead of computing them again."""
@@ -42,15 +42,15 @@ class VLLMEngineConfig(Frozen):
     """Of the engine's own copy of the weights, whatever the trainer's."""
     lm_head: Head = "same"
     """float32: the vocabulary projection alone, from the rounded weights (vLLM's head_dtype)."""
-    slots: PositiveInt = 64
+    slots: Few = 64
     """Sequences decoded at once; a finished one makes room for the next."""
-    max_len: PositiveInt | None = None
+    max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length."""
     prefix_reuse: bool = True
     """vLLM's prefix caching: whole blocks of a shared prefix keep their keys, values and routes."""
-    block_size: PositiveInt | None = None
+    block_size: Tokens | None = None
     """Tokens of a cached block; unset: vLLM's own choice (128 on the CPU)."""
-    cache_gib: PositiveFloat = 1.0
+    cache_gib: Amount = 1.0
     """Memory for keys and values."""
 
     @model_validator(mode="after")
@@ -83,15 +83,15 @@ class ServerEngineConfig(Frozen):
     """What the server was started with; another is refused."""
     lm_head: Head = "same"
     """The server's vocabulary projection, likewise."""
-    slots: PositiveInt = 64
+    slots: Few = 64
     """Requests in flight at once."""
-    max_len: PositiveInt | None = None
+    max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length, less what the server reserves."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Amount = 600.0
     """Of one attempt of a request."""
-    retries: int = Field(5, ge=0)
+    retries: int = Field(5, ge=0, le=MOST)
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
-    patience_s: float | None = Field(None, ge=0)
+    patience_s: float | None = Field(None, ge=0, le=LARGEST)
     """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
     again and the rollouts of the step are repeated (with rollout.max_staleness those of every step in play). 0: the
     run ends. Unset: 300. A resumed run waits as long for its server before it starts."""

@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import LARGEST, MOST, Amount, Few, Frozen, Rate, Tokens
 from onepolicy.config.correction import TERMS, CorrectionConfig
 
 
@@ -88,7 +88,7 @@ def _default(config: Frozen, name: str) -> Any:
 class KLConfig(Frozen):
     """Divergence from a frozen reference model, token by token. Off unless coef is set."""
 
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(0.0, ge=0, le=LARGEST)
     where: Literal["loss", "reward"] = "loss"
     """A term of the loss with its own gradient, or subtracted from the reward of each token before advantages."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -122,8 +122,8 @@ class KLConfig(Frozen):
 class CriticConfig(Frozen):
     """A copy of the policy's backbone with a scalar head, trained by an AdamW of its own (the rest as in `optim`)."""
 
-    lr: PositiveFloat = 1e-5
-    clip: PositiveFloat | None = 0.2
+    lr: Rate = 1e-5
+    clip: Amount | None = 0.2
     """A new value is compared with the return at no more than this from the old one, if that is worse; unset: never."""
 
 
@@ -147,12 +147,12 @@ class ObjectiveConfig(Frozen):
     its own (GSPO-token); or the product over the sample (TOPR)."""
     clip_low: float = Field(CLIP[0], ge=0, le=1)
     """The PPO ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(CLIP[1], ge=0)
-    dual_clip: float | None = Field(None, gt=1)
+    clip_high: float = Field(CLIP[1], ge=0, le=LARGEST)
+    dual_clip: float | None = Field(None, gt=1, le=LARGEST)
     """With a negative advantage, the ratio counts as at most this (dual-clip PPO)."""
-    tau_positive: PositiveFloat = 1.0
+    tau_positive: Amount = 1.0
     """SAPO: steepness of the gate where the advantage is positive, and where it is not."""
-    tau_negative: PositiveFloat = 1.05
+    tau_negative: Amount = 1.05
     reduction: Literal[
         "token-mean",
         "prompt-mean",
@@ -162,20 +162,20 @@ class ObjectiveConfig(Frozen):
         "sequence-mean-token-constant",
     ] = "token-mean"
     """How slots become one scalar; every denominator is of the whole optimiser step, before any rejection."""
-    reduction_length: PositiveInt | None = None
+    reduction_length: Tokens | None = None
     """What sequence-mean-token-constant divides a sample's sum by; unset: rollout.sampling.max_tokens."""
     kl: KLConfig = KLConfig()
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(0.0, ge=0, le=LARGEST)
     """Entropy bonus, per slot as the surrogate is."""
     critic: CriticConfig | None = None
     """Set by baseline = critic."""
-    dynamic_sampling: int = Field(0, ge=0)
+    dynamic_sampling: int = Field(0, ge=0, le=MOST)
     """Rounds of further problems that replace groups whose rewards are all equal (DAPO section 3.2); 0: none."""
     overlong_buffer: float = Field(0.0, ge=0, le=1)
     """Share of rollout.sampling.max_tokens, at its end, over which the reward falls linearly by overlong_penalty
     (DAPO eq. 13); 0: off."""
-    overlong_penalty: PositiveFloat = 1.0
-    mini_steps: PositiveInt = 1
+    overlong_penalty: Amount = 1.0
+    mini_steps: Few = 1
     """Optimiser steps per batch; samples are split into this many parts by whole groups."""
 
     @model_validator(mode="before")

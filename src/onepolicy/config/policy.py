@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.base import LARGEST, Count, Few, Frozen, Many, Rate, Seed, Tokens
 from onepolicy.config.task import ChainTask, TaskConfig
 
 
@@ -14,16 +14,16 @@ class PolicyConfig(Frozen):
     """A Qwen3-MoE of 3.6 million parameters, warmed up on worked solutions with planted mistakes."""
 
     task: TaskConfig = ChainTask()
-    hidden_size: PositiveInt = 128
-    layers: PositiveInt = 8
-    experts: PositiveInt = 32
-    top_k: PositiveInt = 4
-    expert_size: PositiveInt = 32
+    hidden_size: Few = 128
+    layers: Few = 8
+    experts: Few = 32
+    top_k: Few = 4
+    expert_size: Few = 32
     """Intermediate width of one expert."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = 32
-    max_len: PositiveInt = 512
+    heads: Few = 4
+    kv_heads: Few = 2
+    head_dim: Few = 32
+    max_len: Tokens = 512
     """Context length."""
     mistakes: float = Field(0.1, ge=0, lt=1)
     """Share of errors planted in the warm-up data, the sampling error RL then removes. Chain task: results replaced by
@@ -32,13 +32,13 @@ class PolicyConfig(Frozen):
     mistakes_from: float = Field(0.0, ge=0, lt=1)
     """Share of the warm-up before any mistakes are planted. Copying from the prompt is learnt late or never from
     answers with mistakes; once learnt, it survives them."""
-    steps: PositiveInt = 800
-    tokens_per_step: PositiveInt = 1024
-    lr: PositiveFloat = 2e-3
-    warmup_steps: PositiveInt = 50
-    load_balance: float = Field(0.01, ge=0)
+    steps: Count = 800
+    tokens_per_step: Many = 1024
+    lr: Rate = 2e-3
+    warmup_steps: Count = 50
+    load_balance: float = Field(0.01, ge=0, le=LARGEST)
     """Weight of the router load-balancing loss during the warm-up."""
-    threads: PositiveInt = 1
+    threads: Few = 1
     """CPU threads. Weights depend on it in the last bits, so it is fixed rather than taken from the machine."""
     seed: Seed = 0
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from onepolicy.config.base import Frozen
+from onepolicy.config.base import MOST, Amount, Few, Frozen, Many, Tokens
 from onepolicy.config.engine import EngineConfig, HFEngineConfig, SGLangConfig, refuse_unlike_vllm
 from onepolicy.config.quant import QuantConfig
 
+MOST_SAMPLES = 2**22
+"""Of one step."""
+
 
 class SamplingConfig(Frozen):
-    temperature: PositiveFloat = 1.0
-    max_tokens: PositiveInt = 1024
+    temperature: Amount = 1.0
+    max_tokens: Tokens = 1024
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MOST)
 
 
 def _off(value: Any) -> Any:
@@ -28,17 +31,17 @@ class RolloutConfig(Frozen):
     quant: QuantConfig = None
     """Format of the engine's weights, made at every sync: int8, fp8, fp8-weight, simulated; unset or off: none. vLLM:
     int8 (weights of experts) and fp8."""
-    prompts_per_step: PositiveInt = 8
-    group_size: PositiveInt = 8
+    prompts_per_step: Many = 8
+    group_size: Few = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
-    max_staleness: Annotated[Annotated[int, Field(strict=True, ge=0)] | None, BeforeValidator(_off)] = None
+    max_staleness: Annotated[Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)] = None
     """Updates that the policy may have had since any token of a step was sampled: sampling goes on while the trainer
     learns, so many steps ahead (docs/asynchronous.md). 0: it waits for the newest weights after all. Unset or off: one
     after the other."""
-    episode_retries: int = Field(1, ge=0)
+    episode_retries: int = Field(1, ge=0, le=MOST)
     """How often an episode whose tool or environment failed is played again before it is dropped."""
-    min_survivors: PositiveInt | None = None
+    min_survivors: Few | None = None
     """A group with fewer episodes left is dropped whole; unset: half of group_size, at least 2 if there are 2."""
 
     @property
@@ -67,6 +70,16 @@ class RolloutConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _a_step_ends(self) -> Self:
+        samples = self.prompts_per_step * self.group_size
+        if samples > MOST_SAMPLES:
+            raise ValueError(
+                f"rollout.prompts_per_step: {self.prompts_per_step} prompts of rollout.group_size {self.group_size} "
+                f"are {samples:,} samples a step, more than {MOST_SAMPLES:,}; lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _survivors_exist(self) -> Self:
         if self.min_survivors is not None and self.min_survivors > self.group_size:
             raise ValueError(
@@ -84,17 +97,17 @@ class RolloutConfig(Frozen):
 
 
 class EvalConfig(Frozen):
-    every: int = Field(10, ge=0)
+    every: int = Field(10, ge=0, le=MOST)
     """Steps between evaluations; 0: never. The last step of a run is always evaluated unless this is 0."""
-    problems: PositiveInt = 64
+    problems: Many = 64
     """Held-out problems."""
     greedy: bool = True
-    k: int = Field(0, ge=0)
+    k: int = Field(0, ge=0, le=2**20)
     """Sampled completions per problem for avg@k and pass@k; 0: greedy only."""
-    temperature: PositiveFloat = 1.0
+    temperature: Amount = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_tokens: PositiveInt | None = None
+    top_k: int = Field(0, ge=0, le=MOST)
+    max_tokens: Tokens | None = None
     """Unset: rollout.sampling.max_tokens."""
     quantised: bool = False
     """Evaluate with the weights of rollout.quant; else a second, embedded engine evaluates unquantised ones."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from onepolicy.config.asynchronous import check_asynchronous
-from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.base import MOST, Count, Frozen, Seed
 from onepolicy.config.cluster import ClusterConfig, LocalCluster, RayCluster
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
@@ -29,10 +29,10 @@ from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
 class LogConfig(Frozen):
-    counterfactual_every: int = Field(10, ge=0)
+    counterfactual_every: int = Field(10, ge=0, le=MOST)
     """Steps between scorings of the same batch without replay (nothing to compare unless the rollout's routes are
     replayed: replay.mode = r3, soft or weights); 0: never."""
-    samples_per_step: int = Field(2, ge=0)
+    samples_per_step: int = Field(2, ge=0, le=MOST)
     """Readable rollouts written to samples.jsonl each step."""
     tensorboard: bool = True
     report: bool = True
@@ -40,9 +40,9 @@ class LogConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    every: PositiveInt = 10
+    every: Count = 10
     """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(0, ge=0)
+    keep: int = Field(0, ge=0, le=MOST)
     """Newest checkpoints to keep; 0: all."""
 
 
@@ -57,7 +57,7 @@ class RunConfig(Frozen):
     out: str
     """Run folder, new or empty. Where a recipe's own is taken, `onepolicy train` takes its first free sibling (out-2
     and so on) and says so; one typed as out=... must be free."""
-    steps: PositiveInt
+    steps: Count
     seed: Seed = 0
     numerics: Numerics = "fast"
     """on-policy: engine and trainer give the same log-probabilities to the bit (docs/on_policy.md), or the run stops.

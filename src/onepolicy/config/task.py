@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from onepolicy.config.base import Frozen, Seed
+from onepolicy.config.base import LARGEST, MOST, Amount, Count, Few, Frozen, Many, Seed, Tokens
 
 
 class ChainTask(Frozen):
     """Chained single-digit arithmetic mod 10 with worked solutions; the tiny policy is warmed up on it."""
 
     kind: Literal["chain"] = "chain"
-    ops: PositiveInt = 12
+    ops: Few = 12
     """Operations per problem."""
     seed: Seed = 0
 
@@ -38,7 +38,7 @@ class JsonlTask(Frozen):
     path: str
     held_out_path: str | None = None
     """Evaluation problems; unset: the last `held_out` lines of `path`, which are then not trained on."""
-    held_out: PositiveInt = 64
+    held_out: Many = 64
     grader: Literal["exact", "math"] = "exact"
     """`exact`: the answer after the last `answer_prefix`, compared as a string; `math`: math-verify."""
     answer_prefix: str = ""
@@ -74,7 +74,7 @@ class CalculatorTool(Frozen):
     """Exact arithmetic on an expression."""
 
     kind: Literal["calculator"] = "calculator"
-    operations: PositiveInt | None = None
+    operations: Count | None = None
     """Most operations of one call; unset: any number."""
 
 
@@ -82,11 +82,11 @@ class PythonTool(Frozen):
     """Python in a bubblewrap sandbox: no network, no files but a scratch folder in memory."""
 
     kind: Literal["python"] = "python"
-    seconds: PositiveFloat = 5.0
+    seconds: Amount = 5.0
     """Wall time, and CPU time of each process."""
-    memory_mib: int = Field(256, ge=64)
+    memory_mib: int = Field(256, ge=64, le=MOST)
     """Address space of each process."""
-    output_chars: PositiveInt = 2000
+    output_chars: Count = 2000
 
 
 class SearchTool(Frozen):
@@ -95,7 +95,7 @@ class SearchTool(Frozen):
     kind: Literal["search"] = "search"
     corpus: str
     """JSONL file, one {"text": ...} per passage."""
-    passages: PositiveInt = 3
+    passages: Few = 3
     """Passages returned by a call."""
 
 
@@ -105,12 +105,12 @@ ToolConfig = Annotated[CalculatorTool | PythonTool | SearchTool, Field(discrimin
 class EpisodeTask(Frozen):
     """What every kind with episodes of several turns has."""
 
-    max_turns: PositiveInt = 8
+    max_turns: Few = 8
     """Model turns of an episode; one that is not over after that many earns 0."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Tokens | None = None
     """Sampled tokens of an episode, all turns together; unset: no limit but the context. One turn is limited by
     rollout.sampling.max_tokens."""
-    seconds: PositiveFloat | None = None
+    seconds: Amount | None = None
     """Wall time of an episode; one that is not over by then earns 0. A run with it cannot be repeated to the bit."""
     history: Literal["fail", "fork"] = "fail"
     """A chat template that renders earlier turns anew once there are later ones: `fail` refuses it at start-up; `fork`
@@ -123,7 +123,7 @@ class ReActTask(EpisodeTask):
     kind: Literal["react"] = "react"
     problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
-    reply_chars: PositiveInt = 1000
+    reply_chars: Count = 1000
     """Longest reply of a tool; the rest is cut."""
     instructions: str | None = None
     """Text before every question; unset: the tools and how to call them, where the chat template does not say so."""
@@ -208,7 +208,7 @@ class VerifiersTask(EpisodeTask):
     returns: tuple[float, float] | None = None
     """The weighted sums of rewards that earn 0 and 1, as elsewhere; unset: the sum is the reward."""
     seed: Seed = 0
-    threshold: float = Field(1.0, gt=0)
+    threshold: float = Field(1.0, gt=0, le=LARGEST)
     """Rewards from here on count as solved."""
 
     @model_validator(mode="after")
