@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -436,6 +437,32 @@ atexit.register(at_the_end)
 cli.run_config = run
 sys.exit(cli.main(["config", "x"]))
 """
+
+
+EARLY = """
+import os, pkgutil, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {first!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["onepolicy", "config", "nowhere.toml"]
+{start}
+"""
+
+
+@pytest.mark.parametrize("first", ["argparse", "pydantic", "onepolicy.cli", "onepolicy.config.run"])
+@pytest.mark.parametrize("module", [False, True])
+def test_ctrl_c_in_the_first_imports_is_one_line(first, module):
+    entry = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]["scripts"]["onepolicy"]
+    start = f"sys.exit(pkgutil.resolve_name({entry!r})())"
+    if module:
+        start = "runpy.run_module('onepolicy', run_name='__main__')"
+    done = python(EARLY.format(first=first, start=start))
+    assert done.stderr == b"\nonepolicy: stopped by Ctrl-C\n"
+    assert done.returncode == 130
 
 
 def test_a_second_ctrl_c_ends_without_a_traceback():

@@ -1,7 +1,7 @@
-"""`python -m onepolicy.cli`."""
+"""`python -m onepolicy.cli`, for torchrun. `python -m onepolicy` also catches Ctrl-C in the first imports."""
 
 import sys
 
-from onepolicy.cli import main
+from onepolicy.__main__ import run
 
-sys.exit(main())
+sys.exit(run())

@@ -184,7 +184,7 @@ def launch_here(config: RunConfig) -> Iterator[Launched]:
             for rank in range(1, place.ranks):
                 own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
                 children.append(
-                    subprocess.Popen([sys.executable, "-m", "onepolicy.cli", "train"], env={**os.environ, **own})
+                    subprocess.Popen([sys.executable, "-m", "onepolicy", "train"], env={**os.environ, **own})
                 )
             store = rendezvous(where, place, limit)
             yield Launched(place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children))

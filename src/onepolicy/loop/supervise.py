@@ -51,7 +51,7 @@ def supervise(
         if there := (out / CONFIG).exists():
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
-        status = _run([sys.executable, "-m", "onepolicy.cli", *(resume if restart and there else first)])
+        status = _run([sys.executable, "-m", "onepolicy", *(resume if restart and there else first)])
         if status == 0:
             return 0
         if status in FINAL:
