@@ -70,6 +70,32 @@ def test_the_norm_that_clips_is_that_of_the_gradients_in_float32(dtype):
     assert norm_of(model) == pytest.approx(1.0, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-25, 1e-19, 1e-12, 1e-5, 1e5, 1e12, 1e17, 1e18, 1e22, 1e35])
+def test_the_norm_is_right_however_small_or_large_the_gradients_are(dtype, size):
+    model, _ = planted(dtype)
+    for parameter in model[:3]:
+        parameter.grad = (parameter.grad.double() * size).to(dtype)
+    exact = norm_of(model)
+    assert clip_gradients(model, 1.0) == pytest.approx(exact, rel=1e-5)
+    assert norm_of(model) == pytest.approx(min(exact, 1.0), rel=1e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("value", [1e-25, 1e18])
+def test_the_norm_of_a_million_gradients(value):
+    model = nn.ParameterList([nn.Parameter(torch.zeros(10**6))])
+    model[0].grad = torch.full((10**6,), value)
+    assert clip_gradients(model, 1e9) == pytest.approx(1e3 * value, rel=1e-3)  # a sum in float32
+
+
+def test_a_norm_that_float32_does_not_hold_is_infinite_and_no_gradient_is_0():
+    model = nn.ParameterList([nn.Parameter(torch.zeros(100))])
+    model[0].grad = torch.full((100,), 3e38)
+    assert clip_gradients(model, 1.0) == math.inf
+    model[0].grad = torch.zeros(100)
+    assert clip_gradients(model, 1.0) == 0
+
+
 def test_a_model_without_gradients_has_norm_0():
     assert clip_gradients(nn.Linear(2, 2), 1.0) == 0.0
 

@@ -72,20 +72,35 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
     its numbers fewer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = _norm([parameter.grad for parameter in parameters])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = _norm(gradients)
+    if _number(norm) < SMALL:
+        norm = _norm(gradients, shift=2.0**90)
+    elif not _number(norm) <= LARGE:
+        norm = _norm(gradients, shift=2.0**-70)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return _number(norm)
 
 
-def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
-    parts = [
-        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for grad in gradients
-        if grad is not None
-    ]
+SMALL, LARGE = 1e-10, 1e18  # norms; float32 holds the squares of what lies between, or of what is shifted there
+
+
+def _norm(gradients: Sequence[Tensor], shift: float = 1.0) -> Tensor:
+    """shift: a power of two that the gradients are multiplied by while their squares are added up."""
+    parts = []
+    for grad in gradients:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        shifted = grad
+        if shift != 1:
+            shifted = grad.to(wide) * shift
+        parts.append(torch.linalg.vector_norm(shifted, dtype=wide))
     if not parts:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts])) / shift
+
+
+def _number(norm: Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def may_skip(skipped: int, most: int, norms: list[float], step: int) -> int:
