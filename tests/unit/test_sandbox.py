@@ -128,6 +128,42 @@ def test_what_programs_use_works(driver):
     assert driver.call(temporary) == "made"
 
 
+def test_what_falls_back_where_the_filter_refuses_works(driver):
+    """Copies and sending of files (sendfile), private mappings, the cache that libc maps for character sets."""
+    code = """
+import ctypes, mmap, shutil, socket, subprocess, threading
+data = bytes(range(256)) * 1000
+with open('a', 'wb') as file: file.write(data)
+shutil.copyfile('a', 'b')
+print(open('b', 'rb').read() == data)
+sender, receiver = socket.socketpair()
+with open('a', 'rb') as file:
+    sending = threading.Thread(target=lambda: (sender.sendfile(file), sender.close()))
+    sending.start()
+    print(b''.join(iter(lambda: receiver.recv(2**16), b'')) == data)
+    sending.join()
+    print(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)[:] == data)
+print(len(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+print(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(abs)(-3))
+print(subprocess.run(['iconv', '-f', 'KOI8-R', '-t', 'UTF-8'], input=bytes([0xc1]), stdout=-1).stdout.decode())
+"""
+    assert driver.call(code).split() == ["True", "True", "True", "4096", "3", "\u0430"]
+
+
+def test_a_database_with_a_log_works_for_one_connection(driver):
+    """SQLite keeps the log's index in a shared mapping unless the connection has the file to itself."""
+    code = """
+import sqlite3
+database = sqlite3.connect('a.db')
+database.execute('pragma locking_mode = exclusive')
+print(database.execute('pragma journal_mode = wal').fetchone()[0])
+database.execute('create table t (x)')
+database.commit()
+print('made')
+"""
+    assert driver.call(code).split() == ["wal", "made"]
+
+
 def test_scratch_is_writable_and_forgotten(driver):
     assert driver.call("open('a', 'w').write('x'); import os; print(os.listdir('.'))") == "['a']"
     assert driver.call("import os; print(os.listdir('.'))") == "[]"
@@ -136,6 +172,22 @@ def test_scratch_is_writable_and_forgotten(driver):
 LIBC = "import ctypes; l = ctypes.CDLL(None); "
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 VMSPLICE = {"x86_64": 278, "aarch64": 75}.get(platform.machine())
+EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
+PIPES = {"x86_64": {"tee": 276, "splice": 275}, "aarch64": {"tee": 77, "splice": 76}}.get(platform.machine(), {})
+RINGS = {  # asynchronous I/O of the kernel's
+    "x86_64": {"setup": 206, "destroy": 207, "getevents": 208, "submit": 209, "cancel": 210, "pgetevents": 333},
+    "aarch64": {"setup": 0, "destroy": 1, "submit": 2, "cancel": 3, "getevents": 4, "pgetevents": 292},
+}.get(platform.machine(), {})
+REMAP = {"x86_64": 216, "aarch64": 234}.get(platform.machine())
+REFUSED_BY_THE_FILTER = "if ctypes.get_errno() == 1: raise OSError\n"
+MAPPING = """import ctypes
+l = ctypes.CDLL(None, use_errno=True)
+l.mmap.restype = ctypes.c_void_p
+l.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+def mapping(flags, file=-1):
+    if l.mmap(None, 2**14, 3, flags, file, 0) == 2**64 - 1: raise OSError(ctypes.get_errno(), 'mmap')
+"""
+"""Shared mappings: what is unmapped of one is held as long as another page of it is mapped, and in no limit."""
 MOUNT = f"""{LIBC}import os
 user = os.getuid()
 assert l.unshare(0x10020000) == 0  # CLONE_NEWUSER | CLONE_NEWNS
@@ -184,6 +236,20 @@ ESCAPES = {
     "larger pipes": "import fcntl, os; fcntl.fcntl(os.pipe()[1], 1031, 2**20)",
     "pages in pipes": f"{LIBC}import os\npiece = (ctypes.c_size_t * 2)(id(os), 1)\n"
     f"assert l.syscall({VMSPLICE}, os.pipe()[1], ctypes.byref(piece), 1, 0) == 1",
+    "shared memory": f"{MAPPING}mapping(0x21)",
+    "shared memory by Python": "import mmap; mmap.mmap(-1, 2**14)",
+    "shared memory that is filled at once": f"{MAPPING}mapping(0x21 | 0x4000 | 0x8000)",
+    "shared memory by a device": f"{MAPPING}import os; mapping(0x1, os.open('/dev/zero', os.O_RDWR))",
+    "shared memory of a file": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); mapping(0x1, f.fileno())",
+    "shared memory of the newer type": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); mapping(0x3, f.fileno())",
+    "shared memory with other bits": f"{MAPPING}mapping(0x21 | 0x4000000)",
+    "pages of a mapping elsewhere": f"{MAPPING}l.syscall({REMAP}, 0, 0, 0, 0, 0)\n{REFUSED_BY_THE_FILTER}",
+    "pages of files in sockets": "import os, socket\nopen('a', 'w').write('x')\npair = socket.socketpair()\n"
+    "assert os.sendfile(pair[0].fileno(), os.open('a', 0), 0, 1) == 1",
+    "own filters by prctl": f"{LIBC}piece = (ctypes.c_uint64 * 1)(0x7FFF000000000006)  # allow everything\n"
+    "program = (ctypes.c_size_t * 2)(1, ctypes.addressof(piece))\nassert l.prctl(22, 2, program) == 0",
+    "huge pages again": f"{LIBC}assert l.prctl(41, 0, 0, 0, 0) == 0",
+    "huge pages where they are asked for": f"{MAPPING}l.prctl(41, 1, 2, 0, 0)\n{REFUSED_BY_THE_FILTER}",
     "attributes of files": "import os; open('a', 'w').close(); os.setxattr('a', 'user.x', bytes(9))",
     "watch files": f"{LIBC}assert l.inotify_init() >= 0",
     "a message queue": f"{LIBC}assert l.mq_open(b'/x', 0o102, 0o600, None) >= 0",
@@ -197,11 +263,15 @@ ESCAPES = {
     "own filters": f"{LIBC}assert l.syscall({ {'x86_64': 317, 'aarch64': 277}.get(platform.machine()) }, 2, 0, 0) == 0",
     "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
 }
+CALLS = {f"pages in pipes by {name}": number for name, number in PIPES.items()}
+CALLS |= {f"open files in rings: io_{name}": number for name, number in RINGS.items()}
+for name, number in CALLS.items():
+    ESCAPES[name] = f"{MAPPING}l.syscall({number}, 8, 0, 0, 0, 0, 0)\n{REFUSED_BY_THE_FILTER}"
 if platform.machine() == "x86_64":
     ESCAPES["the second table of calls"] = f"{LIBC}assert l.syscall({0x40000000 + 39}) >= 0"
     ESCAPES["calls of 32 bits"] = (
         "import ctypes, mmap\n"
-        "m = mmap.mmap(-1, 4096, prot=7)\n"
+        "m = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)\n"
         "m.write(bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3]))  # getpid by int 0x80\n"
         "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()"
     )
@@ -297,6 +367,31 @@ for page in kept: ctypes.memset(page, 1, 1)
 import signal; signal.pause()
 """
     assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_TABLES]
+
+
+def test_page_tables_are_bounded_when_the_first_thread_has_ended(driver):
+    """The process's own folder in /proc then tells of no memory."""
+    code = f"""
+import ctypes, threading
+l = ctypes.CDLL(None)
+l.mmap.restype = ctypes.c_void_p
+l.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+def work():
+    while 'Z' not in open('/proc/self/stat').read().rpartition(')')[2]: pass
+    kept = [l.mmap(2**36 + i * 2**30, 4096, 3, 0x22, -1, 0) for i in range(15000)]
+    for page in kept: ctypes.memset(page, 1, 1)
+    import signal; signal.pause()
+threading.Thread(target=work).start()
+l.syscall({EXIT}, 0)
+"""
+    assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_TABLES]
+
+
+def test_no_process_has_huge_pages(driver):
+    """One stays whole, with 2 MiB of memory, while any 4 KiB of it are mapped, and only those are counted."""
+    show = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('THP_enabled')])"
+    code = f"import subprocess, sys\n{show}\nprint(subprocess.check_output([sys.executable, '-c', {show!r}]).decode())"
+    assert driver.call(code).split() == ["['0']"] * 2
 
 
 def test_socket_buffers_and_pipes_are_bounded_by_open_files(driver):

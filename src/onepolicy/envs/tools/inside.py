@@ -11,6 +11,7 @@ import os
 
 # Exit statuses, beyond those of Python and of signals (128 + number).
 TOO_MANY_FILES, TOO_MANY_TABLES, TOO_LONG, NOT_READY = 240, 241, 242, 243
+SET_PARENT_DEATH_SIGNAL, SET_DUMPABLE, SET_NO_HUGE_PAGES = 1, 4, 41  # linux/prctl.h
 EVERY_S = 0.02
 """Seconds between two looks. What is made in between is the only excess over a bound that is watched."""
 
@@ -25,6 +26,8 @@ def enter(user: int, limits: dict[str, int], seconds: float, inodes: int, tables
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, 0)  # a saved 0 lets bubblewrap, which is root without capabilities, end this process
+    if not _prctl(SET_NO_HUGE_PAGES, 1):  # one of them stays whole while any 4 KiB of it are mapped
+        os._exit(NOT_READY)
     for name, most in limits.items():
         if name != "NPROC":
             _limit(name, most)
@@ -51,15 +54,19 @@ def _limit(name: str, most: int) -> None:
     resource.setrlimit(limit, (most, most))
 
 
+def _prctl(option: int, value: int) -> bool:
+    """Set an option of this process, and return whether the kernel did."""
+    import ctypes
+
+    return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) == 0)
+
+
 def _watched(code: int, ready: int, seconds: float, inodes: int, tables_kib: int) -> int:
     """Return the status to end with: the code's own, or a bound that it passed."""
-    import ctypes
     import signal
     import time
 
-    prctl = ctypes.CDLL(None).prctl
-    set_parent_death_signal, set_dumpable = 1, 4
-    if prctl(set_dumpable, 0, 0, 0, 0) != 0 or prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if not _prctl(SET_DUMPABLE, 0) or not _prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL)):
         return NOT_READY
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that Python does not leave as it is
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -84,14 +91,22 @@ def _watched(code: int, ready: int, seconds: float, inodes: int, tables_kib: int
 
 
 def _page_tables_kib() -> int:
-    """Of all processes of the sandbox."""
+    """Of all processes of the sandbox. Every thread of a process tells the same, but a first one that ended nothing."""
     total = 0
     for process in os.listdir("/proc"):
         if process.isdecimal():
             try:
-                with open(f"/proc/{process}/status", "rb") as file:
-                    lines = file.read().splitlines()
+                threads = os.listdir(f"/proc/{process}/task")
             except OSError:  # it has ended
                 continue
-            total += sum(int(line.split()[1]) for line in lines if line.startswith(b"VmPTE:"))
+            total += max((_page_tables_of_kib(f"/proc/{process}/task/{thread}") for thread in threads), default=0)
     return total
+
+
+def _page_tables_of_kib(folder: str) -> int:
+    try:
+        with open(f"{folder}/status", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:  # it has ended
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(b"VmPTE:"))

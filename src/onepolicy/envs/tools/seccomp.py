@@ -2,7 +2,9 @@
 
 Namespaces hide files, network and processes. They leave three things to a filter. Code may make user namespaces of its
 own, in which it has every capability. Some address families (AF_VSOCK) belong to no network namespace. And some calls
-make the kernel hold memory that no limit of a process counts. A calculation needs none of these, so they fail.
+make the kernel hold memory that no limit of a process counts: RLIMIT_AS counts what is mapped, but a shared mapping
+keeps its pages when most of it is unmapped, and what a socket or a ring of the kernel refers to stays when its file is
+closed. A calculation needs none of these, so they fail.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ NEWEST = 462
 NEW_NAMESPACE = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 AF_UNIX, SOCK_STREAM, SOCKET_TYPES = 1, 1, 0xF
 F_SETPIPE_SZ = 1031
+MAP_TYPE, MAP_PRIVATE = 0xF, 2
+PR_SET_SECCOMP, PR_SET_THP_DISABLE = 22, 41
 
 Numbers = tuple[int | None, int | None]
 
@@ -55,9 +59,17 @@ NO_KERNEL_MEMORY: dict[str, Numbers] = {  # what they allocate counts in no limi
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
+    "remap_file_pages": (216, 234),
+    "sendfile": (40, 71),  # one byte in a socket holds a page of a file that has been cut since
     "splice": (275, 76),
     "tee": (276, 77),
     "vmsplice": (278, 75),  # one byte in a pipe can hold a huge page
+    "io_setup": (206, 0),  # a ring that waits for a file keeps it open when no process has it open any more
+    "io_destroy": (207, 1),
+    "io_submit": (209, 2),
+    "io_cancel": (210, 3),
+    "io_getevents": (208, 4),
+    "io_pgetevents": (333, 292),
     "landlock_create_ruleset": (444, 444),
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
@@ -113,10 +125,11 @@ NO_USE: dict[str, Numbers] = {  # interfaces of the kernel in which holes were f
 }
 REFUSED = NO_NAMESPACES | NO_KERNEL_MEMORY | NO_SOCKETS | NO_INTERFERENCE | NO_USE
 SOCKET, SOCKETPAIR, FCNTL, CLONE = (41, 198), (53, 199), (72, 25), (56, 220)  # looked at more closely
-PRLIMIT64 = (302, 261)
+PRLIMIT64, MMAP, PRCTL = (302, 261), (9, 222), (157, 167)
 
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # classic BPF (linux/bpf_common.h)
-NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data, little-endian
+NUMBER, ARCH = 0, 4  # offsets in struct seccomp_data, little-endian
+FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 16, 24, 32, 40
 KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
@@ -139,17 +152,34 @@ def program(machine: str) -> bytes:
         number = numbers[column]
         if number is not None:
             code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL | EPERM)]
-    only_streams = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 3, AF_UNIX), (LOAD, 0, 0, SECOND_ARGUMENT)]
-    only_streams += [(AND, 0, 0, SOCKET_TYPES), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
-    no_large_pipes = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 1, F_SETPIPE_SZ), (RETURN, 0, 0, FAIL | EPERM)]
-    no_namespaces = [(LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACE), (RETURN, 0, 0, FAIL | EPERM)]
-    only_own_limits = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, 0), (RETURN, 0, 0, FAIL | EPERM)]
-    closer = {SOCKETPAIR: only_streams, FCNTL: no_large_pipes, CLONE: no_namespaces, PRLIMIT64: only_own_limits}
-    for numbers, block in closer.items():
+    for numbers, block in _closer().items():
         block.append((RETURN, 0, 0, ALLOW))
         code += [(EQUAL, 0, len(block), numbers[column]), *block]
     code.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+
+
+def _closer() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
+    """Return, by system call, the instructions that refuse some of its arguments and leave the rest to what follows."""
+    refuse = (RETURN, 0, 0, FAIL | EPERM)
+    only_streams = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 3, AF_UNIX), (LOAD, 0, 0, SECOND_ARGUMENT)]
+    only_streams += [(AND, 0, 0, SOCKET_TYPES), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
+    no_large_pipes = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 1, F_SETPIPE_SZ), refuse]
+    no_namespaces = [(LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACE), refuse]
+    only_own_limits = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, 0), refuse]
+    only_private = [(LOAD, 0, 0, FOURTH_ARGUMENT), (AND, 0, 0, MAP_TYPE), (EQUAL, 1, 0, MAP_PRIVATE), refuse]
+    # Huge pages may be given up, as inside.py does, wholly (the third argument is 0), and never be had again.
+    no_filters_nor_huge_pages = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 5, 0, PR_SET_SECCOMP)]
+    no_filters_nor_huge_pages += [(EQUAL, 0, 5, PR_SET_THP_DISABLE), (LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 2, 1)]
+    no_filters_nor_huge_pages += [(LOAD, 0, 0, THIRD_ARGUMENT), (EQUAL, 1, 0, 0), refuse]
+    return {
+        SOCKETPAIR: only_streams,
+        FCNTL: no_large_pipes,
+        CLONE: no_namespaces,
+        PRLIMIT64: only_own_limits,
+        MMAP: only_private,
+        PRCTL: no_filters_nor_huge_pages,
+    }
 
 
 @contextlib.contextmanager
