@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 
 # A folder may import itself and any folder of a lower rank; siblings (same rank) meet only in loop/.
 RANK = {
+    "__main__": 10,
     "cli": 9,
     "cluster": 8,
     "loop": 7,
