@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onepolicy.no_statistics import turn_off
 
@@ -11,29 +11,85 @@ turn_off()
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:  # the same names as below, for type checkers and editors
+    from onepolicy.config import CorrectionConfig, RunConfig, UsageError
+    from onepolicy.correct.diagnose import diagnose
+    from onepolicy.correct.live import live_weights
+    from onepolicy.correct.predict import predict
+    from onepolicy.correct.presets import preset
+    from onepolicy.correct.receipt import combine
+    from onepolicy.correct.slots import slots
+    from onepolicy.correct.weights import finish, partials, reweight
+    from onepolicy.measure.logprob import mismatch
+    from onepolicy.measure.routing import routing_disagreement
+    from onepolicy.replay.alignment import check_alignment
+    from onepolicy.replay.axes import trace_from
+    from onepolicy.replay.checks import RoutingError
+    from onepolicy.replay.padding import pad_routes, routes_of_generate, unpad_routes
+    from onepolicy.replay.routers import Routers, bind_routers
+    from onepolicy.types import RoutingTrace, Sample
+
 _PUBLIC = {
-    "bind_routers": "onepolicy.replay.routers",
-    "pad_routes": "onepolicy.replay.padding",
-    "unpad_routes": "onepolicy.replay.padding",
-    "mismatch": "onepolicy.measure.logprob",
-    "routing_disagreement": "onepolicy.measure.routing",
-    "reweight": "onepolicy.correct.weights",
-    "preset": "onepolicy.correct.presets",
+    "CorrectionConfig": "onepolicy.config",
+    "RunConfig": "onepolicy.config",
+    "UsageError": "onepolicy.config",
+    "diagnose": "onepolicy.correct.diagnose",
     "live_weights": "onepolicy.correct.live",
     "predict": "onepolicy.correct.predict",
-    "diagnose": "onepolicy.correct.diagnose",
+    "preset": "onepolicy.correct.presets",
+    "combine": "onepolicy.correct.receipt",
+    "slots": "onepolicy.correct.slots",
+    "finish": "onepolicy.correct.weights",
+    "partials": "onepolicy.correct.weights",
+    "reweight": "onepolicy.correct.weights",
+    "mismatch": "onepolicy.measure.logprob",
+    "routing_disagreement": "onepolicy.measure.routing",
+    "check_alignment": "onepolicy.replay.alignment",
+    "trace_from": "onepolicy.replay.axes",
+    "RoutingError": "onepolicy.replay.checks",
+    "pad_routes": "onepolicy.replay.padding",
+    "routes_of_generate": "onepolicy.replay.padding",
+    "unpad_routes": "onepolicy.replay.padding",
+    "Routers": "onepolicy.replay.routers",
+    "bind_routers": "onepolicy.replay.routers",
     "RoutingTrace": "onepolicy.types",
     "Sample": "onepolicy.types",
-    "RunConfig": "onepolicy.config",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "CorrectionConfig",
+    "Routers",
+    "RoutingError",
+    "RoutingTrace",
+    "RunConfig",
+    "Sample",
+    "UsageError",
+    "__version__",
+    "bind_routers",
+    "check_alignment",
+    "combine",
+    "diagnose",
+    "finish",
+    "live_weights",
+    "mismatch",
+    "pad_routes",
+    "partials",
+    "predict",
+    "preset",
+    "reweight",
+    "routes_of_generate",
+    "routing_disagreement",
+    "slots",
+    "trace_from",
+    "unpad_routes",
+]
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'onepolicy' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'onepolicy' has no attribute {name!r}")
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

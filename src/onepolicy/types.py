@@ -9,15 +9,26 @@ so it has exactly T routing rows and nothing here needs a filler row.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
+from onepolicy.config.base import UsageError
+
 Finish = Literal["stop", "length", "aborted", "turns", "time"]
 LARGEST_LOGP = 1e-3  # what is more is no log-probability; rounding may leave a little more than 0
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
+_CHOSEN = ", rows chosen"
+
+
+def shown(value: object) -> str:
+    """An argument, for an error: a tensor's dtype and shape, or the type."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
@@ -48,8 +59,20 @@ def spans_of(cached: int, prompt: int, fed: int, version: int, *, start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """How a trace came about, which decides what replay asks of it."""
+
+    source: str = "given"  # traces of one source are checked at the first of them, and then now and then
+    steps: tuple[tuple[int, int], ...] = ()  # [B, S] of recorded forwards, if B > 1 and they continue each other: rows
+    # lie step by step, and a forward of the whole batch is row by row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RoutingTrace:
-    """Which experts processed each slot's input token, as the engine chose them (column order included)."""
+    """Which experts processed each slot's input token, as the engine chose them (column order included).
+
+    Equal if ids, valid, layers, experts and weights are. UsageError if the fields do not fit together.
+    """
 
     ids: Tensor  # [T, L, K] uint8 if E <= 256 else uint16
     valid: Tensor  # [T] bool; False = not captured: the trainer routes this slot itself
@@ -57,27 +80,34 @@ class RoutingTrace:
     num_experts: int
     spans: tuple[RouteSpan, ...] = ()
     weights: Tensor | None = None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
+    made: Made = field(
+        default=Made(), init=False, repr=False
+    )  # not copied by dataclasses.replace: that makes a new one
 
     def __post_init__(self) -> None:
+        for name in ("ids", "valid", "weights"):
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and not (name == "weights" and value is None):
+                raise UsageError(f"RoutingTrace.{name} is {type(value).__name__}, expected a tensor")
         if self.ids.dim() != 3:
-            raise ValueError(f"RoutingTrace.ids has shape {tuple(self.ids.shape)}, expected [T, L, K]")
+            raise UsageError(f"RoutingTrace.ids has shape {tuple(self.ids.shape)}, expected [T, L, K]")
         rows, layers, _ = self.ids.shape
         if len(self.layers) != layers:
-            raise ValueError(f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}")
+            raise UsageError(f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}")
         if self.valid.shape != (rows,) or self.valid.dtype != torch.bool:
-            raise ValueError(
+            raise UsageError(
                 f"RoutingTrace.valid has shape {tuple(self.valid.shape)} and dtype {self.valid.dtype}, expected bool "
                 f"[{rows}]"
             )
         if self.ids.dtype != id_dtype(self.num_experts):
-            raise ValueError(
+            raise UsageError(
                 f"RoutingTrace.ids is {self.ids.dtype}; {self.num_experts} experts are stored as "
                 f"{id_dtype(self.num_experts)}"
             )
         if self.weights is not None and self.weights.shape != self.ids.shape:
-            raise ValueError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
+            raise UsageError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
         if self.weights is not None and not self.weights.is_floating_point():
-            raise ValueError(f"RoutingTrace.weights is {self.weights.dtype}, expected a floating dtype")
+            raise UsageError(f"RoutingTrace.weights is {self.weights.dtype}, expected a floating dtype")
 
     @property
     def top_k(self) -> int:
@@ -86,6 +116,23 @@ class RoutingTrace:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutingTrace):
+            return NotImplemented
+        if (self.layers, self.num_experts, self.ids.shape) != (other.layers, other.num_experts, other.ids.shape):
+            return False
+        pairs = ((self.ids, other.ids), (self.valid, other.valid), (self.weights, other.weights))
+        return all(_same(mine, theirs) for mine, theirs in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.layers, self.num_experts, self.ids.shape))
+
+    def made_by(self, made: Made) -> RoutingTrace:
+        """This trace, made in that way."""
+        trace = dataclasses.replace(self)
+        object.__setattr__(trace, "made", made)
+        return trace
+
     @property
     def reprefilled(self) -> bool:
         """Whether any row was recorded by a re-prefill and not by the engine."""
@@ -93,12 +140,15 @@ class RoutingTrace:
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         weights = None if self.weights is None else self.weights.to(device)
-        return dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights)
+        moved = dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights)
+        return moved.made_by(self.made)
 
     def at(self, slots: Tensor | slice) -> RoutingTrace:
         """These rows (index [n] int64 or slice), without spans."""
         weights = None if self.weights is None else self.weights[slots]
-        return dataclasses.replace(self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=())
+        taken = dataclasses.replace(self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=())
+        source = self.made.source.removesuffix(_CHOSEN)
+        return taken.made_by(Made(source if isinstance(slots, slice) else source + _CHOSEN))
 
     def rows(self, start: int, stop: int) -> RoutingTrace:
         """Rows [start, stop) as a trace of their own; spans are cut and shifted to match."""
@@ -107,24 +157,30 @@ class RoutingTrace:
             first, last = max(span.start, start), min(span.start + span.length, stop)
             if first < last:
                 cut.append(RouteSpan(first - start, last - first, span.source, span.version))
-        return dataclasses.replace(self.at(slice(start, stop)), spans=tuple(cut))
+        taken = self.at(slice(start, stop))
+        return dataclasses.replace(taken, spans=tuple(cut)).made_by(taken.made)
 
     @classmethod
-    def concat(cls, traces: list[RoutingTrace]) -> RoutingTrace:
+    def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
         """Rows of all traces, one after the other. All must be of one model (same layers and experts)."""
         if not traces:
-            raise ValueError("cannot concatenate no routing traces: which model's?")
+            raise UsageError("cannot concatenate no routing traces: which model's?")
         first = traces[0]
-        for trace in traces[1:]:
+        for number, trace in enumerate(traces):
+            if not isinstance(trace, RoutingTrace):
+                raise UsageError(
+                    f"RoutingTrace.concat: item {number} is {type(trace).__name__}, expected a RoutingTrace; for a "
+                    "sample without routes give rows that are not valid"
+                )
             if (trace.layers, trace.num_experts, trace.top_k) != (first.layers, first.num_experts, first.top_k):
-                raise ValueError("cannot concatenate routing traces of different models")
+                raise UsageError("cannot concatenate routing traces of different models")
             if (trace.weights is None) != (first.weights is None):
-                raise ValueError("cannot concatenate routing traces with and without combine weights")
+                raise UsageError("cannot concatenate routing traces with and without combine weights")
         spans, offset = [], 0
         for trace in traces:
             spans += [dataclasses.replace(span, start=span.start + offset) for span in trace.spans]
             offset += len(trace)
-        return cls(
+        joined = cls(
             torch.cat([t.ids for t in traces]),
             torch.cat([t.valid for t in traces]),
             first.layers,
@@ -132,6 +188,19 @@ class RoutingTrace:
             tuple(spans),
             None if first.weights is None else torch.cat([t.weights for t in traces if t.weights is not None]),
         )
+        sources = sorted({t.made.source for t in traces})
+        return joined.made_by(Made(" and ".join(sources), next((t.made.steps for t in traces if t.made.steps), ())))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Is it the same tensor, bit for bit and in dtype? Unsigned 16-bit integers lack comparisons."""
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.dtype == torch.uint16:
+        one, other = one.view(torch.int16), other.view(torch.int16)
+    return torch.equal(one, other)
 
 
 @dataclass(frozen=True, slots=True)

@@ -378,7 +378,7 @@ def test_a_reference_model_routes_natively_inside_the_policys_replay(parts, batc
     ids = torch.arange(24).view(2, 12)
     expected = reference(input_ids=ids).logits
     random = torch.rand(24, 3, 8).argsort(-1)[..., :2].to(torch.uint8)
-    with routers.replay(RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8)):
+    with routers.replay(RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8), check=False):
         assert torch.equal(reference(input_ids=ids).logits, expected)
         assert not torch.equal(model(input_ids=ids).logits, expected)
 

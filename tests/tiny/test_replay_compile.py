@@ -47,7 +47,7 @@ def _replayed(
 ) -> list[tuple[Tensor, dict[str, Tensor], Any]]:
     routers, found = bind_routers(model), []
     for trace in traces:
-        with routers.replay(trace, **how) as replay:
+        with routers.replay(trace, **how, check=False) as replay:
             logits, grads = loss_and_grads(model, tokens())
         found.append((logits, grads, replay.native().ids if how.get("native") else None))
     return found
@@ -78,7 +78,7 @@ def test_a_router_compiles_whole_and_takes_new_routes() -> None:
     routers = bind_routers(model)
     with routers.record() as tape:
         model(input_ids=tokens())
-    with routers.replay(tape.trace()):
+    with routers.replay(tape.trace(), check=False):
         assert torch.equal(model(input_ids=tokens()).logits, plain)
 
 

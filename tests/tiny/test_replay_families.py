@@ -87,7 +87,10 @@ def test_phimoe_is_refused_in_train_mode() -> None:
     with pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"), routers.record():
         model(input_ids=tokens())
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    with pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"), routers.replay(trace):
+    with (
+        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
+        routers.replay(trace, check=False),
+    ):
         model(input_ids=tokens())
 
 
@@ -97,7 +100,7 @@ def test_self_test_and_column_order(family: str) -> None:
     model, ids = build(family), tokens()
     routers = bind_routers(model)
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    with experts_inputs(model) as computed, routers.replay(trace) as replayed:
+    with experts_inputs(model) as computed, routers.replay(trace, check=False) as replayed:
         model(input_ids=ids)
     for column, (ids_computed, _) in enumerate(computed):
         assert torch.equal(ids_computed, trace.ids[:, column].long())
@@ -114,7 +117,7 @@ def test_native_is_the_choice_of_the_live_scores() -> None:
         with routers.record() as tape:
             model(input_ids=ids)
         trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-        with routers.replay(trace, native=True) as replayed:
+        with routers.replay(trace, native=True, check=False) as replayed:
             model(input_ids=ids)
         native = replayed.native()
         assert torch.equal(native.ids[:, 0], tape.trace().ids[:, 0]), family
@@ -135,7 +138,7 @@ def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
     probe = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(5))
     routers = bind_routers(model)
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
-    with routers.replay(trace):
+    with routers.replay(trace, check=False):
         out = block(hidden)
         grads = torch.autograd.grad((out * probe).sum(), [hidden, block.gate.weight])
 
@@ -194,7 +197,7 @@ def test_router_gradient_is_the_one_derived_by_hand(family: str, changes: dict, 
     hidden, probe = torch.randn(2, 3, 7, 32, generator=draw)
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     blocks = [model.model.layers[layer].mlp for layer in routers.layers]
-    with routers.replay(trace):
+    with routers.replay(trace, check=False):
         outs = [block(hidden) for block in blocks]
     for column, (block, out, router) in enumerate(zip(blocks, outs, routers._routers, strict=True)):
         ((out[0] if isinstance(out, tuple) else out) * probe).sum().backward()
@@ -222,7 +225,7 @@ def test_group_limit_follows_the_replayed_experts() -> None:
     replayed_groups = trace.ids // 2
     outside = ~(replayed_groups[..., :, None] == own_groups[..., None, :]).any(-1)
     assert outside.float().mean() > 0.3  # the case is really there
-    with experts_inputs(model) as computed, routers.replay(trace):
+    with experts_inputs(model) as computed, routers.replay(trace, check=False):
         model(input_ids=tokens())
     for _, weights in computed:
         assert (weights > 0).all()

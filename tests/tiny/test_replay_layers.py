@@ -198,6 +198,47 @@ def test_rows_without_routes_are_not_valid(dense_first: tuple[Routers, torch.Ten
     assert routers.trace_from(ids, valid=asked).valid.tolist() == [False, True, True, False, True]
 
 
+@pytest.mark.parametrize("axis", ["moe", "all", None])
+@pytest.mark.parametrize("gone", [[0], [3], [0, 1, 4], [1, 2, 3, 4]])
+def test_what_a_row_without_routes_holds_is_never_read(
+    dense_first: tuple[Routers, torch.Tensor], axis: str | None, gone: list[int]
+) -> None:
+    """Also in a dense layer's column: an engine's -1 there, or what it left in rows that the caller calls not valid."""
+    routers, ids = dense_first
+    captured = torch.ones(5, dtype=torch.bool).index_fill(0, torch.tensor(gone), False)
+    everywhere = torch.cat([torch.zeros(5, 1, 2, dtype=ids.dtype), ids], 1)
+    for given in [ids] * (axis != "all") + [everywhere] * (axis != "moe"):
+        for filler, valid in ((-1, None), (-1, captured), (99, captured)):
+            rows = given.masked_fill(~captured[:, None, None], filler)
+            trace = routers.trace_from(rows, axis=axis, valid=valid)
+            assert torch.equal(trace.valid, captured)
+            assert torch.equal(trace.ids[captured], ids[captured].to(torch.uint8))
+
+
+def test_a_shifted_axis_is_refused_behind_rows_without_routes(dense_first: tuple[Routers, torch.Tensor]) -> None:
+    routers, ids = dense_first
+    shifted = torch.cat([ids, torch.zeros(5, 1, 2, dtype=ids.dtype)], 1)
+    shifted[:2] = -1
+    with pytest.raises(UsageError, match="dense layer 0 has routes, first at row 3"):
+        routers.trace_from(shifted)
+
+
+def test_a_capture_of_nothing_is_refused(dense_first: tuple[Routers, torch.Tensor]) -> None:
+    routers, ids = dense_first
+    for columns in (2, 3):
+        with pytest.raises(UsageError, match="-1 in all 5 rows: the engine captured nothing"):
+            routers.trace_from(torch.full((5, columns, 2), -1))
+    some = torch.tensor([True, False, False, True, True])
+    with pytest.raises(UsageError, match="-1 in all 3 rows"):
+        routers.trace_from(ids.masked_fill(some[:, None, None], -1), valid=some)
+    ids[:, 1] = -1
+    with pytest.raises(UsageError, match="layer 2 are -1 in all 5 rows: the engine did not capture it"):
+        routers.trace_from(ids)
+    nothing = routers.trace_from(ids, valid=torch.zeros(5, dtype=torch.bool))  # says so itself
+    assert not nothing.valid.any()
+    assert len(routers.trace_from(ids[:0])) == 0
+
+
 def test_wide_ids_are_not_wrapped(dense_first: tuple[Routers, torch.Tensor]) -> None:
     """256 + 3 would be expert 3 in a byte."""
     routers, ids = dense_first

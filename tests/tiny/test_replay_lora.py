@@ -39,13 +39,13 @@ def test_replay_through_lora(targets: str) -> None:
     routers.self_test()
     with routers.record() as tape:
         plain, expected = loss_and_grads(model, ids)
-    with routers.replay(tape.trace()):
+    with routers.replay(tape.trace(), check=False):
         logits, grads = loss_and_grads(model, ids)
     assert torch.equal(logits, plain)
     assert grads.keys() == expected.keys()
     assert all(torch.equal(grads[name], expected[name]) for name in grads)
     assert all("lora_" in name for name in grads)
-    with routers.replay(random_trace(21, routers.layers, routers.num_experts, routers.top_k)):
+    with routers.replay(random_trace(21, routers.layers, routers.num_experts, routers.top_k), check=False):
         other, grads = loss_and_grads(model, ids)
     assert not torch.equal(other, plain)
     assert all(grad.any() for grad in grads.values())
@@ -67,12 +67,12 @@ def test_a_frozen_router_has_no_gradient_and_changes_nothing_else() -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with routers.replay(trace):
+    with routers.replay(trace, check=False):
         plain, expected = loss_and_grads(model, ids)
     gates = [f"{router.path}.weight" for router in routers._routers]
     for router in routers._routers:
         router.module.weight.requires_grad_(False)
-    with routers.replay(trace):
+    with routers.replay(trace, check=False):
         logits, grads = loss_and_grads(model, ids)
     assert torch.equal(logits, plain)
     assert all(router.module.weight.grad is None for router in routers._routers)

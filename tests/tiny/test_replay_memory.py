@@ -37,7 +37,7 @@ def test_one_layer_is_widened_at_a_time(experts: int, width: int, how: dict[str,
     rows, layers, top_k = 21, len(routers.layers), routers.top_k
     trace = random_trace(rows, routers.layers, routers.num_experts, top_k)
     assert trace.ids.untyped_storage().nbytes() == rows * layers * top_k * width
-    with LargestInt64() as largest, routers.replay(trace, **how) as replayed:
+    with LargestInt64() as largest, routers.replay(trace, **how, check=False) as replayed:
         loss_and_grads(model, tokens())
     assert largest.elements == rows * top_k
     kept = {replayer._route.untyped_storage().data_ptr() for replayer in replayed._replayers}

@@ -1,4 +1,4 @@
-"""What a trainer of one's own hands in: wrapped models, no traces, bounds of another batch, a recorded generate()."""
+"""What a trainer of one's own hands in: wrapped models, no traces, bounds of another batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from replay_models import build, tokens
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -127,25 +127,3 @@ def test_bounds_of_another_batch_are_refused(model: PreTrainedModel, routers: Ro
     else:
         with pytest.raises(UsageError, match="from 0 to 21"):
             replayed.check_alignment(torch.tensor(bounds))
-
-
-def test_a_recorded_generate_is_step_by_step(model: PreTrainedModel, routers: Routers) -> None:
-    """As many rows as the batch has, in another order: only the alignment check can tell, and docs/replay.md's `at`."""
-    model.eval()
-    with torch.no_grad(), routers.record() as tape:
-        out = model.generate(IDS, max_new_tokens=5, do_sample=False)
-    trace, (samples, prompt), steps = tape.trace(), IDS.shape, out.shape[1] - IDS.shape[1] - 1
-    assert len(trace) == out[:, :-1].numel()
-
-    def check(trace: RoutingTrace) -> Tensor:
-        with routers.replay(trace, native=True) as replayed:
-            model(input_ids=out[:, :-1])
-        replayed.check_alignment(torch.arange(samples + 1) * (prompt + steps))
-        return replayed.native().ids
-
-    with pytest.raises(RoutingError, match="not those of this forward"):
-        check(trace)
-    fed = torch.arange(samples * prompt).view(samples, prompt)
-    decoded = samples * prompt + torch.arange(steps * samples).view(steps, samples)
-    ordered = trace.at(torch.cat([fed, decoded.T], 1).flatten())
-    assert torch.equal(check(ordered), ordered.ids)

@@ -28,7 +28,7 @@ def _step(model: nn.Module, routers: Routers | None, ids: Tensor, seed: int) -> 
         _loss(model, ids).backward()
     else:
         trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
-        with routers.replay(trace):
+        with routers.replay(trace, check=False):
             loss = _loss(model, ids)
         loss.backward()
     return take_grads(model)

@@ -34,9 +34,12 @@ def check_alignment(
 
     Two tests over the rows valid in `replayed`: every layer over all rows (a layer that is wrong hides in a mean over
     layers), and every window of about 16 rows of a sample over all layers (a sample, or a part of one, that is wrong
-    hides in a mean over the batch). Agreement is the mean share of a router's K replayed experts that are among the K
-    it would have chosen. `native` comes from the same forward: `replay(trace, native=True)`.
+    hides in a mean over the batch). Without `bounds` the windows overlap by half, since samples may begin anywhere;
+    give them to hear which sample is wrong. Agreement is the mean share of a router's K replayed experts that are among
+    the K it would have chosen. `native` comes from the same forward: `replay(trace, native=True)`.
     """
+    _check_traces(replayed, native)
+    whole = bounds is None
     bounds = torch.tensor([0, len(replayed)]) if bounds is None else _checked(bounds, len(replayed))
     rows = replayed.valid.nonzero()[:, 0]
     if len(rows) < FEWEST:
@@ -51,6 +54,9 @@ def check_alignment(
         )
         cause, of_layers = _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean()))
         raise Misaligned(_message(where, least, cause), of_layers=of_layers)
+    if whole:
+        _check_rows(replayed, native, rows, agreeing.mean(1), least)
+        return
     starts = windows(bounds)
     cell = torch.searchsorted(starts, rows.cpu(), right=True) - 1
     counts = torch.bincount(cell, minlength=len(starts))
@@ -64,6 +70,31 @@ def check_alignment(
             f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
         )
         raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)), of_layers=False)
+
+
+def _check_rows(
+    replayed: RoutingTrace, native: RoutingTrace, rows: Tensor, agreeing: Tensor, least: float
+) -> None:  # [n], [n]
+    """The windows where nobody knows where samples begin."""
+    if len(rows) < WINDOW:
+        return  # one window, and the layers were tested over it
+    places = torch.arange(0, len(rows) - WINDOW + WINDOW // 2, WINDOW // 2).clamp(max=len(rows) - WINDOW)
+    share = agreeing.cpu().unfold(0, WINDOW, 1).mean(1)[places]
+    window = int(share.argmin())
+    if share[window] < least:
+        first, last = rows[places[window]], rows[places[window] + WINDOW - 1]
+        where = f"rows {int(first)} to {int(last)} agree in {share[window]:.0%}"
+        bounds = torch.tensor([0, len(replayed)])
+        raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, 0)), of_layers=False)
+
+
+def _check_traces(replayed: RoutingTrace, native: RoutingTrace) -> None:
+    for name, trace in (("replayed", replayed), ("native", native)):
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(
+                f"check_alignment: {name} is {type(trace).__name__}, expected a RoutingTrace; `native()` of a replay "
+                "gives the routers' own choice"
+            )
 
 
 def check_captured(
@@ -188,14 +219,14 @@ def _cause_of_sample(replayed: RoutingTrace, native: RoutingTrace, bounds: Tenso
     score, cause = max(found, default=(0.0, ""))
     if score > as_is and _fits(score, as_is):
         return f"{cause} (agreement then: {score:.0%})"
-    return _unknown("rows of one sample are wrong")
+    return _unknown("these rows are wrong")
 
 
 def _unknown(what: str) -> str:
     return (
         f"{what} and neither a shift by one row, nor another layer, nor another sample fits: routes of other weights "
         "or another model, of a re-tokenised text, or rows a prefix cache or a preempted request left behind. If the "
-        "rollout's weights are meant to be that old, lower replay.min_agreement"
+        "rollout's weights are meant to be that old, ask for less agreement (`least`)"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace, id_dtype
+from onepolicy.types import Made, RoutingTrace, id_dtype
 
 Axis = Literal["all", "moe"]
 
@@ -26,10 +26,12 @@ def trace_from(
     axis: Axis | None = None,
     valid: Tensor | None = None,  # [T] bool
 ) -> RoutingTrace:
-    """A trace of the model's MoE layers. Rows with a negative id, an engine's mark for "not captured", are not valid.
+    """Return the trace of the model's MoE layers. Rows with a negative id, an engine's mark for "not captured", are not
+    valid, and nothing of a row that is not valid is read.
 
     axis None tells the two from the number of columns, which is never ambiguous: where both numbers are the same, so
-    are the layers. UsageError if the columns fit neither, not the axis named, or if a dense layer has routes.
+    are the layers. UsageError if the columns fit neither, not the axis named, if a dense layer has routes, or if no
+    row was captured.
     """
     if not isinstance(ids, Tensor):
         raise UsageError(f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]")
@@ -37,6 +39,8 @@ def trace_from(
         raise UsageError(
             f"routes have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers [T, layers, K]"
         )
+    if valid is not None and not isinstance(valid, Tensor):
+        raise UsageError(f"valid is {type(valid).__name__}, expected a bool tensor [{len(ids)}], one per row")
     if valid is not None and (valid.shape != ids.shape[:1] or valid.dtype != torch.bool):
         raise UsageError(
             f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool [{len(ids)}], one per row"
@@ -44,20 +48,25 @@ def trace_from(
     counts = {"all": depth, "moe": len(layers)}
     found = next((name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count), None)
     if found is None:
-        asked = "" if axis is None else f" and axis={axis!r} was named"
+        named = "" if axis is None else f" and axis={axis!r} was named"
         raise UsageError(
-            f"routes have {ids.shape[1]} layers{asked}, but the model has {depth} decoder layers, {len(layers)} of "
+            f"routes have {ids.shape[1]} layers{named}, but the model has {depth} decoder layers, {len(layers)} of "
             f"them MoE ({_short(layers)}); prediction heads and draft layers are no part of either"
         )
     narrow = ids.dtype == torch.uint8 == id_dtype(num_experts)  # as vLLM returns them; uint16 lacks comparisons
     ids = ids if narrow else ids.to(torch.int64)
+    of_dense = None  # [T, dense layers, K]
     if found == "all" and depth != len(layers):
         if len(set(layers)) != len(layers):
             raise UsageError("a model with two routers in one layer has no axis of one column per decoder layer")
-        _check_dense(ids, layers)
-        ids = ids[:, list(layers)]
-    captured = ids.new_ones(len(ids), dtype=torch.bool) if narrow else (ids >= 0).flatten(1).all(1)
-    valid = captured if valid is None else captured & valid
+        dense = [layer for layer in range(depth) if layer not in layers]
+        of_dense, ids = ids[:, dense], ids[:, list(layers)]
+    asked = ids.new_ones(len(ids), dtype=torch.bool) if valid is None else valid.to(ids.device)
+    valid = asked if narrow else asked & (ids >= 0).flatten(1).all(1)
+    if asked.any() and not valid.any():
+        raise UsageError(_nothing_captured(ids[asked], layers))
+    if of_dense is not None:
+        _check_dense(of_dense, valid, layers, depth)
     beyond = (ids > num_experts - 1) & valid[:, None, None]
     if beyond.any():  # the narrow dtype would wrap it into a valid id
         row, column, _ = beyond.nonzero()[0].tolist()
@@ -67,18 +76,36 @@ def trace_from(
         )
     if not narrow:  # what invalid rows hold is never read
         ids = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))
-    return RoutingTrace(ids, valid, layers, num_experts)
+    return RoutingTrace(ids, valid, layers, num_experts).made_by(Made(f"engine, {found} layers"))
 
 
-def _check_dense(ids: Tensor, layers: tuple[int, ...]) -> None:  # ids [T, depth, K]
+def _nothing_captured(ids: Tensor, layers: tuple[int, ...]) -> str:  # ids [n, L, K]
+    """What to say of rows that all hold a negative id."""
+    missing = (ids < 0).any(-1).all(0)  # [L]
+    named = [layer for layer, gone in zip(layers, missing.tolist(), strict=True) if gone]
+    if 0 < len(named) < len(layers):
+        return (
+            f"routes of layer {', '.join(map(str, named))} are -1 in all {len(ids)} rows: the engine did not capture "
+            "it (a fused kernel, another pipeline stage), and a row that lacks one layer's routes cannot be replayed"
+        )
+    return (
+        f"routes have a -1 in all {len(ids)} rows: the engine captured nothing (its capture is not active or was not "
+        "asked for, or these are another rank's rows); mend that, or give valid=False for rows that the trainer may "
+        "route itself"
+    )
+
+
+def _check_dense(ids: Tensor, valid: Tensor, layers: tuple[int, ...], depth: int) -> None:  # [T, dense layers, K], [T]
     """Engines write the same filler into every row of a dense layer; anything else is another layer's routes."""
-    dense = [layer for layer in range(ids.shape[1]) if layer not in layers]
-    moved = (ids[:, dense] != ids[:1, dense]).any(-1)  # [T, dense layers]
+    rows = valid.nonzero()[:, 0]
+    moved = (ids[rows] != ids[rows[:1]]).any(-1)  # [n, dense layers]
     if moved.any():
-        row, column = moved.nonzero()[0].tolist()
+        place, column = moved.nonzero()[0].tolist()
+        row = int(rows[place])
+        layer = [layer for layer in range(depth) if layer not in layers][column]
         raise UsageError(
-            f"routes have {ids.shape[1]} layers, as many as the decoder, but dense layer {dense[column]} has routes, "
-            f"first at row {row}: {ids[row, dense[column]].tolist()}; the layer axis is shifted or in another order"
+            f"routes have {depth} layers, as many as the decoder, but dense layer {layer} has routes, "
+            f"first at row {row}: {ids[row, column].tolist()}; the layer axis is shifted or in another order"
         )
 
 

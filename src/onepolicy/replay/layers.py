@@ -57,7 +57,7 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     if not routers:
         raise UsageError(
             f"{type(model).__name__} has no Mixture-of-Experts router, so there is nothing to record or replay; "
-            "set replay.mode=off"
+            "a dense model needs no replay (in a recipe: replay.mode=off)"
         )
     _check_one_shape(routers)
     _check_not_shared(model, routers)
@@ -95,6 +95,13 @@ def layers_of(config: Any) -> tuple[int, ...] | None:
 def decoder_index(path: str) -> int | None:
     """The first number in a module path: `model.layers.3.mlp.gate` -> 3; None if there is none."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
+
+
+def decoder_layer(model: nn.Module, router: Router) -> nn.Module:
+    """The decoder layer that holds a router."""
+    parts = router.path.split(".")
+    number = next(place for place, part in enumerate(parts) if part.isdecimal())
+    return model.get_submodule(".".join(parts[: number + 1]))
 
 
 def _whole(module: nn.Module, name: str) -> int:
@@ -151,7 +158,8 @@ def _check_refused(model: nn.Module) -> None:
         reason = _REFUSED.get(type(module).__name__)
         if reason is not None:
             raise UsageError(
-                f"{type(model).__name__} cannot be recorded or replayed; set replay.mode=off. "
+                f"{type(model).__name__} cannot be recorded or replayed; train it without replay (in a recipe: "
+                f"replay.mode=off). "
                 f"{type(module).__name__} at {path!r}: {reason}"
             )
 

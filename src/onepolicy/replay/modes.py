@@ -51,7 +51,7 @@ def with_weights(out: Any, recorded: Tensor, valid: Tensor | None, top_k: int, w
     if torch.promote_types(live.dtype, recorded.dtype) != live.dtype:
         raise UsageError(
             f"{where}: the trace's weights are {recorded.dtype}, but the router gives {live.dtype}, which cannot hold "
-            "them; train in the wider dtype or set rollout.engine.dtype to the trainer's"
+            "them; train in the wider dtype, or roll out in the trainer's (in a recipe: rollout.engine.dtype)"
         )
     if valid is not None:
         recorded = torch.where(valid[:, None], recorded.to(live.dtype), live.detach())
@@ -69,7 +69,8 @@ def weights_position(out: Any, top_k: int, where: str) -> int:
     if len(found) != 1:
         raise RoutingError(
             f"{where}: its output has {len(found)} floating tensors of {top_k} columns, expected one, so its combine "
-            "weights cannot be recorded or replayed; use replay.mode=r3"
+            "weights cannot be recorded or replayed; replay the experts alone, without weights=True (in a recipe: "
+            "replay.mode=r3)"
         )
     return found[0]
 

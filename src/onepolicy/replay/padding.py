@@ -1,4 +1,4 @@
-"""Routes of single samples <-> routes of a padded [B, S] batch, left or right padded.
+"""Routes of single samples <-> routes of a padded [B, S] batch, left or right padded; and of a recorded generate().
 
 Packed batches need neither: their trace is `RoutingTrace.concat` of the samples' traces.
 """
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace
+from onepolicy.replay.contexts import Tape
+from onepolicy.types import RoutingTrace, shown
 
 
 def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> RoutingTrace:
@@ -21,7 +22,12 @@ def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> Routin
     sampled, so it has no route, and its logits predict nothing. attention_mask [B, S]: nonzero where `input_ids` is a
     token of the sample, in one run per row. Pads and last tokens without a route are valid=False: routed by the model.
     """
+    _check_mask("pad_routes", attention_mask)
+    if isinstance(traces, RoutingTrace | Tensor) or not isinstance(traces, Sequence):
+        raise UsageError(f"pad_routes: traces is {type(traces).__name__}, expected a list of one trace for each sample")
     starts, lengths = _runs(attention_mask)
+    if not lengths:
+        raise UsageError("pad_routes: attention_mask has no rows; there is nothing to lay out")
     if len(traces) != len(lengths):
         raise UsageError(f"pad_routes: {len(traces)} traces for a batch of {len(lengths)} samples")
     width, pieces = attention_mask.shape[1], []
@@ -43,6 +49,9 @@ def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> Routin
 
 def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
     """The inverse, of a recorded forward: each sample's rows, one for each of its tokens. attention_mask [B, S]."""
+    if not isinstance(trace, RoutingTrace):
+        raise UsageError(f"unpad_routes: trace is {type(trace).__name__}, expected a RoutingTrace")
+    _check_mask("unpad_routes", attention_mask)
     samples, width = attention_mask.shape
     if len(trace) != samples * width:
         raise UsageError(f"unpad_routes: the trace has {len(trace)} rows, attention_mask is [{samples}, {width}]")
@@ -51,10 +60,61 @@ def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTra
     return [trace.rows(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=True)]
 
 
+def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) -> list[RoutingTrace]:
+    """Return each sample's rows of a recorded `generate()`: one for each of its tokens but the last, which is not fed.
+
+    A generate() feeds the prompts, at once or in chunks, and then one token of every sample at a time: its rows lie by
+    step. sequences [B, S]: what it returned, prompts included. attention_mask: [B, P] of the prompts, as it was given,
+    or [B, S] of the sequences, with 0 from where a sample ended before the others; nonzero at tokens, in one run per
+    row. Lay the result out with `pad_routes`, or packed with `RoutingTrace.concat`. UsageError if the tape's forwards
+    are not those of one generate() that fed each token once.
+    """
+    if not isinstance(tape, Tape):
+        raise UsageError(
+            f"routes_of_generate: tape is {type(tape).__name__}, expected what record() gave: it alone knows which "
+            "rows belong to which step"
+        )
+    if not isinstance(sequences, Tensor) or sequences.dim() != 2:
+        raise UsageError(
+            f"routes_of_generate: sequences is {shown(sequences)}, expected a tensor [B, S]; of "
+            "return_dict_in_generate=True pass out.sequences"
+        )
+    _check_mask("routes_of_generate", attention_mask)
+    (samples, width), forwards = sequences.shape, tape.rows()
+    if len(attention_mask) != samples or attention_mask.shape[1] > width:
+        raise UsageError(
+            f"routes_of_generate: attention_mask is {shown(attention_mask)}, but sequences is [{samples}, {width}]; it "
+            "has one row for each sequence (repeat a prompt's num_return_sequences times), and at most its columns"
+        )
+    if any(rows % samples for rows in forwards) or sum(forwards) not in (samples * (width - 1), samples * width):
+        raise UsageError(
+            f"routes_of_generate: the tape has {len(forwards)} forwards of {_few(forwards)} rows, but sequences is "
+            f"[{samples}, {width}], of which a generate() feeds {samples} x {width - 1} tokens. Record one generate() "
+            "alone, without assisted decoding"
+        )
+    grid, first = [], 0
+    for rows in forwards:
+        grid.append(first + torch.arange(rows).view(samples, -1))
+        first += rows
+    places = torch.cat(grid, 1)  # [B, tokens fed]
+    generated = attention_mask.new_ones(samples, width - attention_mask.shape[1])
+    starts, lengths = _runs(torch.cat([attention_mask, generated], 1))
+    trace = tape.trace()
+    rows_of = zip(places, starts, lengths, strict=True)
+    return [trace.at(own[start : start + tokens - 1].to(trace.ids.device)) for own, start, tokens in rows_of]
+
+
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (", .." if len(numbers) > 3 else "")
+
+
+def _check_mask(name: str, attention_mask: Tensor) -> None:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        raise UsageError(f"{name}: attention_mask is {shown(attention_mask)}, expected a tensor [B, S]")
+
+
 def _runs(attention_mask: Tensor) -> tuple[list[int], list[int]]:
     """Where each sample's tokens start in its row, and how many there are."""
-    if attention_mask.dim() != 2:
-        raise UsageError(f"attention_mask has shape {tuple(attention_mask.shape)}, expected [B, S]")
     used = attention_mask != 0
     starts, lengths = used.int().argmax(1), used.sum(1)
     column = torch.arange(used.shape[1], device=used.device)

@@ -9,31 +9,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.replay.alignment import check_captured
+from onepolicy.replay.alignment import FEWEST, check_alignment, check_captured
 from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import RoutingError, check_trace, constant_layers, refuse_router_loss
+from onepolicy.replay.checks import Misaligned, RoutingError, check_trace, constant_layers, refuse_router_loss
 from onepolicy.replay.contexts import Replayed, Tape
-from onepolicy.replay.layers import Router, find_routers
+from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.parallel import masks_weights, refuse_unknown_sharding
 from onepolicy.replay.seam import override
 from onepolicy.types import RoutingTrace
+
+CHECK_EVERY = 16
+"""Forwards of one trace source from one check of its routes to the next: a check costs up to 7% of a forward
+(docs/replay_checks.md), which is less than 1% of sixteen."""
 
 
 class Routers:
     """The MoE routers of one model, in decoder order."""
 
-    def __init__(self, model: PreTrainedModel, routers: Sequence[Router]) -> None:
+    def __init__(self, model: Any, routers: Sequence[Router]) -> None:
         self._model = model
         self._routers = tuple(routers)
         self.layers = tuple(router.layer for router in routers)  # decoder index of each MoE layer, ascending
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
+        self._unchecked: dict[str, int] = {}  # of each trace source that passed: forwards since
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Routers) and self._model is other._model and self._routers == other._routers
@@ -57,13 +63,20 @@ class Routers:
                 "only; record on a model without expert parallelism"
             )
         tape = Tape(self._routers, weights=weights)
-        with override("forward", [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]):
+        forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
+        with tape.watching(decoder_layer(self._model, self._routers[0])), override("forward", forwards):
             yield tape
         tape.check()
 
     @contextmanager
     def replay(
-        self, trace: RoutingTrace, *, native: bool = False, soft: float | None = None, weights: bool = False
+        self,
+        trace: RoutingTrace,
+        *,
+        native: bool = False,
+        soft: float | None = None,
+        weights: bool = False,
+        check: bool = True,
     ) -> Iterator[Replayed]:
         """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
 
@@ -77,6 +90,10 @@ class Routers:
         of the router). soft: a ratio in (0, 1], see `modes.soften`. weights: use the trace's combine weights in the
         forward and the live ones' gradient. See docs/replay.md.
 
+        check: when the context is left, compare the routes with the routers' own choice, and raise RoutingError if they
+        are not those of this forward's tokens and weights. Done for the first forward of every source of traces
+        (`RoutingTrace.made`), and for every 16th after it. See docs/replay_checks.md.
+
         The backward may run anywhere: activation checkpoints made with torch.utils.checkpoint recompute with the routes
         of their own forward. A recompute made by other means (an autograd function that calls the model again) must
         have its backward in here.
@@ -87,20 +104,48 @@ class Routers:
                 "routers.trace_from(ids) that of an engine's ids"
             )
         refuse_router_loss(getattr(self._model, "config", None))
-        self._check_device(trace)
+        _check_devices(trace)
+        _check_steps(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
-        if soft is not None and (weights or not 0 < soft <= 1):
+        if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
             raise UsageError(f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True")
         if weights and trace.weights is None:
             raise UsageError("replay: the trace has no combine weights; record them with record(weights=True)")
         suspicious = bool(constant_layers(trace).any())
-        kept = native or suspicious
-        replayed = Replayed(self._routers, trace, native=kept, soft=soft, weights=weights)
+        due = check and self._due(trace)
+        own = suspicious or due
+        replayed = Replayed(self._routers, trace, native=native, soft=soft, weights=weights, checked=own)
         with replayed.active():
             yield replayed
         replayed.check()
         if suspicious:
-            check_captured(trace, replayed.native())
+            check_captured(trace, replayed.own_choice())
+        if due:
+            self._check(trace, replayed.own_choice())
+
+    def _due(self, trace: RoutingTrace) -> bool:
+        """Is it time to check a trace of this source? A source that failed is due until one of its traces passes."""
+        source = trace.made.source
+        if source in self._unchecked:
+            self._unchecked[source] += 1
+            return self._unchecked[source] >= CHECK_EVERY
+        if len(trace) and not trace.valid.any():
+            raise RoutingError(
+                f"none of the trace's {len(trace)} rows is valid, so replaying it would do nothing: no route was "
+                "captured, or all are marked as missing. To let the model route these tokens itself, give check=False"
+            )
+        return True
+
+    def _check(self, trace: RoutingTrace, own: RoutingTrace) -> None:
+        try:
+            check_alignment(trace, own)
+        except Misaligned as error:
+            self._unchecked.pop(trace.made.source, None)
+            raise Misaligned(
+                f"{error}. To replay them all the same, give check=False", of_layers=error.of_layers
+            ) from None
+        if int(trace.valid.sum()) >= FEWEST:
+            self._unchecked[trace.made.source] = 0
 
     def trace_from(self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None) -> RoutingTrace:
         """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""
@@ -112,7 +157,8 @@ class Routers:
 
         Replaying its own routes must keep every bit; moving one layer to other experts must move the logits.
         """
-        device = next(self._model.parameters()).device
+        devices = (parameter.device for parameter in self._model.parameters() if not parameter.is_meta)
+        device = next(devices, torch.device("cpu"))  # meta: offloaded
         tokens = torch.arange(8, device=device).view(2, 4) % self._model.config.get_text_config().vocab_size
 
         def forward() -> Tensor:
@@ -122,20 +168,38 @@ class Routers:
             with self.record() as tape:
                 expected = forward()
             trace = tape.trace()
-            with self.replay(trace):
+            with self.replay(trace, check=False):
                 if not torch.equal(forward(), expected):
                     raise RoutingError(f"replaying its own routes changed the logits of {type(self._model).__name__}")
             for column, layer in enumerate(self.layers):
                 ids = trace.ids.to(torch.int64)
                 ids[:, column] = (ids[:, column] + 1) % self.num_experts
-                with self.replay(dataclasses.replace(trace, ids=ids.to(trace.ids.dtype))):
+                with self.replay(dataclasses.replace(trace, ids=ids.to(trace.ids.dtype)), check=False):
                     if torch.equal(forward(), expected):
                         raise RoutingError(f"layer {layer}: replaying other experts changed nothing")
 
-    def _check_device(self, trace: RoutingTrace) -> None:
-        device = next(self._model.parameters()).device
-        if trace.ids.device != device or trace.valid.device != device:
-            raise UsageError(f"trace is on {trace.ids.device}, the model on {device}; pass trace.to({str(device)!r})")
+
+def _check_devices(trace: RoutingTrace) -> None:
+    """Any device with data will do: each layer's routes follow its router's scores."""
+    named = (("ids", trace.ids), ("valid", trace.valid), ("weights", trace.weights))
+    devices = {name: str(tensor.device) for name, tensor in named if tensor is not None}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise UsageError(f"replay: the trace has {where}; pass trace.to(device) of one of them")
+    if trace.ids.is_meta:
+        raise UsageError("replay: the trace is on meta, which holds no routes; pass one with data, on any device")
+
+
+def _check_steps(trace: RoutingTrace) -> None:
+    if trace.made.steps:
+        first, later = trace.made.steps[0], trace.made.steps[1:]
+        raise RoutingError(
+            f"the trace's rows are not those of this forward: they were recorded in {1 + len(later)} forwards of "
+            f"{first[0]} samples that continue each other ({first[1]} tokens each, then {later[0][1]}), so they lie "
+            "step by step, and those of one forward sample by sample. Of a generate() give "
+            "op.pad_routes(op.routes_of_generate(tape, sequences, attention_mask), attention_mask); of other forwards "
+            "the rows in the order that this one takes them, with trace.at(rows)"
+        )
 
 
 @contextmanager
@@ -149,7 +213,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def bind_routers(model: PreTrainedModel) -> Routers:
+def bind_routers(model: nn.Module) -> Routers:
     """Find the routers of a transformers MoE causal LM.
 
     UsageError if the model is dense or sharded in a way replay does not know, RoutingError if a block has experts but
@@ -161,7 +225,7 @@ def bind_routers(model: PreTrainedModel) -> Routers:
     return Routers(inner, routers)
 
 
-def _transformers_model(model: PreTrainedModel) -> PreTrainedModel:
+def _transformers_model(model: nn.Module) -> nn.Module:
     """`model`, or the one inside a wrapper that does not show its config (DDP, a module of the user's)."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")

@@ -147,10 +147,12 @@ class Replayer(Seam):
         valid: Tensor | None,  # [T] bool, None = all rows
         *,
         native: bool,
+        mass: bool = False,
         soft: float | None = None,
         weights: Tensor | None = None,  # [T, K] floating
     ) -> None:
-        """native: also keep the router's own choice; soft, weights: see `modes.soften`, `modes.with_weights`."""
+        """native: also keep the router's own choice; mass: and the gate mass, see `modes.gate_mass`; soft, weights: see
+        `modes.soften`, `modes.with_weights`."""
         super().__init__(router)
         self.fired = False
         self._thread = threading.get_ident()
@@ -159,7 +161,7 @@ class Replayer(Seam):
         self.gate_mass: Tensor | None = None  # [T] float32, see `gate_mass`
         self._route = route
         self._valid = valid
-        self._keep_native = native
+        self._keep_native, self._keep_mass = native, mass
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._answered = 0  # experts per token
         self.replaced: Tensor | None = None  # [] float32, share of replayed experts that soft replay replaced
@@ -208,12 +210,14 @@ class Replayer(Seam):
         if self._wants_own and self._hides_own:  # once answered, it selects from scores masked by the answer
             with torch.no_grad():
                 _, self._own = self._recorder.observe_selection(args, kwargs)
+            self._follow(self._own[0])
             self._fill(self._own[2])
 
     def _answer(self, func: Any, scores: Tensor, k: int, select: Callable[[], Any]) -> Any:
         """The replayed selection of k experts; `select()` makes the router's own from the same scores."""
         assert self._target is not None
         rows = _rows(scores)
+        self._follow(scores)
         self._check_rows(len(rows))
         first, self._answered = self._answered, self._answered + k
         if self._answered > self.router.top_k:
@@ -230,8 +234,22 @@ class Replayer(Seam):
                 own_scores, values, own = self._own
                 if self._keep_native:
                     self.native = own.to(self._route.dtype)
+                if self._keep_mass:
                     self.gate_mass = gate_mass(rows.gather(-1, self._target), values, own_scores)
         return _select(func, scores, self._target[:, first : self._answered])
+
+    def _follow(self, scores: Tensor) -> None:
+        """Move the routes to where the router computes: its parameters may be offloaded, or lie on several devices."""
+        device = scores.device
+        if self._route.device == device:
+            return
+        self._route = self._route.to(device)
+        if self._target is not None:
+            self._target = self._target.to(device)
+        if self._valid is not None:
+            self._valid = self._valid.to(device)
+        if self._weights is not None:
+            self._weights = self._weights.to(device)
 
     def _fill(self, own: Tensor) -> None:
         """Rows without a route take the router's own choice [T, K]. A recompute must not choose again."""
@@ -263,6 +281,7 @@ class Replayer(Seam):
         if k and width == router.num_experts:
             return self._answer(func, scores, k, lambda: func(*args, **(kwargs or {})))
         if k and width == router.num_groups:
+            self._follow(scores)
             self._soften(scores)  # before its groups are named
             return _select(func, scores, _groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))

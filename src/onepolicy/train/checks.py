@@ -77,7 +77,8 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
             check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
     except Misaligned as error:
         if age <= 0:
-            raise
+            asked = f"{error}. The least agreement is replay.min_agreement = {least}"
+            raise Misaligned(asked, of_layers=error.of_layers) from error
         old = (
             f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
             "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"

@@ -268,7 +268,7 @@ class LocalLearner:
             return nullcontext()
         routes = self._routes(micro) if replay else None
         if routes is not None:
-            return self.routers.replay(routes, native=native, **self._how)
+            return self.routers.replay(routes, native=native, check=False, **self._how)  # score() checks every batch
         return self.routers.record() if native else nullcontext()
 
     def _count_replaced(self, tape: Tape | Replayed | None, *, counts: bool) -> None:
