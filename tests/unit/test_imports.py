@@ -29,6 +29,7 @@ RANK = {
     "correct": 3,
     "objective": 3,
     "interfaces": 2,
+    "layout": 2,
     "types": 1,
     "jsonl": 1,
     "config": 0,

@@ -15,6 +15,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.correct.engine_marks import renormalised, weights_and_sampling
 from onepolicy.correct.pairs import EXPLAINED, FEWEST, Finding, Pairs
+from onepolicy.correct.slots import any_layout
 from onepolicy.types import TokenBatch
 
 
@@ -46,6 +47,7 @@ def preflight(batch: TokenBatch) -> Diagnosis:
     )
 
 
+@any_layout
 @torch.no_grad()
 def diagnose(
     logp_trainer: Tensor,  # [T] float32
@@ -61,7 +63,8 @@ def diagnose(
 ) -> Diagnosis:
     """Name the bugs that the log-probabilities give away; none on plain mismatch. Raises UsageError on an empty mask.
 
-    Not visible without `entropy`: another temperature, and sampling that was narrowed but reported as if not.
+    All fields may be [B, T] too, or lists of one [T_i] per sequence; their sequences need no `segment`. Not visible
+    without `entropy`: another temperature, and sampling that was narrowed but reported as if not.
     """
     if not mask.any():
         raise UsageError(f"diagnose: the mask selects none of {mask.numel()} slots")

@@ -3,49 +3,78 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import Weight
+from onepolicy.correct.presets import check_config
 from onepolicy.correct.receipt import Sums
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import evaluate
+from onepolicy.layout import Layout, restore
+
+Shape = TypeVar("Shape")
 
 SMALLEST_TAIL = 1e-5
 """Probability outside the head, of float32 log-probabilities whose sum is only known to about 1e-6."""
 
 
-class Live(NamedTuple):
-    weight: Tensor  # [T] float32, detached; 0 where not kept; multiply into the weight of `reweight`
-    keep: Tensor  # [T] bool, and it with that of `reweight`
-    centred: Tensor  # [T] bool, where `centered_score` is subtracted: kept, or rejected by nothing but weight bounds
+class Live(NamedTuple, Generic[Shape]):
+    weight: Shape  # [T] float32, detached; 0 where not kept; multiply into the weight of `reweight`
+    keep: Shape  # [T] bool, and it with that of `reweight`
+    centred: Shape  # [T] bool, where `centered_score` is subtracted: kept, or rejected by nothing but weight bounds
     sums: Sums  # of this micro-batch: `combine` over the step, then `report(config.live_part, ...)`
 
 
+@overload
+def live_weights(
+    logp_new: Tensor,
+    logp_rollout: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    segment: Tensor | None = None,
+    turn: Tensor | None = None,
+    advantage: Tensor | None = None,
+) -> Live[Tensor]: ...
+@overload
+def live_weights(
+    logp_new: Sequence[Tensor],
+    logp_rollout: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    config: CorrectionConfig,
+    *,
+    turn: Sequence[Tensor] | None = None,
+    advantage: Sequence[Tensor] | None = None,
+) -> Live[list[Tensor]]: ...
 @torch.no_grad()
 def live_weights(
-    logp_new: Tensor,  # [T] float32, the policy being trained; its graph is not used
-    logp_rollout: Tensor,  # [T] float32
-    mask: Tensor,  # [T] bool, trainable slots; the other slots may hold anything
+    logp_new: Layout,  # [T] float32, the policy being trained, its graph is not used; or [B, T], or a list of [T_i]
+    logp_rollout: Layout,  # the same, rollout engine
+    mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,  # `correction.live_part`
     *,
-    segment: Tensor | None = None,  # [T] int64, sequence of each slot; samples are whole in a micro-batch
-    turn: Tensor | None = None,  # [T] int64
-    advantage: Tensor | None = None,  # [T] float32
+    segment: Layout | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
+    turn: Layout | None = None,  # int64
+    advantage: Layout | None = None,  # float32
 ) -> Live:
-    """Weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole samples.
+    """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole samples.
 
     With weights, the loss is -weight * advantage * logp_new (they carry no gradient). Denominators stay the driver's.
     An empty mask gives empty sums. Raises UsageError if the config is not a `live_part`.
     """
+    check_config("live_weights", config)
     if config.ratio != "new/rollout":
         raise UsageError(f"live_weights: correction {config.name} is for reweight; give its `live_part`")
-    found = evaluate(config, Fields(logp_new.detach(), logp_rollout, mask, segment, turn, advantage))
-    return Live(found.weight, found.keep, found.passed, found.sums)
+    given = {"logp_new": logp_new, "logp_rollout": logp_rollout, "mask": mask}
+    found = evaluate(config, Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage))
+    weight, keep, centred = (restore(flat, mask) for flat in (found.weight, found.keep, found.passed))
+    return Live(weight, keep, centred, found.sums)
 
 
 def centered_score(

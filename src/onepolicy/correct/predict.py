@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, Gate, UsageError
+from onepolicy.correct.presets import check_config
 from onepolicy.correct.statistics import inside
 
 GRID, SPAN = 4001, 10.0  # points, standard deviations: the trapezoid rule on a normal density is exact to 1e-12
@@ -38,7 +39,9 @@ def predict(config: CorrectionConfig, kl: float, length: int, *, turns: int = 1)
 
     A gate that looks at the advantage's sign is taken over equal shares of both signs.
     """
-    if not (kl > 0 and length >= turns >= 1):
+    check_config("predict", config)
+    numbers = isinstance(kl, int | float) and isinstance(length, int) and isinstance(turns, int)
+    if not numbers or not (kl > 0 and length >= turns >= 1):
         raise UsageError(f"predict: kl={kl} length={length} turns={turns}; give kl > 0 and length >= turns >= 1")
     kept, weight = 0.0, 0.0
     for sign in (1, -1):

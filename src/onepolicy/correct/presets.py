@@ -32,12 +32,26 @@ _MEANING = {
 
 def preset(name: str, **override: Any) -> CorrectionConfig:
     """The named correction, with single settings replaced: `preset("tis", weight={"high": 3.0})`."""
-    if ALIASES.get(name, name) not in presets():
+    if not isinstance(name, str) or ALIASES.get(name, name) not in presets():
         raise UsageError(f"preset: no correction is called {name!r}; there are {', '.join(presets())}")
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
     except ValidationError as error:
         raise UsageError(f"preset {name!r}: {describe_error(error, CorrectionConfig)}") from None
+
+
+def check_config(caller: str, config: object) -> None:
+    """UsageError if what was given as a correction is none."""
+    if isinstance(config, CorrectionConfig):
+        return
+    if isinstance(config, str):
+        raise UsageError(f"{caller}: config is the text {config!r}, expected a correction; pass op.preset({config!r})")
+    if config is None:
+        raise UsageError(
+            f"{caller}: config is None, expected a correction; one without a live part has none to give "
+            "(correction.live says whether it has), and op.preset('recompute') corrects nothing"
+        )
+    raise UsageError(f"{caller}: config is {type(config).__name__}, expected a correction as op.preset(name) gives one")
 
 
 def equation(config: CorrectionConfig) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from onepolicy.config.base import UsageError
 from onepolicy.config.correction import CorrectionConfig
 from onepolicy.correct.histogram import histogram, quantiles
 
@@ -53,7 +54,11 @@ _NAMES = tuple(field.name for field in fields(Sums))
 
 
 def combine(parts: Iterable[Sums]) -> Sums:
-    """Sums of the whole from sums of its parts (micro-batches, ranks)."""
+    """Sums of the whole from sums of its parts (micro-batches, ranks). UsageError without parts."""
+    parts = list(parts)
+    if not parts or not all(isinstance(part, Sums) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise UsageError(f"combine: expected the `sums` of parts (op.partials, op.live_weights), got {kinds}")
     return functools.reduce(_combine_two, parts)
 
 

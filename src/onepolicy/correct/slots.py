@@ -1,15 +1,18 @@
-"""The trainable slots of a batch, packed: all correction math runs on these. Edges pad, flatten and restore."""
+"""The trainable slots of a batch, packed: all correction math runs on these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.layout import Layout, arguments
 
 LOG_RATIO_LIMIT = 80.0
 """|log rho| of a slot or unit beyond this is taken as this: exp stays finite in float32, far above any bound."""
@@ -17,8 +20,8 @@ LOG_RATIO_LIMIT = 80.0
 CHUNK = 1 << 15
 """Slots that are worked on at once, so that what a correction holds at a time does not grow with the batch."""
 
-Layout = Tensor | Sequence[Tensor]
-"""[T] packed, [B, T] padded on either side, or one [T_i] per sequence."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +38,7 @@ class Slots:
     advantage: Tensor | None  # [n]
     sequences: int  # rows of everything that is per sequence
     turns: int = 1  # at most so many turns in a sequence
+    units: int | None = None  # if known, `turn` numbers so many turns of all sequences together
 
     @property
     def count(self) -> int:
@@ -56,30 +60,67 @@ def slots(
     sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
     turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
 ) -> Slots:
-    """Pick the trainable slots. Raises UsageError if shapes differ."""
-    Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage).check()
-    where = mask.nonzero()[:, 0]
-    trainer, rollout = logp_trainer.detach()[where], logp_rollout.detach()[where]
+    """Return the trainable slots. UsageError if shapes differ, or if an id is below 0 or not below what was given.
+
+    Without `sequences` the ids are numbers of this part alone, and may be large: nothing grows with them.
+    """
+    given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
+    given.check()
+    if sequences is None:
+        return _slots(*given.numbered())
+    if turns is None:
+        turns = max(1, given.extent("turn"))
+    for name, limit in (("segment", sequences), ("turn", turns)):
+        largest = given.extent(name) - 1
+        if largest >= limit:
+            raise UsageError(
+                f"slots: the largest {name} is {largest}, but the batch was said to have {limit}; they count from 0"
+            )
+    return _slots(given, _Extent(sequences, turns))
+
+
+class _Extent(NamedTuple):
+    """Of the whole batch, see `Slots`."""
+
+    sequences: int
+    turns: int
+    units: int | None = None
+
+
+def _slots(given: Fields, most: _Extent) -> Slots:
+    where = given.mask.nonzero()[:, 0]
+    trainer, rollout = given.logp_trainer.detach()[where], given.logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
     log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ids = None if segment is None else segment[where].long()
-    if sequences is None:
-        sequences = int(ids.max()) + 1 if ids is not None and len(ids) else 0
-    turn = None if turn is None else turn[where].long()
-    if turns is None:
-        turns = int(turn.max()) + 1 if turn is not None and len(turn) else 1
     return Slots(
         where,
-        mask.numel(),
+        given.mask.numel(),
         log_ratio,
         trainer,
         rollout,
-        ids,
-        turn,
-        None if advantage is None else advantage.detach()[where],
-        sequences,
-        turns,
+        None if given.segment is None else given.segment[where].long(),
+        None if given.turn is None else given.turn[where].long(),
+        None if given.advantage is None else given.advantage.detach()[where],
+        *most,
     )
+
+
+def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Let a function of [T] fields be called with any layout: the first three are both sides and the mask, and its
+    `segment`, which it needs, may come from the rows of [B, T] or the items of a list."""
+    signature, name = inspect.signature(function), function.__name__
+
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> Result:
+        bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
+        given = arguments(name, bound)
+        fields = Fields.of(name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"])
+        if fields.segment is None:
+            raise UsageError(f"{name}: [T] fields need the `segment` of each slot, the sequence that it belongs to")
+        numbered, _ = fields.numbered()
+        return function(**{**given, "segment": numbered.segment})
+
+    return flat
 
 
 class Fields(NamedTuple):
@@ -91,6 +132,16 @@ class Fields(NamedTuple):
     segment: Tensor | None = None  # [T] int64
     turn: Tensor | None = None  # [T] int64
     advantage: Tensor | None = None  # [T]
+
+    @classmethod
+    def of(cls, caller: str, given: Mapping[str, Layout], **more: Layout | None) -> Fields:
+        """From any layout. given: trainer, rollout and mask, under the names that the caller's user knows."""
+        flat = arguments(caller, {**given, **more})
+        trainer, rollout, mask = (flat[name] for name in given)
+        assert trainer is not None
+        assert rollout is not None
+        assert mask is not None
+        return cls(trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage"))
 
     def check(self) -> None:
         """Raises UsageError if shapes differ."""
@@ -105,46 +156,52 @@ class Fields(NamedTuple):
                 "mask bool"
             )
 
+    def extent(self, name: str) -> int:
+        """One more than the largest segment or turn on the mask; 0 without any. UsageError if one is below 0."""
+        ids = getattr(self, name)
+        if ids is None or not len(ids):
+            return 0
+        parts = [(ids[p], self.mask[p]) for p in _places(len(ids))]
+        if int(torch.stack([torch.where(mask, own, 0).amin() for own, mask in parts]).amin()) < 0:
+            slot = int((self.mask & (ids < 0)).nonzero()[0, 0])
+            raise UsageError(
+                f"{name} is {int(ids[slot])} at slot {slot}, which the mask selects; they count from 0. Clear the mask "
+                f"there, or say which {name} the slot belongs to"
+            )
+        return 1 + int(torch.stack([torch.where(mask, own, -1).amax() for own, mask in parts]).amax())
+
+    def numbered(self) -> tuple[Fields, _Extent]:
+        """With sequences, and turns, numbered anew if their ids reach further than there are slots."""
+        fields, limit = self, max(1, len(self.mask))
+        sequences, turns = self.extent("segment"), max(1, self.extent("turn"))
+        if sequences > limit:
+            ids, sequences = _ranked(fields.segment, self.mask)
+            fields = fields._replace(segment=ids)
+        if turns > limit:
+            ids, turns = _ranked(fields.turn, self.mask)
+            fields = fields._replace(turn=ids)
+        if fields.segment is None or fields.turn is None or sequences * turns <= limit:
+            return fields, _Extent(sequences, turns)
+        ids, units = _ranked(fields.segment.long() * turns + fields.turn, self.mask)
+        return fields._replace(turn=ids), _Extent(sequences, turns, units)
+
     def chunks(self) -> Iterator[tuple[slice, Slots]]:
         """The trainable slots of CHUNK slots at a time, and where those lie. A sequence may span several."""
         self.check()
-        sequences, turns = _extent(self.segment, self.mask), _extent(self.turn, self.mask)
+        numbered, most = self.numbered()
+        trainer, rollout, mask, *more = numbered
         for place in _places(len(self.mask)):
-            trainer, rollout, mask = self.logp_trainer[place], self.logp_rollout[place], self.mask[place]
-            segment, turn, advantage = (None if x is None else x[place] for x in self[3:])
-            more = {"segment": segment, "turn": turn, "advantage": advantage}
-            yield place, slots(trainer, rollout, mask, **more, sequences=sequences, turns=max(1, turns))
+            rest = (None if x is None else x[place] for x in more)
+            yield place, _slots(Fields(trainer[place], rollout[place], mask[place], *rest), most)
+
+
+def _ranked(ids: Tensor | None, mask: Tensor) -> tuple[Tensor, int]:
+    """[T] int64: each masked slot's id among all that occur, in order; and how many do."""
+    assert ids is not None
+    found, index = ids[mask].unique(return_inverse=True)
+    return torch.zeros_like(mask, dtype=torch.int64).masked_scatter_(mask, index), len(found)
 
 
 def _places(size: int) -> Iterator[slice]:
     for start in range(0, max(size, 1), CHUNK):
         yield slice(start, min(start + CHUNK, size))
-
-
-def _extent(ids: Tensor | None, mask: Tensor) -> int:
-    """One more than the largest id on the mask; 0 without any."""
-    if ids is None or not len(ids):
-        return 0
-    return 1 + int(torch.stack([torch.where(mask[p], ids[p], -1).amax() for p in _places(len(mask))]).amax())
-
-
-def flatten(values: Layout) -> Tensor:
-    """Any layout -> [T]."""
-    return values.reshape(-1) if isinstance(values, Tensor) else torch.cat(list(values))
-
-
-def rows(values: Layout) -> Tensor | None:
-    """The sequence of each flat slot, where the layout itself says so: rows of [B, T], items of a list."""
-    if not isinstance(values, Tensor):
-        lengths = torch.tensor([len(v) for v in values])
-        return torch.arange(len(values)).repeat_interleave(lengths).to(values[0].device)
-    if values.dim() == 2:
-        return torch.arange(len(values), device=values.device).repeat_interleave(values.shape[1])
-    return None
-
-
-def restore(flat: Tensor, like: Layout) -> Layout:
-    """[T] -> the layout it came from."""
-    if isinstance(like, Tensor):
-        return flat.reshape(like.shape)
-    return list(flat.split([len(v) for v in like]))

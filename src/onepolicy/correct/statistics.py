@@ -62,10 +62,10 @@ def statistic(name: str, slots: Slots) -> Tensor:
         case "trainer_prob":
             return torch.where(log_ratio.isfinite(), slots.logp_trainer.double().exp(), torch.nan)
         case "binary_kl":
-            return _binary_kl(slots.logp_rollout, slots.logp_trainer)
+            return _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
         case "binary_kl_sym":
-            forward = _binary_kl(slots.logp_rollout, slots.logp_trainer)
-            return torch.maximum(forward, _binary_kl(slots.logp_trainer, slots.logp_rollout))
+            forward = _binary_kl(slots, slots.logp_rollout, slots.logp_trainer)
+            return torch.maximum(forward, _binary_kl(slots, slots.logp_trainer, slots.logp_rollout))
         case _:
             raise AssertionError(name)
 
@@ -75,10 +75,12 @@ def _prob_diff(slots: Slots) -> Tensor:
     return slots.logp_rollout.double().exp() * slots.log_ratio.expm1()
 
 
-def _binary_kl(logp: Tensor, logp_other: Tensor) -> Tensor:
-    """KL(Bernoulli(p) || Bernoulli(other)): the sampled token against all others."""
+def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
+    """KL(Bernoulli(p) || Bernoulli(other)): the sampled token against all others. NaN where the ratio is not finite,
+    which the margin would hide."""
     p, q = (x.double().exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN) for x in (logp, logp_other))
-    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    return torch.where(slots.log_ratio.isfinite(), divergence, torch.nan)
 
 
 def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
@@ -89,6 +91,8 @@ def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
         return slots.segment, slots.sequences
     if slots.turn is None:
         raise UsageError("correction: a statistic of a turn needs the `turn` of each slot")
+    if slots.units is not None:
+        return slots.turn, slots.units
     return slots.segment * slots.turns + slots.turn, slots.sequences * slots.turns
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
+from onepolicy.correct.presets import check_config
 from onepolicy.correct.receipt import Sums, combine, report, sums
-from onepolicy.correct.slots import Fields, Layout, Slots, flatten, restore, rows
+from onepolicy.correct.slots import Fields, Slots
 from onepolicy.correct.statistics import (
     Edges,
     Units,
@@ -23,6 +24,7 @@ from onepolicy.correct.statistics import (
     unit_sums,
     weight_log_ratio,
 )
+from onepolicy.layout import Layout, restore
 
 Average = Literal["slots", "sequences"]
 """What the loss averages over: all slots (token mean), or sequences (mean over sequences of their token means)."""
@@ -80,7 +82,7 @@ def reweight(
     mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,
     *,
-    segment: Tensor | None = None,  # [T] int64, sequence of each slot; rows of [B, T] and lists need none
+    segment: Layout | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
     turn: Layout | None = None,  # int64, turn of each slot
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
@@ -93,20 +95,15 @@ def reweight(
     denominator stays the original count. Raises UsageError on an empty mask, on too many slots that are not finite, and
     if the config needs the policy that is being trained, which only the loss has (`live_weights`).
     """
+    check_config("reweight", config)
     if config.live:
         raise UsageError(
             f"reweight: correction {config.name} needs the ratio of the policy that is being trained, which exists in "
             "the loss only; give reweight its `fixed_part` and call live_weights with its `live_part` there"
         )
-    _same_shape(logp_old, logp_rollout, mask)
-    flat = Fields(
-        flatten(logp_old),
-        flatten(logp_rollout),
-        flatten(mask),
-        segment=rows(mask) if segment is None else flatten(segment),
-        turn=None if turn is None else flatten(turn),
-        advantage=None if advantage is None else flatten(advantage),
-    )
+    _check_average("reweight", average)
+    given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
+    flat = Fields.of("reweight", given, segment=segment, turn=turn, advantage=advantage)
     if not (count := int(flat.mask.sum())):
         raise UsageError(f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to train on")
     found = evaluate(config, flat, average=average)
@@ -152,6 +149,12 @@ def partials(
 
     The step: `combine` the `sums` of all parts (add them up over ranks), then `finish` each part with the result.
     """
+    check_config("partials", config)
+    _check_average("partials", average)
+    if not isinstance(slots, Slots):
+        raise UsageError(
+            f"partials: slots is {type(slots).__name__}; pass op.slots(logp_old, logp_rollout, mask, segment=..)"
+        )
     if any(gate.aggregate == "budget" for gate in config.gates):
         raise UsageError("partials: a budget gate ranks all slots of the step against each other; use reweight")
     return _evaluate(config, slots, unit_sums(config, slots) if units is None else units, {}, average)
@@ -160,9 +163,20 @@ def partials(
 @torch.no_grad()
 def finish(config: CorrectionConfig, part: Partial, total: Sums) -> tuple[Tensor, Tensor, dict[str, float]]:
     """weight [T] float32 and keep [T] bool of this part, and the report of the step whose sums are `total`."""
+    check_config("finish", config)
+    if not isinstance(part, Partial) or not isinstance(total, Sums):
+        raise UsageError(
+            f"finish: part is {type(part).__name__} and total {type(total).__name__}, expected what op.partials gave "
+            "and op.combine of the `sums` of all parts"
+        )
     numbers = _checked_report(config, total)
     weight = (part.weight * total.scale(config)).float()
     return part.slots.scatter(weight), part.slots.scatter(part.keep), numbers
+
+
+def _check_average(caller: str, average: object) -> None:
+    if average not in get_args(Average):
+        raise UsageError(f"{caller}: average is {average!r}, expected {' or '.join(map(repr, get_args(Average)))}")
 
 
 def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
@@ -170,7 +184,8 @@ def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
     if numbers["correction/nonfinite"] > config.max_nonfinite:
         raise UsageError(
             f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the slots, more than "
-            f"correction.max_nonfinite = {config.max_nonfinite}; mend the engine that returned such log-probabilities"
+            f"the correction's max_nonfinite = {config.max_nonfinite}; mend the engine that returned such "
+            "log-probabilities"
         )
     return numbers
 
@@ -199,13 +214,3 @@ def _evaluate(config: CorrectionConfig, slots: Slots, units: Units, edges: Edges
         mass = 1 / units["slots/sequence"].slots[slots.segment]
     measured = sums(log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass)
     return Partial(slots, weight, keep, passed, measured)
-
-
-def _same_shape(logp_old: Layout, logp_rollout: Layout, mask: Layout) -> None:
-    shapes = [x.shape if isinstance(x, Tensor) else [v.shape for v in x] for x in (logp_old, logp_rollout, mask)]
-    kinds = {mask.dtype} if isinstance(mask, Tensor) else {m.dtype for m in mask}
-    if shapes[0] != shapes[1] or shapes[0] != shapes[2] or kinds - {torch.bool}:
-        raise UsageError(
-            f"reweight: logp_old {shapes[0]}, logp_rollout {shapes[1]} and mask {shapes[2]} must have one shape, the "
-            "mask bool"
-        )

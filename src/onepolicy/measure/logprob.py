@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.layout import Layout, arguments, place_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,14 +59,16 @@ class Mismatch:
 
 
 def mismatch(
-    logp_old: Tensor,  # [T] float32, trainer
-    logp_rollout: Tensor,  # [T] float32, rollout engine
-    mask: Tensor,  # [T] bool, the sampled tokens; the other slots may hold anything
+    logp_old: Layout,  # [T] float32, trainer; or [B, T], or a list of [T_i]
+    logp_rollout: Layout,  # the same, rollout engine
+    mask: Layout,  # bool, the sampled tokens; the other slots may hold anything
     *,
-    segment: Tensor | None = None,  # [T] int64, sample index of each slot
+    segment: Layout | None = None,  # int64, sample index of each slot; rows of [B, T] and lists need none
 ) -> Mismatch:
     """Compare both engines on the masked-in slots, in float64. Raises UsageError if none is, or one is not finite."""
-    old, rollout = _masked(logp_old, logp_rollout, mask)
+    given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
+    flat = arguments("mismatch", {**given, "segment": segment})
+    old, rollout, samples = _masked(flat, mask)
     log_rho = old - rollout
     shifted = (log_rho - log_rho.max()).exp()  # ess does not depend on rho's scale; this cannot overflow
     dp = (old.exp() - rollout.exp()).abs()
@@ -80,30 +83,32 @@ def mismatch(
         "mean_dp": dp.mean(),
         "max_dp": dp.max(),
         "pearson": _pearson(old.exp(), rollout.exp()),
-        "ppl_ratio": log_rho.new_tensor(math.nan) if segment is None else _ppl_ratio(log_rho, segment[mask]),
+        "ppl_ratio": log_rho.new_tensor(math.nan) if samples is None else _ppl_ratio(log_rho, samples),
     }
     values = torch.stack(list(numbers.values())).tolist()
     differing = int((old != rollout).sum())
     return Mismatch(len(log_rho), differing, **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp)
 
 
-def _masked(logp_old: Tensor, logp_rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    if not logp_old.shape == logp_rollout.shape == mask.shape or mask.dtype != torch.bool:
-        raise UsageError(
-            f"mismatch: logp_old {list(logp_old.shape)}, logp_rollout {list(logp_rollout.shape)} and mask "
-            f"{list(mask.shape)} {mask.dtype} must have one shape, the mask bool"
-        )
-    for name, logp in (("logp_old", logp_old), ("logp_rollout", logp_rollout)):
+def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Both sides [n] float64 and the samples [n] of the masked-in slots."""
+    mask, sides = flat["mask"], []
+    assert mask is not None
+    for name in ("logp_old", "logp_rollout"):
+        logp = flat[name]
+        assert logp is not None
         broken = (mask & ~logp.isfinite()).nonzero()
         if len(broken):
-            slot = tuple(broken[0].tolist())
+            slot = int(broken[0, 0])
             raise UsageError(
-                f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first {slot}: {logp[slot].item()}; "
-                "clear the mask there or mend the engine that returned it"
+                f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first {place_of(slot, like)}: "
+                f"{logp[slot].item()}; clear the mask there or mend the engine that returned it"
             )
+        sides.append(logp.detach()[mask].double())
     if not mask.any():
         raise UsageError(f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare")
-    return logp_old.detach()[mask].double(), logp_rollout.detach()[mask].double()
+    segment = flat["segment"]
+    return sides[0], sides[1], None if segment is None else segment[mask]
 
 
 def _pearson(x: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import RoutingTrace
+from onepolicy.types import RoutingTrace, shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +43,8 @@ def routing_disagreement(
     Raises UsageError when the traces are not of the same model and path, or share no valid slot.
     """
     _check_comparable(a, b)
+    if segment is not None and (not isinstance(segment, Tensor) or segment.shape != (len(a),)):
+        raise UsageError(f"routing_disagreement: segment is {shown(segment)}, expected whole numbers [{len(a)}]")
     compared = (a.valid & b.valid).nonzero()[:, 0]
     n, layers, device = len(compared), len(a.layers), compared.device
     if n == 0:
@@ -90,6 +92,9 @@ def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -
 
 
 def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
+    for name, trace in (("a", a), ("b", b)):
+        if not isinstance(trace, RoutingTrace):
+            raise UsageError(f"routing_disagreement: {name} is {type(trace).__name__}, expected a RoutingTrace")
     for name, left, right in (
         ("slots", len(a), len(b)),
         ("layers", a.layers, b.layers),

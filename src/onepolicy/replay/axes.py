@@ -45,6 +45,9 @@ def trace_from(
         raise UsageError(
             f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool [{len(ids)}], one per row"
         )
+    layers = tuple(layers)
+    if not layers or not all(0 <= layer < depth for layer in layers):
+        raise UsageError(f"layers is {layers}, expected the decoder indices of the MoE layers, each in 0..{depth - 1}")
     counts = {"all": depth, "moe": len(layers)}
     found = next((name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count), None)
     if found is None:
