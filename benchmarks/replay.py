@@ -3,6 +3,7 @@
     python benchmarks/replay.py                          # 8, 32, 128 experts and 210M parameters, eager, one thread
     python benchmarks/replay.py --models 32 --compiled   # torch.compile (batched_mm experts: see docs/replay.md)
     python benchmarks/replay.py --models --recording     # share of rollout time in the embedded engine
+    python benchmarks/replay.py --check                  # a forward whose routes are checked, against one without
 
 Replayed are the model's own routes, so both sides do the same arithmetic and the ratio is the cost of replay: opening
 the context, checking the trace, answering the top-k (which saves sorting the scores). A ratio is the median over pairs
@@ -30,6 +31,7 @@ from onepolicy.config import HFEngineConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import Routers, bind_routers
+from onepolicy.replay.routers import CHECK_EVERY
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
@@ -137,6 +139,28 @@ def measure_replay(name: str, args: argparse.Namespace) -> list[str]:
     ]
 
 
+def measure_check(name: str, args: argparse.Namespace) -> list[str]:
+    """Forwards alone, of which the default checks one in CHECK_EVERY."""
+    model, batch = build(name), samples(args.samples, args.length)
+    routers, loss = bind_routers(model), loss_of(model, batch, compiled=False)
+    trace = own_routes(model, routers, loss)
+
+    def run(check: bool) -> None:
+        routers.forget_sources()
+        with torch.no_grad(), routers.replay(trace, check=check):
+            loss()
+
+    on, off = pairs_of(lambda: run(True), lambda: run(False), args.pairs)
+    clock = "CPU" if args.threads == 1 else "wall"
+    more = statistics.median(a / b for a, b in zip(on[clock], off[clock], strict=True)) - 1
+    return [
+        f"{routers.num_experts} experts, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M",
+        f"{statistics.median(off[clock]) * 1e3:.0f} ms",
+        ratio(on[clock], off[clock]),
+        f"{100 * more / CHECK_EVERY:.2f}%",
+    ]
+
+
 def own_routes(model: PreTrainedModel, routers: Routers, loss: Callable[[], Tensor]) -> RoutingTrace:
     with torch.no_grad(), routers.record() as tape:
         loss()
@@ -168,10 +192,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--check", action="store_true", help="measure the check of the first forward instead")
     parser.add_argument("--recording", action="store_true", help="measure the embedded engine too")
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="sequences decoded together")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.check:
+        table = Table(title=f"forward, {args.samples} x {args.length} tokens, {args.threads} thread(s)")
+        for column in ("model", "not checked", "checked / not", f"on average, one in {CHECK_EVERY} checked"):
+            table.add_column(column, justify="right")
+        for name in args.models:
+            add(table, measure_check(name, args))
+        return Console(width=150).print(table)
     how = "compiled" if args.compiled else "eager"
     table = Table(title=f"forward + backward, {args.samples} x {args.length} tokens, {args.threads} thread(s), {how}")
     for column in (

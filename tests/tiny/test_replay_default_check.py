@@ -117,7 +117,7 @@ def test_every_source_is_checked_at_its_first_forward(
     assert len({make(own.ids).made.source for make in sources.values()}) == len(sources)
 
 
-def test_a_source_that_passed_is_checked_again_every_sixteenth_time(
+def test_a_source_that_passed_is_checked_again_now_and_then(
     model: PreTrainedModel, routers: Routers, own: RoutingTrace
 ) -> None:
     wrong = _given(own, own.ids.roll(1, 0))

@@ -1,4 +1,5 @@
-"""Replay through peft: LoRA on attention, on 3-D expert parameters and on the router; and a frozen router."""
+"""Replay through peft: LoRA on attention, on 3-D expert parameters and on the router; routers and blocks trained whole
+(`modules_to_save`); and a frozen router."""
 
 from __future__ import annotations
 
@@ -61,6 +62,48 @@ def test_lora_on_the_router_changes_what_it_records() -> None:
     with model.disable_adapter(), routers.record() as base:
         model(input_ids=tokens())
     assert not torch.equal(tape.trace().ids, base.trace().ids)
+
+
+@pytest.mark.parametrize("saved", ["gate", "mlp"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
+    """Of the copies that `modules_to_save` makes, the one that runs is recorded and replayed, whichever it is."""
+    torch.manual_seed(0)
+    base, ids = build(family, experts="eager"), tokens()
+    untouched = bind_routers(base)
+    with torch.no_grad(), untouched.record() as tape:
+        expected = base(input_ids=ids).logits
+    first = tape.trace()
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=[saved]))
+    routers = bind_routers(model)
+    assert (routers.layers, routers.num_experts, routers.top_k) == (
+        untouched.layers,
+        untouched.num_experts,
+        first.top_k,
+    )
+    routers.self_test()
+    for name, parameter in model.named_parameters():
+        if name.endswith("modules_to_save.default.weight") or "modules_to_save.default.gate.weight" in name:
+            parameter.data += torch.randn_like(parameter)
+    with routers.record() as tape:
+        plain, grads = loss_and_grads(model, ids)
+    trained = tape.trace()
+    assert trained != first
+    with routers.replay(trained):
+        logits, replayed = loss_and_grads(model, ids)
+    assert torch.equal(logits, plain)
+    assert all(torch.equal(replayed[name], grad) for name, grad in grads.items())
+    moved = [name for name in replayed if "modules_to_save.default" in name and "gate" in name and "weight" in name]
+    assert len([name for name in moved if "gate_up" not in name and "shared" not in name]) >= len(routers.layers)
+    other = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+    with torch.no_grad(), routers.replay(other, check=False):
+        assert not torch.equal(model(input_ids=ids).logits, plain)
+    with torch.no_grad(), model.disable_adapter():
+        with routers.record() as tape:
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        assert tape.trace() == first
+        with routers.replay(first):
+            assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_a_frozen_router_has_no_gradient_and_changes_nothing_else() -> None:

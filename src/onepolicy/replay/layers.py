@@ -52,7 +52,8 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     """Routers of the decoder's MoE layers, ascending. Multi-token-prediction heads are not part of the policy."""
     _check_refused(model)
     paths = [path for path, module in model.named_modules() if _is_router(module) and not _in_mtp_head(path, model)]
-    routers = sorted((_describe(path, model) for path in paths if not _holds(path, paths)), key=lambda r: r.layer)
+    copies = {_wrapper(path, model): path for path in paths if not _holds(path, paths)}
+    routers = sorted((_describe(path, model, copy) for path, copy in copies.items()), key=lambda r: r.layer)
     _check_no_orphans(model, paths)
     if not routers:
         raise UsageError(
@@ -126,15 +127,30 @@ def _in_mtp_head(path: str, model: nn.Module) -> bool:
     return depth is not None and index is not None and index >= depth
 
 
-def _describe(path: str, model: nn.Module) -> Router:
-    module, layer = model.get_submodule(path), decoder_index(path)
+def _wrapper(path: str, model: nn.Module) -> str:
+    """What peft's `modules_to_save` put around a router, or around a block with one; else the router itself.
+
+    It holds the original and a copy for each adapter, and its forward runs one of them, whichever is active then.
+    """
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part in ("original_module", "modules_to_save"):
+            children = dict(model.get_submodule(".".join(parts[:place])).named_children())
+            if {"original_module", "modules_to_save"} <= children.keys():
+                return ".".join(parts[:place])
+    return path
+
+
+def _describe(path: str, model: nn.Module, copy: str) -> Router:
+    """copy: path of a module that knows the numbers; `path` itself unless that is a wrapper of copies."""
+    module, layer = model.get_submodule(copy), decoder_index(path)
     if layer is None:
         raise RoutingError(f"router {path!r} is not inside a numbered decoder layer")
     groups = getattr(module, "num_group", None) or 0
     top_groups = getattr(module, "topk_group", None) or groups
     experts, top_k = _whole(module, "num_experts"), _whole(module, "top_k")
     by_max = type(module).__name__ in _BY_MAX
-    return Router(path, layer, module, experts, top_k, groups, top_groups, by_max)
+    return Router(path, layer, model.get_submodule(path), experts, top_k, groups, top_groups, by_max)
 
 
 def _holds(path: str, paths: list[str]) -> bool:

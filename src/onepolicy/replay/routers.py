@@ -25,9 +25,9 @@ from onepolicy.replay.parallel import masks_weights, refuse_unknown_sharding
 from onepolicy.replay.seam import override
 from onepolicy.types import RoutingTrace
 
-CHECK_EVERY = 16
-"""Forwards of one trace source from one check of its routes to the next: a check costs up to 7% of a forward
-(docs/replay_checks.md), which is less than 1% of sixteen."""
+CHECK_EVERY = 32
+"""Forwards of one trace source from one check of its routes to the next: a check costs up to 15% of a small model's
+forward (docs/replay_checks.md), which is less than 1% of so many."""
 
 
 class Routers:
@@ -92,7 +92,7 @@ class Routers:
 
         check: when the context is left, compare the routes with the routers' own choice, and raise RoutingError if they
         are not those of this forward's tokens and weights. Done for the first forward of every source of traces
-        (`RoutingTrace.made`), and for every 16th after it. See docs/replay_checks.md.
+        (`RoutingTrace.made`), and for every 32nd after it. See docs/replay_checks.md.
 
         The backward may run anywhere: activation checkpoints made with torch.utils.checkpoint recompute with the routes
         of their own forward. A recompute made by other means (an autograd function that calls the model again) must
@@ -135,6 +135,10 @@ class Routers:
                 "captured, or all are marked as missing. To let the model route these tokens itself, give check=False"
             )
         return True
+
+    def forget_sources(self) -> None:
+        """Check the next trace of every source."""
+        self._unchecked.clear()
 
     def _check(self, trace: RoutingTrace, own: RoutingTrace) -> None:
         try:
