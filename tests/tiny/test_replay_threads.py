@@ -102,13 +102,13 @@ def test_a_forward_in_another_thread_than_its_replay(checkpointed: bool | None) 
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=5)
     with ThreadPoolExecutor(1) as pool:
         if checkpointed is None:
-            with routers.replay(trace):
+            with routers.replay(trace, check=False):
                 loss = pool.submit(_loss, model, ids).result()
             loss.backward()
             assert same_bits(take_grads(model), expected)
         else:
             words = "replayed in one thread and checkpointed in another"
-            with pytest.raises(RoutingError, match=words), routers.replay(trace):
+            with pytest.raises(RoutingError, match=words), routers.replay(trace, check=False):
                 pool.submit(_loss, model, ids).result()
     assert not any("forward" in router.module.__dict__ for router in routers._routers)
 

@@ -153,7 +153,7 @@ class Replayed:
         trace = dataclasses.replace(trace, ids=trace.ids.clone(), valid=trace.valid.clone())
         if weights and trace.weights is not None:
             trace = dataclasses.replace(trace, weights=trace.weights.clone())
-        self._trace = trace
+        self.trace = trace  # a copy
         self.layers = trace.layers
         valid = None if bool(trace.valid.all()) else trace.valid
         recorded = trace.weights.unbind(1) if weights and trace.weights is not None else [None] * len(routers)
@@ -176,7 +176,7 @@ class Replayed:
                 raise RoutingError(
                     "the router's own choice was not kept: run a forward under replay(trace, native=True)"
                 )
-            chosen.append(replayer.native.to(self._trace.ids.device))  # layers may lie on several devices
+            chosen.append(replayer.native.to(self.trace.ids.device))  # layers may lie on several devices
         return _trace(torch.stack(chosen, dim=1), self._routers)
 
     def check_alignment(self, bounds: Tensor | None = None, *, least: float = MIN_AGREEMENT) -> None:
@@ -185,19 +185,19 @@ class Replayed:
         After a forward under replay(trace, native=True); bounds [S + 1]: first row of every packed sample and the end.
         least: how many of a router's experts must agree, see `alignment.check_alignment`.
         """
-        check_alignment(self._trace, self.native(), bounds, least=least)
+        check_alignment(self.trace, self.native(), bounds, least=least)
 
     def gate_mass(self) -> Tensor:
         """[T, L] float32: how much of what its best experts score the replayed experts hold (`modes.gate_mass`)."""
         kept = [replayer.gate_mass for replayer in self._replayers if replayer.gate_mass is not None]
         if len(kept) != len(self._replayers):
             raise RoutingError("gate mass was not kept: replay(trace, native=True) and run a forward")
-        return torch.stack([mass.to(self._trace.ids.device) for mass in kept], dim=1)
+        return torch.stack([mass.to(self.trace.ids.device) for mass in kept], dim=1)
 
     def replaced(self) -> Tensor:  # [L] float32
         """Soft replay: share of each layer's replayed experts (valid rows only) that gave way to the router's own."""
         found = [replayer.replaced for replayer in self._replayers if replayer.replaced is not None]
-        return torch.stack([share.to(self._trace.ids.device) for share in found])
+        return torch.stack([share.to(self.trace.ids.device) for share in found])
 
     def check(self) -> None:
         """Every router took its routes."""

@@ -119,9 +119,9 @@ class Routers:
             yield replayed
         replayed.check()
         if suspicious:
-            check_captured(trace, replayed.own_choice())
+            check_captured(replayed.trace, replayed.own_choice())
         if due:
-            self._check(trace, replayed.own_choice())
+            self._check(trace.made.source, replayed)
 
     def _due(self, trace: RoutingTrace) -> bool:
         """Is it time to check a trace of this source? A source that failed is due until one of its traces passes."""
@@ -140,16 +140,16 @@ class Routers:
         """Check the next trace of every source."""
         self._unchecked.clear()
 
-    def _check(self, trace: RoutingTrace, own: RoutingTrace) -> None:
+    def _check(self, source: str, replayed: Replayed) -> None:
         try:
-            check_alignment(trace, own)
+            check_alignment(replayed.trace, replayed.own_choice())
         except Misaligned as error:
-            self._unchecked.pop(trace.made.source, None)
+            self._unchecked.pop(source, None)
             raise Misaligned(
                 f"{error}. To replay them all the same, give check=False", of_layers=error.of_layers
             ) from None
-        if int(trace.valid.sum()) >= FEWEST:
-            self._unchecked[trace.made.source] = 0
+        if int(replayed.trace.valid.sum()) >= FEWEST:
+            self._unchecked[source] = 0
 
     def trace_from(self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None) -> RoutingTrace:
         """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""
