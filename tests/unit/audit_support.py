@@ -13,7 +13,9 @@ Rows = list[dict]
 ROWS, LENGTH, VOCABULARY = 24, 40, 50
 
 
-def gaussian_rows(kl: float, *, rows: int = 50, length: int = 80, seed: int = 0, **extra: object) -> Rows:
+def gaussian_rows(
+    kl: float, *, rows: int = 50, length: int = 80, seed: int = 0, entropy: bool = True, **extra: object
+) -> Rows:
     """log rho normal with mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL = kl. Two prompt tokens each."""
     rng = np.random.default_rng(seed)
     out = []
@@ -22,6 +24,7 @@ def gaussian_rows(kl: float, *, rows: int = 50, length: int = 80, seed: int = 0,
         trainer = rollout + rng.normal(-kl, math.sqrt(2 * kl), length)
         mask = np.arange(length) >= 2
         row = {"tokens": np.arange(length), "mask": mask, "logp_rollout": rollout, "logp_trainer": trainer}
+        row |= {"entropy": np.full(length, 13.0)} if entropy else {}
         rollout[:2] = np.nan  # prompts carry no log-probability
         out.append({name: value.tolist() for name, value in row.items()} | extra)
     return out

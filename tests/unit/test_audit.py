@@ -299,12 +299,13 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     assert main(["audit", str(tmp_path / "b.jsonl"), "--columns", "masks=ours"]) == 2
 
 
-def test_an_identical_dump_is_reported_too(tmp_path) -> None:
+def test_an_identical_dump_may_be_a_copy(tmp_path) -> None:
     rows = [row | {"logp_trainer": row["logp_rollout"]} for row in gaussian_rows(1e-3, rows=3)]
     write_parquet(tmp_path / "d.parquet", rows)
     assert main(["audit", str(tmp_path / "d.parquet"), "--out", str(tmp_path / "out")]) == 0
     tree = json.loads((tmp_path / "out" / "audit.json").read_text())
-    assert tree["verdict"]["sentence"] == "Nothing to do: both sides agree on every token to the bit."
+    assert tree["verdict"]["action"] == "unclear"
+    assert "Is one a copy of the other?" in tree["verdict"]["sentence"]
     assert tree["overall"]["k3"] == 0
 
 

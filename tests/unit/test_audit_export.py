@@ -61,7 +61,8 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
 def _samples(count, seed=0):
     """What both frameworks hold of a sample: all its tokens, and lists of its response."""
     for i, row in enumerate(gaussian_rows(5e-3, rows=count, length=42, seed=seed)):
-        made = {"tokens": torch.arange(60), "entropy": torch.ones(40), "weight_versions": ["3", "4"], "sample_index": i}
+        made = {"tokens": torch.arange(60), "weight_versions": ["3", "4"], "sample_index": i}
+        made["entropy"] = torch.full((40,), 13.0)
         made["loss_masks"] = torch.ones(40, dtype=torch.int)
         made["log_probs"], made["rollout_log_probs"] = (
             torch.tensor(row[n][2:]) for n in ("logp_trainer", "logp_rollout")
@@ -133,18 +134,22 @@ def test_own_run_folder(tmp_path):
     late = audit(_run(tmp_path / "late", routes_rollout=shifted.contiguous()), {})
     assert late.verdict.causes == ("routes",)
     assert "routes are one row late" in late.verdict.text()
-    rollout, sign = -torch.ones(60) * 3, 1 - 2 * (torch.arange(60) % 2)
+    rollout, sign = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0)), 1 - 2 * (torch.arange(60) % 2)
     scores = {
         "logp_rollout": rollout,
-        "logp_trainer": rollout + 0.2 * sign,
-        "logp_trainer_native": rollout + 0.4 * sign,
+        "logp_trainer": rollout + (0.2 * sign).log1p(),  # mean rho is 1
+        "logp_trainer_native": rollout + (0.4 * sign).log1p(),
+        "entropy": torch.full((60,), 3.0),
+        "segment": torch.arange(60) // 5,
     }
     other = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)[:40]
     other[::8, 0, 0] = 13
     replaying = audit(_run(tmp_path / "replaying", routes_rollout=other.contiguous(), **scores), {})
     assert replaying.tally.routes.routers > 0
     assert (replaying.verdict.action, replaying.verdict.causes) == ("correct", ("numerics",))  # it replays already
-    assert replaying.notes[1] == f"Without replay k3 is {math.cosh(0.4) - 1:.3g} nats a token over the whole dump."
+    assert (
+        replaying.notes[0] == f"Without replay k3 is {-math.log(1 - 0.4**2) / 2:.3g} nats a token over the whole dump."
+    )
     with pytest.raises(UsageError, match="leave --columns out"):
         audit(tmp_path / "run", {"mask": "x"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -15,7 +16,7 @@ from onepolicy.audit.sketch import Sketch
 from onepolicy.audit.tally import Tally
 from onepolicy.correct.diagnose import Diagnosis, diagnose
 from onepolicy.correct.pairs import FEWEST
-from onepolicy.correct.verdict import Gap, Verdict, verdict
+from onepolicy.correct.verdict import FEW_ROWS, Gap, Verdict, verdict
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
 
@@ -32,6 +33,12 @@ LOOKS_FOR = {  # column -> what cannot be found without it
     "routes_rollout": "differing routes",
     "step": "onset of divergence",
 }
+NEEDED = {  # column -> what may not be recommended upon without it: a correction repairs none of these
+    "entropy": "Add the column entropy before any correction: without it another temperature, and sampling narrowed "
+    "but not so reported, look like no gap or like mismatch",
+}
+RHO_SLACK = (0.005, 0.25)
+"""Mean rho may be off by this much, plus this share of k3, whatever its error: the tail of rho is seen too seldom."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +51,54 @@ class Audited:
     onset: int | None  # step
 
 
-def judge(found: Tally, label: str) -> Audited:
+def judge(found: Tally, label: str, *, equal_on_purpose: bool = False) -> Audited:
+    """equal_on_purpose: both sides are known to have been computed alike, so that equal bits are no copy."""
     onset = onset_of_divergence({step: sketch.numbers()["k3"] for step, sketch in found.steps.items()})
     numbers = _since(found, onset).numbers()
     routes = _misplaced_routes(found, onset)
     diagnosis = _diagnose(found, onset, "logp_native" if routes and found.native is not None else "logp_trainer")
+    gap = Gap(
+        tokens=int(numbers["tokens"]),
+        sequences=int(numbers["sequences"]),
+        k3=numbers["k3"],
+        f2=numbers["f2"],
+        f5=numbers["f5"],
+        max_dlogp=numbers["max_dlogp"],
+        k3_error=numbers["k3_error"],
+    )
+    if (off := _off_one(numbers)) and not diagnosis.marks:
+        diagnosis = dataclasses.replace(diagnosis, marks=(off,))
     said = verdict(
-        Gap(
-            tokens=int(numbers["tokens"]),
-            sequences=int(numbers["sequences"]),
-            k3=numbers["k3"],
-            f2=numbers["f2"],
-            f5=numbers["f5"],
-            max_dlogp=numbers["max_dlogp"],
-            k3_error=numbers["k3_error"],
-        ),
+        gap,
         diagnosis,
         routers=_routers(found),
         routes=routes,
         since="" if onset is None else f" from step {onset} on",
         aged=found.ages.explain,
+        unchecked=_unchecked(found, gap),
+        copies=not equal_on_purpose,
     )
     missing = [f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns]
     if "step" in found.columns and len(found.steps) < ONSET_FEWEST:
         missing.append(f"{LOOKS_FOR['step']}: fewer than {ONSET_FEWEST} steps")
-    return Audited(label, found, said, tuple(_notes(found, numbers, said, onset)), tuple(missing), onset)
+    return Audited(label, found, said, tuple(_notes(found, onset)), tuple(missing), onset)
+
+
+def _unchecked(found: Tally, gap: Gap) -> list[str]:
+    """Causes that could explain the gap, or hide behind a small one, and were not looked for."""
+    out = [text for name, text in NEEDED.items() if name not in found.columns]
+    if gap.sequences < FEW_ROWS and not gap.quiet:
+        out.append(f"{gap.sequences} rows are too few to see a part of them that is wrong: dump {FEW_ROWS} or more")
+    return out
+
+
+def _off_one(numbers: dict[str, float]) -> str:
+    """Mismatch has E[rho] = 1, whatever its size: both sides are distributions over the same tokens."""
+    mean, error = numbers["mean_rho"], numbers["mean_rho_error"]
+    slack = RHO_SLACK[0] + RHO_SLACK[1] * numbers["k3"]
+    if not (math.isfinite(mean) and abs(mean - 1) > max(6 * error, slack)):
+        return ""
+    return f"mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1"
 
 
 def _routers(found: Tally) -> float | None:
@@ -78,11 +108,8 @@ def _routers(found: Tally) -> float | None:
     return found.routes.routers if found.routes is not None and found.routes.slots else None
 
 
-def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | None) -> list[str]:
-    notes = []
-    mean, error = numbers["mean_rho"], numbers["mean_rho_error"]
-    if said.action != "bug" and math.isfinite(mean) and abs(mean - 1) > max(6 * error, 0.005):
-        notes.append(f"Mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1. Look at the sampler.")
+def _notes(found: Tally, onset: int | None) -> list[str]:
+    notes = _grids(found)
     if found.native is not None:
         notes.append(f"Without replay k3 is {number(found.native.numbers()['k3'])} nats a token over the whole dump.")
     if found.ages.old:
@@ -94,6 +121,23 @@ def _notes(found: Tally, numbers: dict[str, float], said: Verdict, onset: int | 
     return notes
 
 
+GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _grids(found: Tally) -> list[str]:
+    """Sides whose values were rounded: that is no bug, but a part of the gap that a finer dump would not have."""
+    out = []
+    for side in ("logp_rollout", "logp_trainer"):
+        parts = [row.columns[side][row.columns["mask"]] for row in found.sample.rows(None)]
+        values = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0)
+        values = values[values < -0.01]
+        for name, dtype in GRIDS.items():
+            if len(values) >= FEWEST and bool((values.to(dtype).double() == values).all()):
+                out.append(f"{side} was rounded to {name}: its values lie on that grid. That is no bug.")
+                break
+    return out
+
+
 def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
     """Of the sampled rows, from step `onset` on if given. trainer: its score to use; wrong routes hide other bugs."""
     rows = found.sample.rows(onset)
@@ -103,12 +147,14 @@ def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
     lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
     segment = torch.arange(len(rows)).repeat_interleave(lengths)
     version, mask = tensors.get("version"), tensors["mask"]
+    group = torch.tensor([row.step for row in rows]).repeat_interleave(lengths) if len(found.steps) > 1 else None
     if version is not None and "trained_version" in tensors:  # old tokens are declared: bugs show in the newest
         newest_weights = mask & (version == tensors["trained_version"])
         if int(newest_weights.sum()) >= FEWEST:
             mask = newest_weights
         else:
             tensors.pop("entropy", None)  # what updates do to log-probabilities looks like another temperature
+            group = version  # weights of one age have one size of the gap
         version = None
     elif version is not None:  # against the newest of the same step: older steps are no staleness
         newest = torch.tensor([found.newest.get(row.step, 0) for row in rows])
@@ -123,6 +169,8 @@ def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
         version=version,
         logp_previous=tensors.get("logp_previous"),
         entropy=tensors.get("entropy"),
+        turn=tensors.get("turn"),
+        group=group,
     )
 
 

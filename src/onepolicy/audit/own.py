@@ -39,6 +39,18 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
 
 def bitwise(folder: Path) -> str:
     """How many log-probabilities of a run's probes differ in any bit, and whether equality may be claimed at all."""
+    differing, tokens, why = _bits(folder)
+    claim = "rollouts and trainer were computed alike" if why is None else f"cannot claim equality: {why}"
+    return f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+
+
+def equal_on_purpose(path: Path) -> bool:
+    """A run of ours whose fingerprints say that rollouts and trainer were computed alike."""
+    return is_run(path) and _bits(path)[2] is None
+
+
+def _bits(folder: Path) -> tuple[int, int, str | None]:
+    """Log-probabilities that differ, of how many, and why equality may not be claimed."""
     differing = tokens = 0
     why = None
     for _, path in _probes(folder):
@@ -50,8 +62,7 @@ def bitwise(folder: Path) -> str:
         why = why or cannot_claim(json.dumps(ours), theirs)
         if ours.get("numerics") != ON_POLICY:
             why = why or "numerics were not on-policy"
-    claim = "rollouts and trainer were computed alike" if why is None else f"cannot claim equality: {why}"
-    return f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+    return differing, tokens, why
 
 
 def _fingerprints(path: Path, about: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

@@ -17,7 +17,7 @@ from onepolicy.config import UsageError
 
 def audit(path: Path, mapping: Mapping[str, str], *, label: str | None = None) -> Audited:
     """Of one dump. UsageError: anything wrong with it."""
-    return judge(tally(path, mapping), label or path.name)
+    return judge(tally(path, mapping), label or path.name, equal_on_purpose=own.equal_on_purpose(path))
 
 
 def run_audit(
@@ -36,7 +36,7 @@ def run_audit(
         for path, label in zip(paths, labels, strict=True):
             bar = bars.add_task(label, total=1.0)
             found = tally(path, mapping, lambda done, bar=bar: bars.update(bar, completed=done))  # type: ignore[misc]
-            audited.append(judge(found, label))
+            audited.append(judge(found, label, equal_on_purpose=own.equal_on_purpose(path)))
     written = [] if out is None else write_report(out, audited, png=png)
     show(console, audited)
     for path, label in zip(paths, labels, strict=True):

@@ -36,6 +36,7 @@ DIAGNOSED = (
     "logp_previous",
     "tokens",
     "tokens_rollout",
+    "turn",
 )
 
 

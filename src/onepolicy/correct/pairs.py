@@ -7,11 +7,27 @@ from typing import Literal
 
 from torch import Tensor
 
-Cause = Literal["fill", "not_log", "shift", "retokenised", "temperature", "support", "stale"]
+Cause = Literal[
+    "fill",
+    "not_log",
+    "constant",
+    "shift",
+    "retokenised",
+    "scale",
+    "temperature",
+    "support",
+    "stale",
+    "rows",
+    "copy",
+    "context",
+    "mask",
+]
 EXPLAINED = 0.25
 """A change of one side explains the gap if less than this share of it is left."""
 FEWEST = 32
 """Slots below which nothing but impossible values is named."""
+SURE = 0.005
+"""Nats: where both sides are nearer to 0 than this, the token was certain and says nothing of how they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +47,17 @@ class Pairs:
     version: Tensor | None  # [n] int64
     previous: Tensor | None  # [n] float64
     entropy: Tensor | None  # [n] float64
+    turn: Tensor | None = None  # [n] int64
+    group: Tensor | None = None  # [n] int64: rows of one training step, which share a size of the gap
 
     @property
     def gap(self) -> Tensor:
         return (self.old - self.rollout).abs()
+
+    @property
+    def open(self) -> Tensor:
+        """[n] bool: where the token was not certain."""
+        return (self.old + self.rollout) / 2 < -SURE
 
     def at(self, which: Tensor) -> Pairs:
         """These slots: [n] bool."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,14 +29,22 @@ TOO_FAR = 1.0
 """k3 above which no correction is recommended: two policies, not one with noise."""
 FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 YOUNGER = "Let samples be fewer updates old (rollout.max_staleness), or lower the learning rate"
+FEW_ROWS = 12
+"""Sequences below which a part of them that is wrong cannot be told from the rest."""
 CAUSES = {
-    "fill": "missing log-probabilities are filled in",
+    "fill": "missing log-probabilities are filled in, or prompts or padding are inside the mask",
     "not_log": "values are probabilities, not their logarithms",
-    "shift": "the two sides are one token apart",
+    "constant": "one number stands in the place of a row's log-probabilities",
+    "shift": "the two sides are a token or two apart",
     "retokenised": "the two sides scored different tokens",
+    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided by a length)",
     "temperature": "the engine samples at another temperature than the trainer scores at",
-    "support": "sampling is narrowed (top-p, top-k)",
+    "support": "sampling is narrowed (top-p, top-k, or a low temperature that is not reported)",
     "stale": "the engine holds other weights than the trainer",
+    "rows": "values of some rows are those of other rows",
+    "copy": "one side is a copy of the other in some rows",
+    "context": "the two sides saw other prompts (system prompt, chat template)",
+    "mask": "prompts are inside the mask",
     "routes": "the rollout's routes are not those of these tokens",
 }
 
@@ -96,8 +105,11 @@ def verdict(
     routes: str = "",  # why the routes do not belong to these tokens; empty if they do
     since: str = "",  # which part of a run was judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is that older weights sampled, as is declared
+    unchecked: Sequence[str] = (),  # causes that could be there and were not looked for, and what it would take
+    copies: bool = False,  # equal sides may be copies: nobody has seen them computed
 ) -> Verdict:
-    """The first that holds: bug, too few tokens, nothing to do, too far for mismatch, replay, correct."""
+    """The first that holds: bug, too few tokens, a copy, a mark without a name, a cause that was not looked for,
+    nothing to do, too far for mismatch, replay, correct."""
     found = {f.cause: f.evidence for f in diagnosis.findings} | ({"routes": routes} if routes else {})
     basis = [gap.text()]
     if replayed is not None:
@@ -107,12 +119,9 @@ def verdict(
         sentence = f"A bug, not mismatch{since}: {named}. Mend it; no correction repairs it."
         evidence = (f"{cause}: {text}" for cause, text in found.items())
         return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
-    if gap.tokens < FEWEST:
-        few = f"Only {gap.tokens} tokens{since}: too few for a verdict, which needs {FEWEST} or more."
-        return Verdict("unclear", (), few, "", tuple(basis))
-    if replayed is not None and not math.isfinite(replayed.k3):
-        broken = f"k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}: look for a bug in that scoring."
-        return Verdict("unclear", (), broken, "", tuple(basis))
+    doubt = _doubt(gap, diagnosis, replayed, since, [] if aged else list(unchecked), copies=copies)
+    if doubt:
+        return Verdict("unclear", ("age",) if aged else (), doubt, "", (*diagnosis.marks, *basis))
     if gap.max_dlogp == 0:
         return Verdict("nothing", (), f"Nothing to do: both sides agree on every token{since} to the bit.", "", ())
     helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3
@@ -125,13 +134,40 @@ def verdict(
         far = f"Tokens are too old: {left.k3:.3g} nats a token{since}. {YOUNGER}."
         return Verdict("unclear", ("age",), far, "", tuple(basis))
     if not left.k3 <= TOO_FAR:
-        far = f"No known bug, but {left.k3:.3g} nats a token{since} is no mismatch of one policy: look for a bug."
+        far = f"Unclear: no known bug, but {left.k3:.3g} nats a token{since} is more than mismatch. Look for a bug."
         return Verdict("unclear", (), far, "replay.mode=r3" if helps else "", tuple(basis))
     if aged:
         return _mend_age(gap, since, basis, forecasts)
     if replayed is not None:
         routers = None if helps else 0.0
     return _mend(gap, left, since, basis, forecasts, measured=helps, routers=routers)
+
+
+def _doubt(
+    gap: Gap, diagnosis: Diagnosis, replayed: Gap | None, since: str, unchecked: list[str], *, copies: bool
+) -> str:
+    """Why nothing may be recommended though no bug was found; empty if it may."""
+    if gap.tokens < FEWEST:
+        return f"Unclear: only {gap.tokens} tokens{since} are too few for a verdict, which needs {FEWEST} or more."
+    if replayed is not None and not math.isfinite(replayed.k3):
+        return (
+            f"Unclear: k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}. Look for a bug in that "
+            "scoring."
+        )
+    if gap.max_dlogp == 0 and copies:
+        return (
+            f"Unclear: both sides agree on every token{since} to the bit. Is one a copy of the other? Engines whose "
+            "numerics are not made equal on purpose differ in the last bits."
+        )
+    if diagnosis.marks:
+        return (
+            f"Unclear{since}: this is not what mismatch alone does, and no known cause explains it. Look for a bug "
+            "before any correction."
+        )
+    if not unchecked:
+        return ""
+    state = "the two sides' numbers agree" if gap.quiet else f"{gap.k3:.3g} nats a token{since}"
+    return f"Unclear: {state}, but what could be wrong was not all looked for. {'; '.join(unchecked)}."
 
 
 def _mend(

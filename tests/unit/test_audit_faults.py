@@ -1,0 +1,83 @@
+"""Verdicts of clean and of faulty dumps: a clean one keeps its recommendation, a fault never gets one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from audit_faults import FAULTS, GAPS, MOE, ROUNDINGS, SMALL, clean, outcome, table, world
+
+SEEDS = range(20)
+DOCS = Path(__file__).parents[2] / "docs" / "audit.md"
+RECOMMENDED = ("nothing", "correct", "replay")
+OTHER_GAPS = {  # noise of every logit, share of tokens whose experts differ, noise of their logits
+    "even": (0.15, 0.0, 0.0),
+    "large": (0.4, 0.0, 0.0),
+    "heavy tail": (0.03, 0.02, 2.0),
+}
+
+
+def judged(found):
+    return found.verdict.action, found.verdict.setting
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clean_dumps_keep_their_verdict(seed) -> None:
+    assert judged(clean(seed, SMALL)) == ("nothing", "")
+    assert judged(clean(seed, MOE)) == ("correct", "correction.preset=tis")
+    routed = clean(seed, MOE, routes=0.1).verdict
+    assert (routed.action, routed.setting) == ("replay", "replay.mode=r3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gap", "wanted"), [(SMALL, "nothing"), (MOE, "correct")])
+@pytest.mark.parametrize("settings", [{}, {"rows": 24}, {"rows": 64, "longest": 300}, {"version": False}])
+def test_nineteen_of_twenty_clean_dumps_keep_their_verdict(gap, wanted, settings) -> None:
+    found = [clean(seed, gap, **settings).verdict for seed in SEEDS]
+    assert sum(each.action == wanted for each in found) >= 19, [each.text() for each in found]
+    if wanted == "correct":
+        assert all(each.setting in ("correction.preset=tis", "") for each in found)
+
+
+@pytest.mark.parametrize("gap", OTHER_GAPS)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_clean_gaps_of_other_kinds_are_corrected(gap, seed, monkeypatch) -> None:
+    monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
+    said = clean(seed, gap).verdict
+    assert said.action == "correct", said.text()
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("gap", [SMALL, MOE])
+def test_a_coarse_grid_is_noted_and_is_no_bug(name, gap) -> None:
+    w = world(3, gap)
+    ROUNDINGS[name](w)
+    found = w.audited()
+    assert found.verdict.action == ("nothing" if gap == SMALL else "correct"), found.verdict.text()
+    assert [note for note in found.notes if f"rounded to {name}" in note]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_never_recommended_upon(name) -> None:
+    for seed, gap in enumerate((SMALL, MOE)):
+        action, causes, text = outcome(name, seed, gap)
+        assert action not in RECOMMENDED, text
+        wanted = FAULTS[name].causes
+        assert not wanted or set(wanted) & set(causes), text
+
+
+@pytest.mark.slow
+def test_the_table_of_faults_is_that_of_the_docs() -> None:
+    """20 seeds of each; `python tests/unit/audit_faults.py` prints it."""
+    found = {name: [outcome(name, seed, gap) for seed in SEEDS for gap in (SMALL, MOE)] for name in FAULTS}
+    for name, outcomes in found.items():
+        assert not [text for action, _, text in outcomes if action in RECOMMENDED], name
+        wanted = set(FAULTS[name].causes)
+        right = sum(bool(wanted & set(causes)) for _, causes, _ in outcomes)
+        assert not wanted or right >= 0.9 * len(outcomes), (name, right)
+    assert table(found) in DOCS.read_text(encoding="utf-8")
+
+
+def test_the_docs_name_every_fault() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert not [name for name in FAULTS if f"| {name} |" not in text]
