@@ -73,8 +73,8 @@ def test_verdict_and_comparison_by_hand(copy):
     assert "Reward rose from 0.25 to 0.75 over 12 steps." in page
     assert "It crashed at step 9." in page
     assert "on 1 probe batch scored both ways: k3 4.0e-6 \u2192 1.0e-6 (4\u00d7 less);" in page
-    assert "routers that differ 5% \u2192 2% (2.5\u00d7 less)" in page
-    row = [f"<td>{cell}</td>" for cell in ("Routers that differ", "1%", "5%", "2%", "2.5\u00d7")]
+    assert "routers that would choose otherwise 5% \u2192 2% (2.5\u00d7 less)" in page
+    row = [f"<td>{cell}</td>" for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "2.5\u00d7")]
     assert "".join(row) in re.sub(r' data-name="[^"]*"', "", page)
 
 

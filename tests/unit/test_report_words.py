@@ -43,7 +43,8 @@ def test_sentences():
         "The best evaluation (greedy) is 0.94, at step 110.",
         "It did not crash.",
         "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6.0e-6 \u2192 2.0e-6 (3\u00d7 less); "
-        "F(2) 2.0e-4 \u2192 0; routers that differ 3.3% \u2192 3% (1.1\u00d7 less). "
+        "F(2) 2.0e-4 \u2192 0; routers that would choose otherwise 3.3% \u2192 3% "
+        "(1.1\u00d7 less); experts that ran with it: 100% the rollout's. "
         "Of single probes it cut k3 1.5\u00d7 to 4.5\u00d7, median 3\u00d7.",
     ]
 

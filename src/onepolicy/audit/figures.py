@@ -1,7 +1,10 @@
-"""Figures of an audit, of one dump or of two on the same axes: log-ratio histogram, F(tau), curves over steps."""
+"""Figures of an audit: |log rho| by row and place of each dump; and, of one dump or of two on the same axes, log-ratio
+histogram, F(tau), curves over steps. Titles say what the data show."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -12,10 +15,15 @@ import torch
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
+from onepolicy.correct.verdict import QUIET_F2, QUIET_KL
 from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, line
+from onepolicy.report.words import number
 
 SECOND = Look("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80
+PICTURE_ROWS, PICTURE_PLACES = 96, 80
+FLOOR = 1e-4
+"""Nats: |log rho| from which the picture of rows and places has a colour."""
 EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)])
 """[BINS_PER_SIGN + 2] of |log rho|: rank r of the histogram holds [EDGES[r], EDGES[r + 1])."""
 
@@ -23,7 +31,51 @@ EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)
 def figures(audited: Sequence[Audited]) -> list[Figure | Absent]:
     looks = (NEUTRAL, SECOND)
     pairs = list(zip(audited, looks[: len(audited)], strict=True))
-    return [_histogram(pairs), _extreme(pairs), *_curves(pairs), _layers(pairs)]
+    return [*map(_by_row_and_place, audited), _histogram(pairs), _extreme(pairs), *_curves(pairs), _layers(pairs)]
+
+
+def _by_row_and_place(each: Audited) -> Figure | Absent:
+    """Mean |log rho| of a sample of rows, in the order of the dump, over places among their tokens in the mask."""
+    rows = [row.columns for row in each.tally.sample.rows(None) if row.columns["mask"].any()]
+    name = f"rows-{each.label}" if each.label else "rows"
+    name = "rows_" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    if not rows:
+        return Absent(name, "By row and place: no row has a token in the mask.")
+    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), PICTURE_ROWS)).astype(int)]
+    gaps = [np.abs(row["logp_trainer"] - row["logp_rollout"])[row["mask"]] for row in rows]
+    wide = max(1, math.ceil(max(map(len, gaps)) / PICTURE_PLACES))
+    means = [[_cell(gap[at : at + wide]) for at in range(0, len(gap), wide)] for gap in gaps]
+    longest = max(map(len, means))
+    cells = [[*row, *[None] * (longest - len(row))] for row in means]
+    scale = {"colorscale": [[0, "@page"], [0.5, "@rollout"], [1, "@bad"]], "zmin": math.log10(FLOOR), "zmax": 0.5}
+    bar = {"title": {"text": "nats"}, "tickvals": [-4, -3, -2, -1, 0], "thickness": 12, "outlinewidth": 0}
+    bar["ticktext"] = ["\u226410<sup>\u22124</sup>", "10<sup>\u22123</sup>", "0.01", "0.1", "1"]
+    drawn = {"type": "heatmap", "z": cells, "x0": wide / 2, "dx": wide, "y0": 0, "dy": 1, "colorbar": bar} | scale
+    drawn |= {"hovertemplate": "row %{y}, place %{x}: 10^%{z:.1f} nats<extra></extra>", "hoverongaps": False}
+    layout = {"xaxis": axis("place in the response"), "yaxis": axis("row of the sample", autorange="reversed")}
+    whose = f"{each.label}: mean" if each.label else "Mean"
+    note = (
+        f"{whose} |log {RHO}| of {len(rows)} rows, {wide} tokens a cell. Mismatch looks alike everywhere; a "
+        "stripe is a row of other weights, a border that runs down a turn or a prompt, a step in a row a lost token."
+    )
+    return Figure(name, _picture_title(means), note, [drawn], layout, "wide", height=420)
+
+
+def _cell(gap: Array) -> float:
+    return math.log10(max(float(gap.mean()), FLOOR))
+
+
+def _picture_title(means: list[list[float]]) -> str:
+    """Whether rows, or places, stand out: medians over rows against their own middle."""
+    rows = np.array([np.mean([10**cell for cell in row]) for row in means])
+    columns = list(itertools.zip_longest(*means))
+    full = [c for c in columns if sum(cell is not None for cell in c) >= max(8, len(means) // 4)]
+    places = np.array([np.mean([10**cell for cell in c if cell is not None]) for c in full])
+    for name, values in (("rows", rows), ("places", places)):
+        if len(values) >= 8 and (values > 5 * np.median(values)).sum() >= max(1, 0.02 * len(values)):
+            far = int((values > 5 * np.median(values)).sum())
+            return f"{far} of {len(values)} {name} are 5 times farther apart than the middle one"
+    return "No row and no place stands out by a factor of 5"
 
 
 def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
@@ -45,7 +97,23 @@ def _histogram(pairs: list[tuple[Audited, Look]]) -> Figure:
     inside = min(float(_cumulative(a.tally.histogram, edges)[[0, -1]] @ [-1, 1]) for a, _ in pairs)
     note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {inside:.2%} of the tokens."
     layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
-    return Figure("log_ratio", "Narrow and centred on 0 means one policy", note, data, layout)
+    return Figure("log_ratio", _ratio_title(pairs), note, data, layout)
+
+
+def _ratio_title(pairs: list[tuple[Audited, Look]]) -> str:
+    said = []
+    for each, _ in pairs:
+        low, middle, high = quantiles(each.tally.histogram, (0.01, 0.5, 0.99)).log().tolist()
+        wide = f"log {RHO} of 98% of the tokens is from {low:.2g} to {high:.2g}"
+        reach = max(abs(low), abs(high))
+        if reach == 0:
+            side = ", exactly 0"
+        elif abs(low + high) > reach or abs(middle) > 0.1 * reach:
+            side = ", to one side of 0"
+        else:
+            side = ", centred on 0"
+        said.append((f"{each.label}: " if len(pairs) > 1 else "") + wide + side)
+    return "; ".join(said)
 
 
 def _reach(counts: torch.Tensor) -> float:
@@ -85,9 +153,18 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
     layout = {
         "xaxis": axis(f"probability ratio {TAU} (log)", **x),
         "yaxis": scale.axis(f"share of tokens beyond {TAU} (log)"),
+        "shapes": [_level(QUIET_F2)],
     }
     note = f"F({TAU}): share of tokens whose probability differs by more than a factor {TAU}, either way."
-    return Figure("f_tau", "Few tokens beyond a factor of 2", note, data, layout)
+    beyond = [number(a.tally.total.numbers()["f2"], share=True) for a, _ in pairs if a.tally.total is not None]
+    title = f"{' and '.join(beyond)} of the tokens are off by more than a factor of 2"
+    return Figure("f_tau", title, f"{note} Dotted: {QUIET_F2:.1%}, below which F(2) is no concern.", data, layout)
+
+
+def _level(value: float) -> Spec:
+    """A dotted line across."""
+    stroke = {"color": "@muted", "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": value, "y1": value, "line": stroke}
 
 
 def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
@@ -96,7 +173,7 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     onsets = [each.onset for each, _ in pairs]
     found = [f"{a.label}: step {onset}" for (a, _), onset in zip(pairs, onsets, strict=True) if onset is not None]
     note = f"k3 = mean({RHO} - 1 - log {RHO}). Onset of divergence: {'; '.join(found) or 'none'} ({ONSET_RULE})."
-    title = "k3 diverges where the line stands" if found else "k3 should stay low and flat"
+    title = f"k3 diverges ({'; '.join(found)})" if found else _course(pairs)
     out: list[Figure | Absent] = [_over_steps(pairs, "k3", "k3 (nats per token, log)", title, note, width="wide")]
     if any(sketch.numbers()["f2"] for each, _ in pairs for sketch in each.tally.steps.values()):
         text = "Share of tokens off by more than a factor of 2."
@@ -106,7 +183,7 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     marks = [_mark(onset, look) for (_, look), onset in zip(pairs, onsets, strict=True) if onset is not None]
     for figure in out:
         if isinstance(figure, Figure):
-            figure.layout["shapes"] = marks
+            figure.layout["shapes"] = [*marks, _level(QUIET_KL if figure.name == "k3" else QUIET_F2)]
     rewards = []
     for a, look in pairs:
         if found_rewards := sorted(a.tally.rewards.items()):
@@ -115,7 +192,15 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     if not rewards:
         return [*out, Absent("reward", "Reward: the dump has no column reward.")]
     layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": marks}
-    return [*out, Figure("reward", "Does reward fall after the onset?", "Mean over a step's rows.", rewards, layout)]
+    title = (
+        "Mean reward, with the onset of divergence" if marks else "Mean reward; no onset of divergence to compare with"
+    )
+    return [*out, Figure("reward", title, "Mean over a step's rows.", rewards, layout)]
+
+
+def _course(pairs: list[tuple[Audited, Look]]) -> str:
+    found = [sketch.numbers()["k3"] for each, _ in pairs for sketch in each.tally.steps.values()]
+    return f"No onset of divergence: k3 is between {number(min(found))} and {number(max(found))} nats at every step"
 
 
 def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
@@ -129,7 +214,9 @@ def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
         return Absent("layers", "Routers per layer: the dump has no columns routes_rollout and routes_trainer.")
     note = "Share of tokens for which a layer's router chose another set of experts on the two sides."
     layout = {"xaxis": axis("MoE layer, in the order of the dump"), "yaxis": axis("share", tickformat=".1%")}
-    return Figure("layers", "Routers that differ: no layer should stand out", note, data, layout)
+    most = max((value, at) for bar in data for at, value in enumerate(bar["y"]))
+    title = f"Routers would choose otherwise most in layer {most[1]}: for {number(most[0], share=True)} of the tokens"
+    return Figure("layers", title, note, data, layout)
 
 
 def _over_steps(

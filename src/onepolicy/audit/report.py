@@ -23,8 +23,9 @@ from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
+from onepolicy.report.measure import BADGES
 from onepolicy.report.png import write_figures
-from onepolicy.report.words import number
+from onepolicy.report.words import WOULD, number
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 ROWS = {  # statistic -> (name, is a share)
@@ -43,8 +44,8 @@ ROWS = {  # statistic -> (name, is a share)
     "max_dp": ("Largest difference of probabilities", False),
     "pearson": ("Correlation of probabilities", False),
     "ppl_ratio": ("Perplexity, trainer / rollout", False),
-    "routers": ("Routers that differ", True),
-    "tokens_routed": ("Tokens with a differing router", True),
+    "routers": (WOULD.capitalize(), True),
+    "tokens_routed": ("Tokens with such a router", True),
 }
 
 
@@ -127,7 +128,8 @@ def _page(audited: Sequence[Audited]) -> str:
         basis = "".join(f"<li>{escape(text)}</li>" for text in _grounds(each))
         unchecked = "; ".join(each.not_checked)
         parts.append(
-            f'{heading}<div class="card verdict"><p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
+            f'{heading}<div class="card verdict {verdict.action}"><p class="badge">{escape(BADGES[verdict.action])}</p>'
+            f'<p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
             f"<ul>{basis}</ul>"
             + (f'<p class="rule">Not looked for: {escape(unchecked)}.</p>' if unchecked else "")
             + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
@@ -184,6 +186,17 @@ def _cell(key: str, value: float, *, share: bool) -> str:
 
 def show(console: Console, audited: Sequence[Audited]) -> None:
     """The verdict and the numbers in the terminal."""
+    for each in audited:
+        verdict = each.verdict
+        style = "bold red" if verdict.action in ("bug", "unclear") else "bold"
+        if len(audited) > 1:
+            console.print(Text(each.label, style="bold underline"))
+        console.print(Text(BADGES[verdict.action].upper(), style=style))
+        console.print(Text(verdict.sentence, style=style))
+        for line in _grounds(each):
+            console.print(Text(f"  {line}"))
+        if each.not_checked:
+            console.print(Text(f"  Not looked for: {'; '.join(each.not_checked)}.", style="dim"))
     table = Table(show_header=len(audited) > 1, pad_edge=False)
     table.add_column("", style="bold", no_wrap=True)
     for name in _header(audited):
@@ -193,16 +206,6 @@ def show(console: Console, audited: Sequence[Audited]) -> None:
     console.print(table)
     if told := compared(audited):
         console.print(Text(told))
-    for each in audited:
-        verdict = each.verdict
-        style = "bold red" if verdict.action in ("bug", "unclear") else "bold"
-        if len(audited) > 1:
-            console.print(Text(each.label, style="bold underline"))
-        console.print(Text(verdict.sentence, style=style))
-        for line in _grounds(each):
-            console.print(Text(f"  {line}"))
-        if each.not_checked:
-            console.print(Text(f"  Not looked for: {'; '.join(each.not_checked)}.", style="dim"))
 
 
 def _grounds(each: Audited) -> list[str]:

@@ -21,7 +21,7 @@ from onepolicy.report.page import render
 from onepolicy.report.png import write_figures
 from onepolicy.report.routing import Series, routing_figures_of
 from onepolicy.report.turns import Curve, by_turn
-from onepolicy.report.words import DASH, Tree, nats, number, powers
+from onepolicy.report.words import DASH, RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree, nats, number, powers
 
 SCORINGS = {  # name in the files -> (label, look)
     "without_replay": ("without replay", TRAINER),
@@ -37,9 +37,9 @@ QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/max_dp": ("largest difference of probability", False),
     "mismatch/max_dlogp": ("largest |log rho|, nats", False),
     "mismatch/ess": ("effective share of tokens", True),
-    "routing/routers": ("routers that differ", True),
-    "routing/tokens": ("tokens with a differing router", True),
-    "routing/sequence": ("differing routers per token", False),
+    "routing/routers": (WOULD, True),
+    "routing/tokens": ("tokens with such a router", True),
+    "routing/sequence": ("such routers per token", False),
 }
 REPEATS = {
     "repeat/k3": ("trainer repeated, other packing: k3", False),
@@ -58,14 +58,25 @@ ENGINE_HEADER = ("Engine against itself, same requests and seeds", "all together
 ROW_HEADER = ("", "tokens", "k3", "mean |log rho|", "share of the gap")
 FORECAST_HEADER = ("Preset", "tokens kept", "step multiplied by")
 COLORS = {"bug": "bold red", "nothing": "bold green"}
-BADGES = {"bug": "bug", "nothing": "nothing to do", "replay": "replay", "correct": "correct", "unclear": "unclear"}
+BADGES = {
+    "bug": "bug",
+    "nothing": "nothing to do",
+    "replay": "replay the routes",
+    "correct": "correct it",
+    "unclear": "unclear: look first",
+}
 Rows = Sequence[tuple[str, ...]]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """Tables of both scorings, of the waterfall, of what was measured alone, of the breakdowns; then the verdict."""
+    """The verdict; then tables of both scorings, of the waterfall, of what was measured alone, of the breakdowns."""
+    said = tree["verdict"]
+    parts: list[RenderableType] = [Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow"))]
+    if said["setting"]:
+        parts.append(Text(f"Set: {said['setting']}"))
+    parts += [Text(powers(f"Because {text}.")) for text in said["basis"]]
     title = f"{tree['model']}: {tree['tokens']:,} tokens of {tree['sequences']} sequences"
-    parts: list[RenderableType] = [_table(title, comparison_header(tree), comparison(tree))]
+    parts.append(_table(title, comparison_header(tree), comparison(tree)))
     if engine := engine_rows(tree):
         parts.append(_table("", ENGINE_HEADER, engine))
     if (whole := tree.get("distribution")) is not None:
@@ -75,11 +86,7 @@ def summary(tree: Tree) -> list[RenderableType]:
     parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
     if (would := tree.get("prediction")) is not None:
         parts.append(Text(powers(prediction_words(would))))
-    said = tree["verdict"]
-    parts.append(Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow")))
-    if said["setting"]:
-        parts.append(Text(f"Set: {said['setting']}"))
-    return [*parts, *(Text(powers(f"Because {text}.")) for text in said["basis"])]
+    return parts
 
 
 def prediction_words(would: Tree) -> str:
@@ -102,6 +109,9 @@ def comparison(tree: Tree) -> Rows:
     for key, (words, share) in QUANTITIES.items():
         if key in metrics["without_replay"]:
             rows.append((words, *(_cell(metrics[name].get(key), share=share) for name in columns)))
+    if "with_replay" in columns and tree["config"].get("replay", {}).get("mode", "r3") in WHOLE:
+        ran = {"without_replay": "the trainer's choice", "with_replay": ROLLOUTS_OWN}
+        rows.append((RAN, *(ran.get(name, DASH) for name in columns)))
     prefixes = {"without_replay": "counterfactual/", "with_replay": ""}
     repeated = metrics["repeated_forward"]
     for key, (words, share) in REPEATS.items():
@@ -265,7 +275,7 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
     out.append(("F(2)", number(plain["mismatch/f2"], share=True), "of the tokens off by more than a factor of 2"))
     if "routing/routers" in plain:
         more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
-        out.append(("Routers that differ", number(plain["routing/routers"], share=True), more))
+        out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))
     return out
 
 

@@ -9,6 +9,8 @@ from rich.text import Text
 
 from onepolicy.report.words import (
     ARROW,
+    RAN,
+    ROLLOUTS_OWN,
     Compared,
     Tree,
     compared,
@@ -16,6 +18,7 @@ from onepolicy.report.words import (
     factor,
     number,
     overlap_words,
+    ran_the_rollouts,
     time_shares,
     unlearnt,
 )
@@ -56,7 +59,10 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append(("crash", none if crash is None else [(f"at step {crash}", "bold red")]))
     if skipped := summary.get("updates_skipped"):
         rows.append(("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")]))
-    rows += [(entry.name, _mismatch_cell(entry)) for entry in compared(summary)]
+    found = compared(summary)
+    rows += [(entry.name, _mismatch_cell(entry)) for entry in found]
+    if any(ran_the_rollouts(entry, summary) for entry in found):
+        rows.append((RAN.capitalize(), f"{ROLLOUTS_OWN} with replay"))
     if spread := cut_range(summary):
         rows.append(("k3 cut by, per probe", spread))
     if (overlap := summary.get("asynchronous")) is not None:

@@ -25,12 +25,18 @@ DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
+WOULD = "routers that would choose otherwise"
+RAN = "experts that ran"
+"""Under replay they are the rollout's, whatever the trainer's router would have chosen."""
+ROLLOUTS_OWN = "100% the rollout's"
+WHOLE = ("r3", "weights")
+"""Modes of replay in which no other expert runs."""
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k3": ("k3, nats per token", False),
     "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, False),
-    "routing/routers": ("Routers that differ", True),
-    "routing/tokens": ("Tokens with a differing router", True),
-    "routing/sequence": ("Differing routers per token", False),
+    "routing/routers": ("Routers that would choose otherwise", True),
+    "routing/tokens": ("Tokens with such a router", True),
+    "routing/sequence": ("Such routers per token", False),
 }
 
 
@@ -141,9 +147,11 @@ def _replay_sentence(summary: Tree) -> str:
         return f"Replay was on and k3 averaged {number(k3.trained)}; no probe measured it without."
     count = len(summary.get("probe_steps") or [])
     probes = "1 probe batch" if count == 1 else f"{count} probe batches"
-    short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": "routers that differ"}
+    short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": WOULD}
     clauses = [f"{name} {_change(found[key])}" for key, name in short.items() if key in found]
     spread = f" Of single probes it cut k3 {cuts}." if (cuts := cut_range(summary)) else ""
+    if "routing/routers" in found and summary.get("replay") in WHOLE:
+        clauses.append(f"{RAN} with it: {ROLLOUTS_OWN}")
     return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}.{spread}"
 
 
@@ -189,6 +197,11 @@ def compared(summary: Tree) -> list[Compared]:
     return [entry for entry in found if entry.trained is not None]
 
 
+def ran_the_rollouts(entry: Compared, summary: Tree) -> bool:
+    """Is this the entry of routers, and was what they would choose replaced?"""
+    return entry.metric == "routing/routers" and entry.with_replay is not None and summary.get("replay") in WHOLE
+
+
 COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
 
 
@@ -198,6 +211,8 @@ def comparison(summary: Tree) -> list[tuple[str, ...]]:
     for entry in compared(summary):
         numbers = (entry.show(value) for value in (entry.trained, entry.without_replay, entry.with_replay))
         rows.append((entry.name, *numbers, factor(entry.ratio)))
+        if ran_the_rollouts(entry, summary):
+            rows.append((RAN.capitalize(), DASH, "the trainer's choice", ROLLOUTS_OWN, DASH))
     return rows
 
 
