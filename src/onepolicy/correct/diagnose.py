@@ -24,6 +24,7 @@ from onepolicy.types import TokenBatch
 
 ONE_SIDED = 0.93
 """Share of the uncertain tokens with rho on one side of 1: noise has about a half on each."""
+APART = {1: "one token", 2: "two tokens"}
 SHIFTS = ((1, "next"), (-1, "previous"), (2, "next but one"), (-2, "last but one"))
 
 
@@ -188,7 +189,7 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
             finding = Finding(
                 "shift",
                 f"mean |log rho| is {here:.3g} nats, but {value:.3g} against the engine's value of the {name} slot "
-                f"(correlation {correlated:.2f} and {followed:.2f}); the two sides are {abs(by)} apart",
+                f"(correlation {correlated:.2f} and {followed:.2f}); the two sides are {APART[abs(by)]} apart",
             )
             return finding, moved
     return None
