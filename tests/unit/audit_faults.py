@@ -516,7 +516,7 @@ FAULTS: dict[str, Planted] = {
     "two tokens lost, 40%": Planted(merged(0.4, lost=2), ("retokenised",)),
     "other text, 30%": Planted(other_tokens(0.3), ("retokenised",)),
     "swapped rows, 10%": Planted(swapped(0.1), ("rows",)),
-    "swapped rows, two": Planted(swapped(0.0, TRAINER)),
+    "swapped rows, two": Planted(swapped(0.0, TRAINER), ("rows",)),
     "copied rows, 30%": Planted(copied(0.3), ("copy",)),
     "group has one row's values": Planted(same_for_group(1.0), ("rows",)),
     "system prompt, first 4": Planted(other_context(4, 2.0), ("context",)),

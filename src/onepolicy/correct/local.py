@@ -19,6 +19,8 @@ HARMLESS_K3 = 1e-4
 """Nats a token: below, rows of real runs differ threefold and nothing follows from it."""
 TOO_FAR = 1.0
 """Nats a token: above, two sides may be unrelated."""
+ENOUGH_TO_FOLLOW = 12
+"""Uncertain tokens of a row from which its rank correlation means something."""
 FEWEST_OPEN = 6
 """Uncertain tokens of a row below which nothing is said of it."""
 FEWEST_ROWS = 12
@@ -75,7 +77,11 @@ def local(pairs: Pairs) -> Finding | None:
         return moved
     if _k3(pairs) < HARMLESS_K3:
         return copies(pairs)
-    return copies(pairs) or unrelated(pairs) or odd_rows(pairs) or unrelated_tails(pairs) or first_places(pairs)
+    for look in (copies, unrelated, strange_rows, odd_rows, unrelated_tails, first_places):
+        found = look(pairs)
+        if found is not None:
+            return found
+    return None
 
 
 def _k3(pairs: Pairs) -> float:
@@ -212,8 +218,12 @@ def unrelated(pairs: Pairs) -> Finding | None:
 
 
 def _start(pairs: Pairs) -> float:
-    """Correlation of the two sides in the first tokens of the rows."""
-    return _correlation(pairs.at(pairs.open & (places(pairs) < 8)))
+    """Rank correlation of the two sides in the first tokens of the rows, less twice what chance has in so few."""
+    first = pairs.at(pairs.open & (places(pairs) < 8))
+    if len(first.old) < 3:
+        return 0.0
+    ranked = torch.stack([side.argsort().argsort().double() for side in (first.old, first.rollout)])
+    return float(torch.corrcoef(ranked)[0, 1].nan_to_num(0.0)) - 2 / len(first.old) ** 0.5
 
 
 def _correlation(pairs: Pairs) -> float:
@@ -325,6 +335,38 @@ def _starts_together(pairs: Pairs, runs: list[tuple[float, int, int, int]], ther
     starts = np.array([place[first] for _, first, _, _ in runs])
     near = np.abs(starts - np.median(starts)) <= 2
     return at_border > 0.6 * len(runs) or (len(runs) >= 4 and near.mean() > 0.8)
+
+
+def strange_rows(pairs: Pairs) -> Finding | None:
+    """Rows whose two sides do not follow each other, by ranks within the row, where those of the others do."""
+    uncertain = pairs.at(pairs.open)
+    index, count = _rows(uncertain)
+    size = torch.bincount(index, minlength=count).double()
+    centred = []
+    for side in (uncertain.old, uncertain.rollout):
+        order = torch.from_numpy(np.lexsort((side.numpy(), index.numpy())))
+        first = (size.cumsum(0) - size)[index[order]]
+        rank = torch.empty(len(side), dtype=torch.float64)
+        rank[order] = torch.arange(len(side), dtype=torch.float64) - first
+        centred.append(rank - ((size - 1) / 2)[index])
+    product = torch.zeros(count, dtype=torch.float64).index_add(0, index, centred[0] * centred[1])
+    followed = product * 12 / (size * (size.square() - 1)).clamp(min=1)
+    judged = size >= ENOUGH_TO_FOLLOW
+    if not bool(judged.any()):
+        return None
+    usual = 1 - float(followed[judged].median())
+    strange = judged & (1 - followed > max(0.35, 4 * usual))
+    if int(strange.sum()) < 2 or usual > 0.15:
+        return None
+    part = pairs.at(torch.isin(pairs.segment, uncertain.segment.unique_consecutive()[strange]))
+    if _start(part) >= 0.3:  # they agree at first: a tail
+        return None
+    return Finding(
+        "rows",
+        f"in {int(strange.sum())} of {count} rows the two sides do not follow each other (rank correlation "
+        f"{float(followed[strange].mean()):.2f}, {float(followed[judged].median()):.2f} in the middle row): the values "
+        "are of other rows or of another model",
+    )
 
 
 def unlike_parts(pairs: Pairs) -> list[str]:
