@@ -7,6 +7,7 @@ missing, so a skip fails there; only a skip for the processor or for a device (`
 
 import os
 import random
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,11 @@ from needs import need
 
 MAY_LACK = ("this processor", "this system", "no CUDA device")
 
+
+# A shell lets what it starts in the background ignore these, and so would every process that a test starts.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # Hypothesis would fail an example that takes longer than 200 ms.
 settings.register_profile("onepolicy", deadline=None)

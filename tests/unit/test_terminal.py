@@ -29,8 +29,7 @@ def python(code, **settings):
     """A process with our source; its result."""
     before = settings.pop("environment", {})
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), **before}
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # ignored in a shell's background
-    return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **heard | settings)
+    return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **settings)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
