@@ -617,6 +617,7 @@ def test_without_bubblewrap_it_refuses_to_exist(monkeypatch, tmp_path):
         PythonSandbox(PythonTool())
 
 
+@pytest.mark.needs("bwrap")
 def test_without_a_filter_for_the_processor_it_refuses_to_exist(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(UsageError, match=r"riscv64 processor, only for x86_64, aarch64; .*never runs without"):

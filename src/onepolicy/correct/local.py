@@ -35,6 +35,8 @@ OUTLIER = 5.0
 """Robust standard deviations of the rows' mean ranks from which a row is unlike the others."""
 CONTRAST = 0.15
 """Least difference of the mean ranks of two parts."""
+CHANCE = 6.0
+"""Standard errors of a row's rank correlation that chance alone may take it from the others'."""
 SHIFTS = (1, -1, 2, -2)
 MOST = 0.4
 """Least share of the nats of far slots that runs must hold which meet once they are moved."""
@@ -355,7 +357,9 @@ def strange_rows(pairs: Pairs) -> Finding | None:
     if not bool(judged.any()):
         return None
     usual = 1 - float(followed[judged].median())
-    strange = judged & (1 - followed > max(0.35, 4 * usual))
+    error = (1 - (1 - usual) ** 2) / (size - 1).clamp(min=1).sqrt()  # of a correlation of so few
+    bound = (usual + CHANCE * error).clamp(min=max(0.35, 4 * usual))
+    strange = judged & (1 - followed > bound)
     if int(strange.sum()) < 2 or usual > 0.15:
         return None
     part = pairs.at(torch.isin(pairs.segment, uncertain.segment.unique_consecutive()[strange]))
