@@ -358,7 +358,7 @@ def strange_rows(pairs: Pairs) -> Finding | None:
         return None
     usual = 1 - float(followed[judged].median())
     error = (1 - (1 - usual) ** 2) / (size - 1).clamp(min=1).sqrt()  # of a correlation of so few
-    bound = (usual + CHANCE * error).clamp(min=max(0.35, 4 * usual))
+    bound = (usual + CHANCE * error).clamp(min=max(0.6, 4 * usual))
     strange = judged & (1 - followed > bound)
     if int(strange.sum()) < 2 or usual > 0.15:
         return None
