@@ -1,5 +1,6 @@
 """The waterfall's arithmetic by hand, the bootstrap against theory, breakdowns, and the verdict's rules."""
 
+import dataclasses
 import math
 from dataclasses import astuple
 
@@ -181,6 +182,20 @@ def test_verdict_without_a_bug(found, replayed, routers, action, causes, setting
     assert not recommended or f"{recommended} is predicted to keep 9" in said.text() or "keep 100" in said.text()
     asks = "If the model is a mixture of experts" in said.sentence
     assert asks == (action == "correct" and replayed is None and routers is None)
+
+
+@pytest.mark.parametrize("beside", [None, gap(1e-2), gap(1e-5)])
+def test_a_mean_of_rho_off_one_is_a_mark_whoever_asks(beside):
+    off = dataclasses.replace(gap(2e-2), mean_rho=1.05, mean_rho_error=0.002)
+    said = verdict(off, CLEAN, replayed=beside)
+    assert (said.action, said.setting) == ("unclear", "")
+    assert "mean rho is 1.0500 +- 0.002" in said.basis[0]
+    if beside is not None:
+        under = dataclasses.replace(beside, mean_rho=0.9, mean_rho_error=0.002)
+        assert verdict(gap(2e-2), CLEAN, replayed=under).action == "unclear"
+    for mean, error in ((1.009, 0.0), (1.05, 0.009), (1.05, math.nan), (math.nan, 0.0)):  # slack; noise; not known
+        fine = dataclasses.replace(gap(2e-2), mean_rho=mean, mean_rho_error=error)
+        assert verdict(fine, CLEAN).action == "correct"
 
 
 def test_verdict_gives_the_share_that_is_routing_and_what_is_left():

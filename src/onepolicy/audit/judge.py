@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -37,8 +36,6 @@ NEEDED = {  # column -> what may not be recommended upon without it: a correctio
     "entropy": "Add the column entropy before any correction: without it another temperature, and sampling narrowed "
     "but not so reported, look like no gap or like mismatch",
 }
-RHO_SLACK = (0.005, 0.25)
-"""Mean rho may be off by this much, plus this share of k3, whatever its error: the tail of rho is seen too seldom."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,9 @@ def judge(found: Tally, label: str, *, equal_on_purpose: bool = False) -> Audite
         f5=numbers["f5"],
         max_dlogp=numbers["max_dlogp"],
         k3_error=numbers["k3_error"],
+        mean_rho=numbers["mean_rho"],
+        mean_rho_error=numbers["mean_rho_error"],
     )
-    if (off := _off_one(numbers)) and not diagnosis.marks:
-        diagnosis = dataclasses.replace(diagnosis, marks=(off,))
     said = verdict(
         gap,
         diagnosis,
@@ -90,15 +87,6 @@ def _unchecked(found: Tally, gap: Gap) -> list[str]:
     if gap.sequences < FEW_ROWS and not gap.quiet:
         out.append(f"{gap.sequences} rows are too few to see a part of them that is wrong: dump {FEW_ROWS} or more")
     return out
-
-
-def _off_one(numbers: dict[str, float]) -> str:
-    """Mismatch has E[rho] = 1, whatever its size: both sides are distributions over the same tokens."""
-    mean, error = numbers["mean_rho"], numbers["mean_rho_error"]
-    slack = RHO_SLACK[0] + RHO_SLACK[1] * numbers["k3"]
-    if not (math.isfinite(mean) and abs(mean - 1) > max(6 * error, slack)):
-        return ""
-    return f"mean rho is {mean:.4f} +- {number(error)}; under mismatch alone it is 1"
 
 
 def _routers(found: Tally) -> float | None:

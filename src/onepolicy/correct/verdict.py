@@ -29,6 +29,8 @@ TOO_FAR = 1.0
 """k3 above which no correction is recommended: two policies, not one with noise."""
 FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
 YOUNGER = "Let samples be fewer updates old (rollout.max_staleness), or lower the learning rate"
+RHO_SLACK = (0.005, 0.25)
+"""Mean rho may be off 1 by this much, plus this share of k3, whatever its error: the tail of rho is seen too seldom."""
 FEW_ROWS = 12
 """Sequences below which a part of them that is wrong cannot be told from the rest."""
 CAUSES = {
@@ -60,6 +62,17 @@ class Gap:
     f5: float
     max_dlogp: float  # largest |log rho| [nats]
     k3_error: float = math.nan  # standard error of k3; NaN: not known
+    mean_rho: float = math.nan  # NaN: not known
+    mean_rho_error: float = math.nan  # its standard error, by sequences
+
+    @property
+    def off_one(self) -> str:
+        """The mark that mean rho is not 1; empty if it may be. Mismatch of any size has E[rho] = 1: both sides are
+        distributions over the same tokens."""
+        slack = RHO_SLACK[0] + RHO_SLACK[1] * self.k3
+        if not (math.isfinite(self.mean_rho) and abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)):
+            return ""
+        return f"mean rho is {self.mean_rho:.4f} +- {self.mean_rho_error:.2g}; under mismatch alone it is 1"
 
     @property
     def quiet(self) -> bool:
@@ -110,6 +123,7 @@ def verdict(
 ) -> Verdict:
     """The first that holds: bug, too few tokens, a copy, a mark without a name, a cause that was not looked for,
     nothing to do, too far for mismatch, replay, correct."""
+    marks = _marks(diagnosis, gap, replayed)
     found = {f.cause: f.evidence for f in diagnosis.findings} | ({"routes": routes} if routes else {})
     basis = [gap.text()]
     if replayed is not None:
@@ -119,9 +133,9 @@ def verdict(
         sentence = f"A bug, not mismatch{since}: {named}. Mend it; no correction repairs it."
         evidence = (f"{cause}: {text}" for cause, text in found.items())
         return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
-    doubt = _doubt(gap, diagnosis, replayed, since, [] if aged else list(unchecked), copies=copies)
+    doubt = _doubt(gap, marks, replayed, since, [] if aged else list(unchecked), copies=copies)
     if doubt:
-        return Verdict("unclear", ("age",) if aged else (), doubt, "", (*diagnosis.marks, *basis))
+        return Verdict("unclear", ("age",) if aged else (), doubt, "", (*marks, *basis))
     if gap.max_dlogp == 0:
         return Verdict("nothing", (), f"Nothing to do: both sides agree on every token{since} to the bit.", "", ())
     helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3
@@ -143,8 +157,19 @@ def verdict(
     return _mend(gap, left, since, basis, forecasts, measured=helps, routers=routers)
 
 
+def _marks(diagnosis: Diagnosis, gap: Gap, replayed: Gap | None) -> tuple[str, ...]:
+    """What mismatch alone does not do. Any of them forbids a recommendation."""
+    if diagnosis.marks:
+        return diagnosis.marks
+    if gap.off_one:
+        return (gap.off_one,)
+    if replayed is not None and replayed.off_one:
+        return (f"with the rollout's routes replayed {replayed.off_one}",)
+    return ()
+
+
 def _doubt(
-    gap: Gap, diagnosis: Diagnosis, replayed: Gap | None, since: str, unchecked: list[str], *, copies: bool
+    gap: Gap, marks: tuple[str, ...], replayed: Gap | None, since: str, unchecked: list[str], *, copies: bool
 ) -> str:
     """Why nothing may be recommended though no bug was found; empty if it may."""
     if gap.tokens < FEWEST:
@@ -159,7 +184,7 @@ def _doubt(
             f"Unclear: both sides agree on every token{since} to the bit. Is one a copy of the other? Engines whose "
             "numerics are not made equal on purpose differ in the last bits."
         )
-    if diagnosis.marks:
+    if marks:
         return (
             f"Unclear{since}: this is not what mismatch alone does, and no known cause explains it. Look for a bug "
             "before any correction."

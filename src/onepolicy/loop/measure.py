@@ -170,7 +170,7 @@ async def measure_parts(
         each_alone.append(trainer_precision(scorer, weights.model, weights.explained.aligned, replay=replay))
     said = verdict(
         gap_of(first.native),
-        Diagnosis(first.diagnosis.gap, findings),
+        _told(first, findings),
         replayed=None if first.replayed is None else gap_of(first.replayed),
         routers=0.0 if learner.routers is None else None,
         routes=chosen.routes,
@@ -234,6 +234,16 @@ def _given_as(option: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", option, 1)) from error
+
+
+def _told(first: Look, findings: tuple[Finding, ...]) -> Diagnosis:
+    """What the scoring without replay shows; else what shows with replay, once the noise of routing is gone."""
+    marks = first.diagnosis.marks
+    if first.replayed is not None and not marks:
+        left = preflight(first.replayed)
+        marks = (*left.marks, *(f"{found.cause}: {found.evidence}" for found in left.findings))
+        marks = tuple(f"with the rollout's routes replayed {text}" for text in marks)
+    return Diagnosis(first.diagnosis.gap, findings, marks)
 
 
 def _stale(first: Look, second: Look) -> Finding | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,4 +166,27 @@ def gap_of(batch: TokenBatch) -> Gap:
     """For the verdict."""
     found = mismatch_of(batch)
     f2, f5 = found.extreme([2.0, 5.0])
-    return Gap(found.tokens, batch.num_samples, found.k3, f2, f5, found.max_dlogp)
+    mean, error = _mean_rho(batch)
+    return Gap(
+        found.tokens,
+        batch.num_samples,
+        found.k3,
+        f2,
+        f5,
+        found.max_dlogp,
+        mean_rho=mean,
+        mean_rho_error=error,
+    )
+
+
+def _mean_rho(batch: TokenBatch) -> tuple[float, float]:
+    """Mean rho and its standard error, NaN of one sequence: tokens of a sequence are not independent."""
+    mask = batch.trainable
+    excess = (logp_of(batch)[mask].double() - batch.logp_rollout[mask].double()).expm1()
+    index, sizes = batch.segment[mask].unique_consecutive(return_inverse=True, return_counts=True)[1:]
+    mean, sequences = excess.mean(), len(sizes)
+    if sequences < 2:
+        return float(1 + mean), math.nan
+    of_sequence = torch.zeros_like(sizes, dtype=excess.dtype).index_add(0, index, excess - mean)
+    error = (of_sequence.square().sum() * sequences / (sequences - 1)).sqrt() / len(excess)
+    return float(1 + mean), float(error)
