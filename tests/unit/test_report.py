@@ -1,5 +1,6 @@
 """The report's contents: figures by hand-computed cases, sentences for what is missing, errors that name the file."""
 
+import html
 import json
 import math
 import re
@@ -11,10 +12,13 @@ import pytest
 from report_run import make_fixture_run
 from safetensors.numpy import save_file
 
+from onepolicy.config import resolve
+from onepolicy.loop.summary import summarise
 from onepolicy.report.figure import REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale
 from onepolicy.report.html import write_report
 from onepolicy.report.learning import learning_figures, time_split, trailing_mean
 from onepolicy.report.mismatch import extreme_tokens, k3, mismatch_figures, pairs_of, subsample
+from onepolicy.report.outcome import outcome
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
 
@@ -63,18 +67,21 @@ def test_verdict_and_comparison_by_hand(copy):
         "reward_first": 0.25,
         "reward_last": 0.75,
         "crash_step": 9,
-        "mismatch": {"mismatch/k3": 2e-6, "routing/routers": 0.01},
-        "mismatch_at_probes": {"mismatch/k3": 1e-6, "routing/routers": 0.02},
-        "mismatch_without_replay": {"mismatch/k3": 4e-6, "routing/routers": 0.05},
+        "mismatch": {"mismatch/k3": 2e-3, "routing/routers": 0.01},
+        "mismatch_at_probes": {"mismatch/k3": 1e-3, "routing/routers": 0.02},
+        "mismatch_without_replay": {"mismatch/k3": 4e-3, "routing/routers": 0.05},
         "probe_steps": [10],
     }
     (copy / "summary.json").write_text(json.dumps(summary))
     page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
     assert "Reward rose from 0.25 to 0.75 over 12 steps." in page
     assert "It crashed at step 9." in page
-    assert "on 1 probe batch scored both ways: k3 4.0e-6 \u2192 1.0e-6 (4\u00d7 less);" in page
-    assert "routers that would choose otherwise 5% \u2192 2% (2.5\u00d7 less)" in page
-    row = [f"<td>{cell}</td>" for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "2.5\u00d7")]
+    assert "on 1 probe batch scored both ways: k3 0.004 \u2192 0.001 (cut by 4\u00d7, one probe);" in page
+    assert "routers that would choose otherwise 5% \u2192 2%; experts that ran with it: 100% the rollout" in page
+    first = outcome(summary)
+    assert first.startswith("The policy crashed at step 9")
+    assert page.index("<h1>") < page.index(first) < page.index("Reward rose from") < page.index('class="tiles"')
+    row = [f"<td>{cell}</td>" for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")]
     assert "".join(row) in re.sub(r' data-name="[^"]*"', "", page)
 
 
@@ -128,6 +135,41 @@ def test_missing_pieces_leave_a_sentence(tmp_path, kind, gone, sentence):
     html = write_report(make_fixture_run(tmp_path / "run", steps=12, tokens=120, **kind)).read_text(encoding="utf-8")
     assert set(specs(html)) == FULL - gone
     assert sentence in without_plotly(html)
+
+
+def retold(copy: Path, change) -> dict[str, str]:
+    """Title of each figure once every row of metrics.jsonl went through `change`."""
+    rows = [change(json.loads(line)) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = resolve(json.loads((copy / "config.json").read_text()))
+    (copy / "summary.json").write_text(json.dumps(summarise(config, rows, copy, None)))
+    return {figure.name: figure.title for figure in all_figures(copy) if isinstance(figure, Figure)}
+
+
+def test_titles_follow_the_data(copy):
+    def change(row):
+        at = row["step"]
+        if at == 0:
+            return row
+        own = {"train/entropy": 0.6 / at, "train/grad_norm": 0.0, "train/response_length": 80.0}
+        own |= {"train/reward": 0.9 - 0.05 * at, "mismatch/k3": 1e-2 * at}
+        without = {"counterfactual/mismatch/k3": 4e-2 * at} if "counterfactual/mismatch/k3" in row else {}
+        return row | own | without
+
+    titles = retold(copy, change)
+    assert titles["entropy"] == "Entropy falls 4.5-fold, from 0.274 to 0.0612 nats"
+    assert titles["grad_norm"] == "Gradient norm is 0 throughout"
+    assert titles["length"] == "Response length is 80 tokens throughout"
+    assert titles["reward"].startswith("Reward falls")
+    assert titles["k3"] == "Replay cuts k3 by 4\u00d7, one probe: the gap between both curves"
+    assert titles["time"].startswith("The largest part of a step is rollout: 5")
+
+
+def test_a_small_k3_has_no_ratio_in_the_report(copy):
+    page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
+    assert "k3 is too small to matter: " in page
+    assert "replay cuts" not in page.lower()
+    assert "100% the rollout's" in html.unescape(page)
 
 
 def test_replay_off_is_drawn_as_the_trainer(tmp_path):
@@ -196,7 +238,7 @@ def test_routing_figures_by_hand(copy):
     figures = {f.name: f for f in routing_figures(run) if isinstance(f, Figure)}
     tokens, routers, sequences = figures["tokens"], figures["routers"], figures["sequences"]
     assert tokens.data[0]["y"] == [0.5, 0.25, 0.25]
-    assert tokens.title == "Tokens with a differing router: 50% with replay"
+    assert tokens.title == "Tokens with a router that would choose otherwise: 50% with replay"
     assert routers.data[0]["y"] == [0.9, None, 0.1]
     assert sequences.data[0]["y"][0] == sequences.data[0]["y"][-1] == 0.5
     missing = [f for f in routing_figures(run) if isinstance(f, Absent)]

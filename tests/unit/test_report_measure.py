@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from onepolicy.report.causes import fall_figure, fall_title, noise_figure
 from onepolicy.report.distribution import figure, rows, worst_rows
-from onepolicy.report.measure import breakdown_rows, waterfall_rows, write_report
+from onepolicy.report.measure import breakdown_rows, tiles, waterfall_rows, write_report
 from onepolicy.report.page import DARK, LIGHT
 from onepolicy.report.words import nats, powers
 
@@ -228,6 +228,23 @@ def test_the_title_says_what_is_known():
     wide = bar("routing", 9e-4, 1e-4)
     wide["removed"] = {"value": 9e-4, "low": -1e-4, "high": 2e-3}
     assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith("though its interval includes 0")
+
+
+def test_a_gap_too_small_to_matter_has_no_percentages_and_no_intervals():
+    fall = {"total": estimate(6e-5), "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)]}
+    small = TREE | {"waterfall": fall}
+    drawn = fall_figure(small)
+    assert drawn.title == "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    for trace in drawn.data:
+        assert "%" not in str(trace["y"])
+        assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
+        assert "(" not in str(trace["text"])
+    assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
+    assert noise_figure(small).title == "Every source of noise by itself is too small to matter"
+    metrics = {"without_replay": {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}, "with_replay": {"mismatch/k3": 3e-5}}
+    assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
+    metrics["without_replay"]["mismatch/k3"] = 1e-4
+    assert tiles(small | {"metrics": metrics})[1][2] == "3.3 times less"
 
 
 def test_noise_is_compared_with_the_gap():

@@ -55,6 +55,16 @@ def test_summary_by_hand(tmp_path):
     assert summary["time"]["probe"] == 0.5  # one probe in four steps
 
 
+def test_groups_without_signal_at_the_end(tmp_path):
+    sections = {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}}
+    rows = [
+        {"step": 1 + i, "train/reward": 0.5, "train/groups_without_signal": n} for i, n in enumerate([0, 0, 0.75, 0.25])
+    ]
+    assert summarise(resolve(sections), rows, tmp_path, None)["groups_without_signal"] == 0.5
+    critic = resolve(sections | {"objective": {"preset": "ppo"}})
+    assert "groups_without_signal" not in summarise(critic, rows, tmp_path, None)  # compares answers of all groups
+
+
 def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
     config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
 

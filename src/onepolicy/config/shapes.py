@@ -71,6 +71,7 @@ class Summary(Shape):
     mismatch_without_replay: Numbers | None = None
     probe_steps: list[Count] | None = None
     k3_cuts: list[Number] | None = None
+    groups_without_signal: Number | None = None
 
 
 class About(Shape):

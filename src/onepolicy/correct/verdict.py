@@ -16,11 +16,13 @@ from onepolicy.correct.presets import preset
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4
-"""k3 below which no cause is looked for [nats a token]."""
+"""k3 below which a gap is too small to matter: no cause is looked for, and no ratio of two such is shown [nats a
+token]."""
 QUIET_KL = NOMINAL_KL
 """k3 below which nothing needs to be done, if F(2) is below QUIET_F2 too."""
 QUIET_F2 = 1e-3
 """Share of tokens off by more than a factor of 2."""
+SMALL, TOLERABLE = "too small to matter", "as small as dense models train well with"
 HEAVY_F5 = 1e-3
 """Share of tokens off by more than a factor of 5 from which rejecting them (icepop) is recommended over truncating."""
 REPLAY_HELPS = 1.5
@@ -76,7 +78,7 @@ class Gap:
 
     @property
     def quiet(self) -> bool:
-        return self.k3 < QUIET_KL and self.f2 < QUIET_F2
+        return bool(size_in_words(self.k3, self.f2))
 
     def text(self) -> str:
         error = f" +- {self.k3_error:.2g}" if math.isfinite(self.k3_error) else ""
@@ -84,6 +86,13 @@ class Gap:
             f"k3 is {self.k3:.3g}{error} nats a token over {self.tokens:,} tokens in {self.sequences:,} sequences, "
             f"F(2) is {100 * self.f2:.3g}%"
         )
+
+
+def size_in_words(k3: float, f2: float) -> str:
+    """What a gap is that needs nothing done about it; empty if it does. Of runs, measurements and audits."""
+    if k3 < HARMLESS_KL:
+        return SMALL
+    return TOLERABLE if k3 < QUIET_KL and f2 < QUIET_F2 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ def verdict(
     left = replayed if replayed is not None and helps else gap
     forecasts = _forecasts(left)
     if gap.quiet:
-        small = f"Nothing to do: dense models train well with a gap as small as this one{since}."
+        small = f"Nothing to do: the gap{since} is {size_in_words(gap.k3, gap.f2)}."
         return Verdict("nothing", (), small, "", tuple(basis), forecasts)
     if not left.k3 <= TOO_FAR and aged:
         far = f"Tokens are too old: {left.k3:.3g} nats a token{since}. {YOUNGER}."

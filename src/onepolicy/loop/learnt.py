@@ -20,6 +20,8 @@ from onepolicy.objective.advantages import same
 
 Row = dict[str, Any]
 
+GROUPED = ("group", "leave-one-out")
+"""Baselines that compare the answers of one group with each other only."""
 PATIENCE = 3
 """Steps from the start without any signal, after which a run says so [steps]."""
 MOST = 0.9
@@ -81,7 +83,7 @@ class Watch:
 def _silent(config: RunConfig, train: list[Row]) -> list[Row] | None:
     """The steps whose rewards tell nothing; None if their metrics do not say."""
     objective = config.objective
-    if objective.baseline in ("group", "leave-one-out"):
+    if objective.baseline in GROUPED:
         shares = [_number(row, "train/groups_without_signal") for row in train]
         known = [share for share in shares if share is not None]
         if len(known) < len(train):
@@ -98,7 +100,7 @@ def _silent(config: RunConfig, train: list[Row]) -> list[Row] | None:
 
 
 def _no_signal(config: RunConfig, silent: int, steps: int) -> str:
-    grouped = config.objective.baseline in ("group", "leave-one-out")
+    grouped = config.objective.baseline in GROUPED
     differ = "a group had two different rewards" if grouped else "two answers had different rewards"
     if silent < steps:
         return f"Little was learnt from rewards: {_no(differ)} in {silent} of {steps} steps."

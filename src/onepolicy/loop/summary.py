@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import RunConfig
-from onepolicy.loop.learnt import nothing_learnt
+from onepolicy.loop.learnt import GROUPED, nothing_learnt
 
 Row = dict[str, Any]
 
@@ -67,6 +67,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     }
     if skipped := sum(row.get("train/updates_skipped") or 0.0 for row in train):
         summary["updates_skipped"] = skipped
+    if config.objective.baseline in GROUPED:
+        summary["groups_without_signal"] = _mean(train[-window:], "train/groups_without_signal")
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
     measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")

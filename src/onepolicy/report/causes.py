@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from onepolicy.correct.verdict import HARMLESS_KL, SMALL
 from onepolicy.report.figure import (
     NEUTRAL,
     REPLAY,
@@ -56,7 +57,8 @@ def fall_figure(tree: Tree) -> Figure:
     }
     note = (
         "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to the left is what the "
-        "change took away; the last one is what no change explains. Whiskers: 95% interval of each bar's own length."
+        "change took away; the last one is what no change explains. Whiskers: 95% interval of each bar's own length, "
+        f"where that reaches {HARMLESS_KL:g}."
     )
     return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names))
 
@@ -66,6 +68,8 @@ def fall_title(fall: Tree) -> str:
     total, bars_of = fall["total"]["value"], fall["bars"]
     if not total:
         return "There is no gap to explain"
+    if total < HARMLESS_KL:
+        return f"The gap of {nats(total)} nats per token is {SMALL}"
     left = bars_of[-1]["left"]["value"] if bars_of else total
     first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
     if first is None or first["removed"]["value"] < 0.2 * total:
@@ -84,8 +88,10 @@ def noise_figure(tree: Tree) -> Figure:
     names = [_named(name, nats(each["value"])) for name, each, _ in rows]
     values = [each["value"] for _, each, _ in rows]
     lifted = scale.lift(values)
-    reach = [max(0.0, each["high"] - x) for (_, each, _), x in zip(rows, lifted, strict=True)]
-    below = [max(0.0, x - max(each["low"], scale.floor)) for (_, each, _), x in zip(rows, lifted, strict=True)]
+    spans = [each for _, each, _ in rows]
+    spans = [each for _, each, _ in rows]
+    reach = [max(0.0, each["high"] - x) * told(each) for each, x in zip(spans, lifted, strict=True)]
+    below = [max(0.0, x - max(each["low"], scale.floor)) * told(each) for each, x in zip(spans, lifted, strict=True)]
     error = {"type": "data", "array": reach, "arrayminus": below, "thickness": 1.5, "width": 5, "color": "@ink"}
     marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
     hover = "%{x:.3g} nats<extra></extra>"
@@ -99,7 +105,8 @@ def noise_figure(tree: Tree) -> Figure:
     }
     note = (
         "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
-        f"open circle at the left end is {NOTHING}. Whiskers: 95% bootstrap over sequences."
+        f"open circle at the left end is {NOTHING}. Whiskers: 95% bootstrap over sequences, "
+        f"where that reaches {HARMLESS_KL:g}."
     )
     return Figure("noise", _noise_title(rows, total), note, [points], layout, "wide", height=90 + ROW * len(names))
 
@@ -117,11 +124,12 @@ def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
 
 def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
     name, largest, _ = max(rows, key=lambda row: row[1]["value"])
+    if max(total, largest["value"]) < HARMLESS_KL:
+        return f"Every source of noise by itself is {SMALL}"
     if total <= 0 or largest["value"] < 0.1 * total:
         return "No source of noise by itself comes near the gap"
-    return (
-        f"By itself, {name} moves {nats(largest['value'])} nats per token: {largest['value'] / total:.2g} times the gap"
-    )
+    times = f": {largest['value'] / total:.2g} times the gap" if total >= HARMLESS_KL else ""
+    return f"By itself, {name} moves {nats(largest['value'])} nats per token{times}"
 
 
 def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
@@ -150,7 +158,15 @@ def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
     return out
 
 
+def told(estimate: Tree) -> bool:
+    """Is it large enough for its interval to be shown?"""
+    return max(abs(estimate["low"]), abs(estimate["high"])) >= HARMLESS_KL
+
+
 def interval(estimate: Tree) -> str:
+    """Of two bounds; a dash below what matters."""
+    if not told(estimate):
+        return DASH
     return f"{nats(estimate['low'])} {DASH} {nats(estimate['high'])}"
 
 
@@ -160,10 +176,10 @@ def _shares(name: str, labels: list[str], values: list[float], look: Look) -> Sp
 
 def _bar(name: str, rows: list[str], starts: list[float], look: Look, spans: list[Tree], unit: float) -> Spec:
     """Horizontal bars from `starts` over the estimates `spans`, with their intervals at the far ends."""
-    up = [(each["high"] - each["value"]) / unit for each in spans]
-    down = [(each["value"] - each["low"]) / unit for each in spans]
+    up = [(each["high"] - each["value"]) / unit * told(each) for each in spans]
+    down = [(each["value"] - each["low"]) / unit * told(each) for each in spans]
     error = {"type": "data", "array": up, "arrayminus": down, "thickness": 1.5, "width": 5, "color": "@muted"}
-    text = [f"{nats(each['value'])} nats ({interval(each)})" for each in spans]
+    text = [f"{nats(each['value'])} nats" + f" ({interval(each)})" * told(each) for each in spans]
     base = [start / unit for start in starts]
     settings = {"base": base, "orientation": "h", "error_x": error, "text": text, "textposition": "none"}
     lengths = [each["value"] / unit for each in spans]
@@ -212,5 +228,5 @@ def _named(name: str, value: str) -> str:
 def _signed(value: float, total: float) -> str:
     if value == 0:
         return "nothing"
-    share = f" ({_share(abs(value) / total)})" if total else ""
+    share = f" ({_share(abs(value) / total)})" if total >= HARMLESS_KL else ""
     return f"{nats(-value) if value > 0 else '+' + nats(-value)}{share}"

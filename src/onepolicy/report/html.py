@@ -9,6 +9,7 @@ from pathlib import Path
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures
+from onepolicy.report.outcome import failed, outcome
 from onepolicy.report.page import FOOTER, macro, plain, render
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
@@ -16,11 +17,14 @@ from onepolicy.report.staleness import staleness_figures
 from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import (
     COMPARISON_HEADER,
+    SMALL,
+    Compared,
     compared,
     comparison,
-    factor,
+    cut_by,
     number,
     time_shares,
+    too_small,
     unlearnt,
     verdict,
 )
@@ -47,7 +51,7 @@ def write_report(run: Path) -> Path:
         sections.insert(2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap))
     *story, replay = verdict(loaded.summary)
     idle = unlearnt(loaded.summary)
-    warning = [] if idle is None else [" ".join([idle.verdict, *idle.why])]
+    why = [] if idle is None else [" ".join(idle.why)]
     shown = loaded.samples[: -SHOWN_SAMPLES - 1 : -1]
     page = render(
         "run.html",
@@ -56,7 +60,9 @@ def write_report(run: Path) -> Path:
         name=run.resolve().name,
         facts=_facts(loaded),
         tiles=_tiles(loaded),
-        sentences=[*warning, " ".join(story), replay],
+        outcome=outcome(loaded.summary),
+        failed=failed(loaded.summary),
+        sentences=[*why, " ".join(story), replay],
         rules=_rules(loaded.summary),
         header=COMPARISON_HEADER,
         rows=comparison(loaded.summary),
@@ -138,12 +144,17 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
         tiles.insert(0, ("Learnt", idle.learnt, no_signal if idle.silent else "the weights stayed the same", "bad"))
     k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
     if k3 is not None:
-        cuts = k3.ratio is not None and k3.ratio > 1 and idle is None
-        cut = f"replay cuts it {factor(k3.ratio)}" if cuts else "nats per token"
-        tiles.append(("Mean k3, as trained", number(k3.trained), cut, ""))
+        tiles.append(("Mean k3, as trained", number(k3.trained), _k3_more(k3, summary), ""))
     if summary.get("tokens_per_second") is not None:
         tiles.append(("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), ""))
     return tiles
+
+
+def _k3_more(k3: Compared, summary: Tree) -> str:
+    if too_small(k3):
+        return f"nats per token: {SMALL}"
+    cuts = k3.ratio is not None and k3.ratio > 1 and unlearnt(summary) is None
+    return f"replay cuts it by {cut_by(k3, summary)}" if cuts else "nats per token"
 
 
 def _crash(*, judged: bool, step: int | None, learnt: bool) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from onepolicy.report.figure import NEUTRAL, ROLLOUT, TRAINER, Absent, Figure, Look, Spec, axis, line, markers
 from onepolicy.report.run import Run
-from onepolicy.report.words import NOT_PARTS, unlearnt
+from onepolicy.report.words import NOT_PARTS, course, unlearnt
 
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
 TIME_PARTS = {  # part -> colour, fill pattern
@@ -25,12 +25,13 @@ TIME_PARTS = {  # part -> colour, fill pattern
 def learning_figures(run: Run) -> list[Figure | Absent]:
     return [
         reward(run),
-        single(run, "length", "train/response_length", "tokens", ROLLOUT, "Response length: slow drifts only",
+        single(run, "length", "train/response_length", "tokens", ROLLOUT, "Response length",
                "Mean sampled tokens per rollout. A sudden jump to the limit means answers stopped ending."),
-        single(run, "entropy", "train/entropy", "nats", TRAINER, "Entropy: falls slowly, never to 0 at once",
-               "Mean entropy of the trainer's next-token distribution on sampled tokens."),
-        single(run, "grad_norm", "train/grad_norm", "norm", TRAINER, "Gradient norm: no lasting rise",
-               "Before clipping. Spikes that come before a fall of the reward are a warning.", log=True),
+        single(run, "entropy", "train/entropy", "nats", TRAINER, "Entropy",
+               "Mean entropy of the trainer's next-token distribution on sampled tokens. Healthy: falls slowly."),
+        single(run, "grad_norm", "train/grad_norm", "", TRAINER, "Gradient norm",
+               "Before clipping. Spikes before a fall of the reward are a warning; exactly 0 teaches nothing.",
+               log=True),
     ]  # fmt: skip
 
 
@@ -55,8 +56,12 @@ def reward(run: Run) -> Figure | Absent:
     held_out = "evaluation uses held-out problems." if scores else "no evaluation was run (eval.every = 0)."
     note = f"Training reward is sampled at the training temperature; {held_out}"
     idle = unlearnt(run.summary)
-    title = "Reward should rise, and evaluation with it" if scores else "Reward should rise"
-    title = title if idle is None else f"Reward: {idle.learnt} was learnt from it"
+    title = f"Reward {course(values)}"
+    if run.summary.get("score") in scores:
+        judged = run.summary["score"]
+        title += f"; held-out {judged.removeprefix('eval/')} {course(run.points(judged)[1])}"
+    if idle is not None:
+        title = f"Reward: {idle.learnt} was learnt from it"
     return Figure("reward", title, note, data, layout, width="wide")
 
 
@@ -72,17 +77,17 @@ def _crash_line(step: int | None) -> Spec:
 
 
 def single(
-    run: Run, name: str, metric: str, unit: str, look: Look, title: str, note: str, *, log: bool = False
+    run: Run, name: str, metric: str, unit: str, look: Look, what: str, note: str, *, log: bool = False
 ) -> Figure | Absent:
     steps, values = run.points(metric)
     if not any(math.isfinite(v) for v in values):
-        return Absent(name, f"{title.partition(':')[0]}: metrics.jsonl has no {metric}.")
-    yaxis = axis(unit, rangemode="tozero")
+        return Absent(name, f"{what}: metrics.jsonl has no {metric}.")
+    shown = unit or "norm"
+    yaxis = axis(shown, rangemode="tozero")
     if log and min(v for v in values if math.isfinite(v)) > 0 and np.nanmax(values) > 30 * np.nanmedian(values):
-        yaxis = axis(f"{unit} (log)", type="log")
+        yaxis = axis(f"{shown} (log)", type="log")
     trace = line(metric, steps, values, look)
-    if unlearnt(run.summary) is not None:
-        title = title.partition(":")[0]  # curves of a run that learns nothing look healthy
+    title = f"{what} {course(values, unit)}"
     return Figure(name, title, note, [trace], {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False}, "third")
 
 
@@ -101,10 +106,12 @@ def time_split(run: Run) -> Figure | Absent:
         data.append(_area(part, steps, seconds, *TIME_PARTS.get(part, ("@muted", "+"))))
         rest = rest - seconds
     data.append(_area("other", steps, np.clip(rest, 0, None), "@line", ""))
-    shares = ", ".join(f"{trace['name']} {sum(trace['y']) / total.sum():.0%}" for trace in data)
-    note = f"Over the whole run: {shares}. Mean step: {total.mean():.3g} s."
+    shares = [(sum(trace["y"]) / total.sum(), trace["name"]) for trace in data]
+    said = ", ".join(f"{name} {share:.0%}" for share, name in shares)
+    note = f"Over the whole run: {said}. Mean step: {total.mean():.3g} s."
+    most, name = max(shares)
     layout = {"xaxis": step_axis(), "yaxis": axis("seconds per step", rangemode="tozero"), "hovermode": "x unified"}
-    return Figure("time", "Most of a step should be rollout and update", note, data, layout, width="wide")
+    return Figure("time", f"The largest part of a step is {name}: {most:.0%}", note, data, layout, width="wide")
 
 
 def step_axis() -> Spec:

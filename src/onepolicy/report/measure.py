@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
+from onepolicy.correct.verdict import HARMLESS_KL, SMALL
 from onepolicy.report import distribution
 from onepolicy.report.causes import breakdown_figures, fall_figure, interval, noise_figure, noise_rows
 from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
@@ -44,7 +45,7 @@ QUANTITIES = {  # metric -> (name, is a share)
 REPEATS = {
     "repeat/k3": ("trainer repeated, other packing: k3", False),
     "repeat/max_dlogp": ("trainer repeated: largest |log ratio|", False),
-    "repeat/routers": ("trainer repeated: routers that differ", True),
+    "repeat/routers": (f"trainer repeated: {WOULD}", True),
 }
 ENGINE = {
     "k3": ("k3", False),
@@ -220,7 +221,8 @@ def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[
     question = "How far apart are the engine that samples and the one that learns?"
     routes: list[Figure | Absent] = [Absent("routing", "A dense model has no routers: nothing to compare.")]
     if series("experts_differing"):
-        routes = routing_figures_of(series, replay="with_replay" in shown)
+        mode = tree["config"].get("replay", {}).get("mode", "r3") if "with_replay" in shown else "off"
+        routes = routing_figures_of(series, mode=mode)
     return [
         ("Distance", question, [extreme_tokens(pairs), *drawn, *turns(tree)]),
         ("Routing", "Where do the two choose different experts?", routes),
@@ -265,11 +267,7 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
     plain, replayed, dense = metrics["without_replay"], metrics.get("with_replay"), metrics.get("dense")
     out = [("k3 without replay", nats(plain["mismatch/k3"]), "nats per token")]
     if replayed is not None:
-        cut = plain["mismatch/k3"] / replayed["mismatch/k3"] if replayed["mismatch/k3"] else None
-        more = "nothing is left"
-        if cut is not None:
-            more = f"{cut:.2g} times less" if cut >= 1 else f"{1 / cut:.2g} times more"
-        out.append(("k3 with replay", nats(replayed["mismatch/k3"]), more))
+        out.append(("k3 with replay", nats(replayed["mismatch/k3"]), _cut(plain, replayed)))
     if dense is not None:
         out.append(("k3 of the dense model", nats(dense["mismatch/k3"]), "nats per token"))
     out.append(("F(2)", number(plain["mismatch/f2"], share=True), "of the tokens off by more than a factor of 2"))
@@ -277,6 +275,18 @@ def tiles(tree: Tree) -> list[tuple[str, str, str]]:
         more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
         out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))
     return out
+
+
+def _cut(plain: Tree, replayed: Tree) -> str:
+    without, within = plain["mismatch/k3"], replayed["mismatch/k3"]
+    if max(without, within) < HARMLESS_KL:
+        return f"both are {SMALL}"
+    if within == 0:
+        return "nothing is left"
+    cut = without / within
+    if cut >= 1:
+        return f"{cut:.2g} times less"
+    return f"{1 / cut:.2g} times more" if cut else "more"
 
 
 def _of(name: str) -> tuple[str, Look]:

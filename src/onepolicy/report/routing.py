@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from onepolicy.config.objective import ROLLOUT_ROUTES
 from onepolicy.report.figure import TRAINER, Absent, Figure, LogScale, Look, axis, bars
 from onepolicy.report.mismatch import NO_PROBE, trained_label
 from onepolicy.report.run import Array, Run
-from onepolicy.report.words import number
+from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, number
 
 BINS = 16
+WITH_REPLAY = (
+    f"With replay this is what the trainer's routers would have chosen; the {RAN} are {ROLLOUTS_OWN} in every layer."
+)
 
 
 @dataclass(frozen=True)
@@ -36,23 +41,29 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
         out = [] if native is None else [Series("without replay", TRAINER, native)]
         return out if trained is None else [*out, Series(*trained_label(run), trained)]
 
-    return routing_figures_of(series, replay=run.replay)
+    return routing_figures_of(series, mode=run.config.get("replay", {}).get("mode", "off"))
 
 
-def routing_figures_of(series: Callable[[str], list[Series]], *, replay: bool) -> list[Figure | Absent]:
-    """series: of every scoring that has the tensor of this name."""
+def routing_figures_of(series: Callable[[str], list[Series]], *, mode: str) -> list[Figure | Absent]:
+    """series: of every scoring that has the tensor of this name; mode: of the replay."""
     drawn: list[tuple[str, str, Callable[[Sequence[Series]], Figure]]] = [
         ("routers", "experts_differing", per_router),
         ("tokens", "disagree_per_token", per_token),
         ("sequences", "disagree_per_sequence", per_sequence),
         ("layers", "disagree_per_layer", per_layer),
     ]
-    if replay:
+    if mode in ROLLOUT_ROUTES:
         drawn.append(("gate mass", "gate_mass_per_layer", gate_mass))
     out: list[Figure | Absent] = []
     for name, tensor, draw in drawn:
         found = series(tensor)
-        out.append(draw(found) if found else Absent(name, f"Routing, {name}: the last probe has no {tensor}."))
+        if not found:
+            out.append(Absent(name, f"Routing, {name}: the last probe has no {tensor}."))
+            continue
+        figure = draw(found)
+        if mode in WHOLE and tensor != "gate_mass_per_layer":
+            figure = dataclasses.replace(figure, note=f"{figure.note} {WITH_REPLAY}")
+        out.append(figure)
     return out
 
 
@@ -64,8 +75,11 @@ def per_router(series: Sequence[Series]) -> Figure:
         bars(each.label, list(range(len(values))), [v if v > 0 else None for v in values.tolist()], each.look)
         for each, values in shares
     ]
-    layout = {"xaxis": axis("differing experts of a router", dtick=1), "yaxis": scale.axis("share of routers (log)")}
-    title = "Routers that choose another expert: " + _each((e.label, 1 - values[0]) for e, values in shares)
+    layout = {
+        "xaxis": axis("experts chosen otherwise", dtick=1),
+        "yaxis": scale.axis("share of routers (log)"),
+    }
+    title = f"{WOULD.capitalize()}: " + _each((e.label, 1 - values[0]) for e, values in shares)
     note = "A router is one token in one MoE layer. A bar left out is exactly 0."
     return Figure("routers", title, note, data, layout)
 
@@ -77,10 +91,10 @@ def per_token(series: Sequence[Series]) -> Figure:
         shares = np.bincount(each.values.astype(np.int64), minlength=layers + 1) / len(each.values)
         data.append(bars(each.label, list(range(layers + 1)), shares.tolist(), each.look))
         touched.append((each.label, 1 - shares[0]))
-    x = axis("layers that differ, per token", dtick=max(1, layers // 8))
+    x = axis("layers choosing otherwise", dtick=max(1, layers // 8))
     layout = {"xaxis": x, "yaxis": axis("share of tokens", tickformat=".0%")}
-    note = "Prompt and response tokens. At 0 every layer of the token chose the same experts on both sides."
-    return Figure("tokens", "Tokens with a differing router: " + _each(touched), note, data, layout)
+    note = "Prompt and response tokens. At 0 every layer of the token would choose the same experts on both sides."
+    return Figure("tokens", "Tokens with a router that would choose otherwise: " + _each(touched), note, data, layout)
 
 
 def per_sequence(series: Sequence[Series]) -> Figure:
@@ -92,11 +106,12 @@ def per_sequence(series: Sequence[Series]) -> Figure:
         counts = np.histogram(each.values, bins=edges)[0]
         data.append(bars(each.label, middles, (counts / len(each.values)).tolist(), each.look))
     layout = {
-        "xaxis": axis("differing routers per token", rangemode="tozero"),
+        "xaxis": axis("routers choosing otherwise", rangemode="tozero"),
         "yaxis": axis("share of sequences", tickformat=".0%"),
         "bargap": 0.08,
     }
-    title = "Differing routers per token: " + ", ".join(f"{number(float(e.values.mean()))} {e.label}" for e in series)
+    means = ", ".join(f"{number(float(each.values.mean()))} {each.label}" for each in series)
+    title = f"{WOULD.capitalize()}, per token: {means}"
     note = "Mean of each sequence. A tail to the right is a group of sequences that are routed worse than the rest."
     return Figure("sequences", title, note, data, layout)
 
@@ -107,13 +122,13 @@ def per_layer(series: Sequence[Series]) -> Figure:
     count = max(map(len, layers))
     layout = {
         "xaxis": axis("MoE layer, from the input", dtick=max(1, count // 12)),
-        "yaxis": axis("share of tokens that differ", tickformat=".1%", rangemode="tozero"),
+        "yaxis": axis("share of tokens", tickformat=".1%", rangemode="tozero"),
     }
     worst = max(series, key=lambda each: float(each.values.max()))
     where, most = int(worst.values.argmax()), float(worst.values.max())
-    title = f"Layer {where} differs most: {number(most, share=True)} of tokens {worst.label}"
+    title = f"Layer {where} would choose otherwise most: for {number(most, share=True)} of tokens {worst.label}"
     if most == 0:
-        title = "No layer chooses another expert"
+        title = "No layer would choose another expert"
     note = "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
     return Figure("layers", title, note, data, layout)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from onepolicy.report.figure import NEUTRAL, REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale, axis, line
 from onepolicy.report.learning import step_axis
 from onepolicy.report.mismatch import trained_label
 from onepolicy.report.run import Run
+from onepolicy.report.words import course, number
 
 K3, TOKENS = "mismatch/k3_staleness@", "staleness/tokens@"
 
@@ -27,7 +29,10 @@ def ages(run: Run) -> Figure:
     ]
     note = f"Updates between sampling a token and training on it; rollout.max_staleness = {most}."
     yaxis = axis("updates", rangemode="tozero")
-    return Figure("staleness", "Tokens are a few updates old", note, data, {"xaxis": step_axis(), "yaxis": yaxis})
+    oldest = max((age for age in run.points("staleness/max")[1] if math.isfinite(age)), default=0.0)
+    mean = [age for age in run.points("staleness/mean")[1] if math.isfinite(age)]
+    title = f"Tokens are {number(sum(mean) / max(1, len(mean)))} updates old on average, the oldest {oldest:.0f}"
+    return Figure("staleness", title, note, data, {"xaxis": step_axis(), "yaxis": yaxis})
 
 
 def busy(run: Run) -> Figure:
@@ -38,7 +43,9 @@ def busy(run: Run) -> Figure:
     ]
     note = "Of each step's time: episodes in play; the learner scoring or learning. Both near 1 is full overlap."
     yaxis = axis("share", range=[0, 1.05])
-    return Figure("busy", "Who waits for whom", note, data, {"xaxis": step_axis(), "yaxis": yaxis})
+    courses = [f"{trace['name']} {course(trace['y'])}" for trace in data[:2]]
+    title = f"Busy share of the time: {', '.join(courses)}"
+    return Figure("busy", title, note, data, {"xaxis": step_axis(), "yaxis": yaxis})
 
 
 def k3_by_age(run: Run) -> Figure | Absent:
@@ -59,4 +66,8 @@ def k3_by_age(run: Run) -> Figure | Absent:
     curve = line(label, list(found), scale.lift(found.values()), look) | {"mode": "lines+markers"}
     layout = {"xaxis": axis("updates old", rangemode="tozero", dtick=1), "yaxis": scale.axis("k3 (nats per token)")}
     note = "k3 between the weights that sampled a token and those that train on it, over all tokens of the run."
-    return Figure("k3_staleness", "Older tokens are of another policy", note, [curve], layout)
+    ends = list(found.values())
+    title = f"k3 is {number(ends[0])} nats of tokens {min(found)} updates old"
+    if len(found) > 1:
+        title += f", {number(ends[-1])} of those {max(found)} old"
+    return Figure("k3_staleness", title, note, [curve], layout)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from onepolicy.report.outcome import failed, outcome
 from onepolicy.report.words import (
     ARROW,
     RAN,
@@ -14,8 +15,8 @@ from onepolicy.report.words import (
     Compared,
     Tree,
     compared,
-    cut_range,
-    factor,
+    cut_by,
+    no_signal,
     number,
     overlap_words,
     ran_the_rollouts,
@@ -46,8 +47,9 @@ def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
 def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     rows: list[tuple[str, str | list[tuple[str, str]]]] = []
     idle = unlearnt(summary)
+    rows.append(("verdict", [(outcome(summary), "bold red" if failed(summary) else "bold")]))
     if idle is not None:
-        rows += [("learnt", [(idle.verdict, "bold red")]), ("why", "\n".join(idle.why))]
+        rows.append(("why", "\n".join(idle.why)))
     if (parent := summary.get("parent")) is not None:
         rows.append(("continued from", f"{parent['run']}, step {parent['step']}"))
     if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
@@ -59,12 +61,12 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append(("crash", none if crash is None else [(f"at step {crash}", "bold red")]))
     if skipped := summary.get("updates_skipped"):
         rows.append(("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")]))
+    if silent := no_signal(summary):
+        rows.append(("groups without signal", silent))
     found = compared(summary)
-    rows += [(entry.name, _mismatch_cell(entry)) for entry in found]
+    rows += [(entry.name, _mismatch_cell(entry, summary)) for entry in found]
     if any(ran_the_rollouts(entry, summary) for entry in found):
         rows.append((RAN.capitalize(), f"{ROLLOUTS_OWN} with replay"))
-    if spread := cut_range(summary):
-        rows.append(("k3 cut by, per probe", spread))
     if (overlap := summary.get("asynchronous")) is not None:
         rows.append(("sampled while learning", overlap_words(overlap)))
     if split := time_shares(summary):
@@ -86,10 +88,11 @@ def _course(summary: Tree) -> str:
     return f"{number(first['value'])} {ARROW} {number(last['value'])}, " if first and last else ""
 
 
-def _mismatch_cell(entry: Compared) -> str | list[tuple[str, str]]:
+def _mismatch_cell(entry: Compared, summary: Tree) -> str | list[tuple[str, str]]:
     if entry.without_replay is None:
         return entry.show(entry.trained)
-    cut = f"  ({factor(entry.ratio)})" if entry.ratio is not None else ""
+    by = cut_by(entry, summary)
+    cut = f"  ({by})" if by else ""
     return [
         (entry.show(entry.without_replay), "blue"),
         (f" without {ARROW} ", "dim"),

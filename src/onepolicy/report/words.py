@@ -3,9 +3,10 @@
 Keys used, all optional but `steps`: steps, reward_first, reward_last, score (metric name); eval_first, eval_last,
 eval_best {step, value}; crash_step, replay, mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and
 mismatch_without_replay {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each
-probe step, ascending]; asynchronous {staleness_mean, staleness_max, spanning, learner_busy, sampler_busy}; time {part:
-seconds}, tokens_per_second, parent {run, step}, run and report (paths); nothing_learnt {learnt (nothing or little),
-verdict, why [sentences], silent and steps (counts)}, only where the rewards taught nothing or little.
+probe step, ascending]; groups_without_signal (share at the end); asynchronous {staleness_mean, staleness_max, spanning,
+learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second, parent {run, step}, run and report (paths);
+nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)}, only where the rewards
+taught nothing or little.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.objective import ROLLOUT_ROUTES
+from onepolicy.correct.verdict import SMALL, size_in_words
 
 Tree = dict[str, Any]
 
@@ -31,6 +34,11 @@ RAN = "experts that ran"
 ROLLOUTS_OWN = "100% the rollout's"
 WHOLE = ("r3", "weights")
 """Modes of replay in which no other expert runs."""
+FEWEST_PROBES = 3
+"""Probes from which on what replay cuts is given as an interval over them: k3 is heavy-tailed, one can be most of a
+mean."""
+STEADY, STRAYS = 0.1, 2.0
+"""A curve whose ends differ by at most this share stays; one with a value this many times beyond them does not."""
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k3": ("k3, nats per token", False),
     "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, False),
@@ -114,9 +122,35 @@ def verdict(summary: Tree) -> list[str]:
     else:
         out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
         out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
+    silent = no_signal(summary)
+    if silent:
+        out.append(f"Groups without signal: {silent}.")
     if (overlap := summary.get("asynchronous")) is not None:
         out.append(f"Sampled while learning: {overlap_words(overlap)}.")
     return [*out, _replay_sentence(summary)]
+
+
+def course(values: Sequence[float], unit: str = "") -> str:
+    """How a curve goes, as after its name in a title. First and last: means of the same windows as the summary's."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "is not known"
+    of_unit = f" {unit}" if unit else ""
+    low, high = min(known), max(known)
+    if low == high:
+        return f"is {number(low)}{of_unit} throughout"
+    window = max(1, min(5, len(known) // 2))
+    first, last = statistics.fmean(known[:window]), statistics.fmean(known[-window:])
+    ends = sorted((first, last))
+    if ends[1] - ends[0] <= STEADY * max(abs(first), abs(last)):
+        if high > STRAYS * ends[1] or low < ends[0] / STRAYS:
+            return f"ends where it began, near {number(last)}{of_unit}, but was {number(low)} to {number(high)} between"
+        return f"stays near {number(last)}{of_unit}"
+    verb = "rises" if last > first else "falls"
+    times = ""
+    if ends[0] > 0 and ends[1] >= STRAYS * ends[0]:
+        times = f" {ends[1] / ends[0]:.2g}-fold,"
+    return f"{verb}{times} from {number(first)} to {number(last)}{of_unit}"
 
 
 def overlap_words(overlap: Tree) -> str:
@@ -141,28 +175,35 @@ def _replay_sentence(summary: Tree) -> str:
     k3 = found.get("mismatch/k3")
     if k3 is None:
         return "The mismatch of rollout and trainer was not measured."
+    small = f", {SMALL}" if too_small(k3) else ""
     if summary.get("replay") not in ROLLOUT_ROUTES:
-        return f"Rollout routes were not replayed; k3 averaged {number(k3.trained)}."
+        return f"Rollout routes were not replayed; k3 averaged {number(k3.trained)}{small}."
     if k3.without_replay is None:
-        return f"Replay was on and k3 averaged {number(k3.trained)}; no probe measured it without."
+        return f"Replay was on and k3 averaged {number(k3.trained)}{small}; no probe measured it without."
     count = len(summary.get("probe_steps") or [])
     probes = "1 probe batch" if count == 1 else f"{count} probe batches"
     short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": WOULD}
-    clauses = [f"{name} {_change(found[key])}" for key, name in short.items() if key in found]
-    spread = f" Of single probes it cut k3 {cuts}." if (cuts := cut_range(summary)) else ""
+    clauses = [f"{name} {_change(found[key], summary)}" for key, name in short.items() if key in found]
     if "routing/routers" in found and summary.get("replay") in WHOLE:
         clauses.append(f"{RAN} with it: {ROLLOUTS_OWN}")
-    return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}.{spread}"
+    return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}."
 
 
-def _change(entry: Compared) -> str:
+def _change(entry: Compared, summary: Tree) -> str:
     change = f"{entry.show(entry.without_replay)} {ARROW} {entry.show(entry.with_replay)}"
-    ratio = entry.ratio
-    if ratio is None or factor(ratio) == factor(1):
+    cut = cut_by(entry, summary)
+    if not cut:
         return change
-    if ratio == 0:
-        return f"{change} (more)"
-    return f"{change} ({factor(ratio)} less)" if ratio >= 1 else f"{change} ({factor(1 / ratio)} more)"
+    said_by_itself = cut == SMALL or (entry.ratio is not None and entry.ratio < 1)
+    return f"{change} ({cut})" if said_by_itself else f"{change} (cut by {cut})"
+
+
+def no_signal(summary: Tree) -> str:
+    """How many groups taught nothing at the end of a run; empty if none, or if the summary does not say."""
+    share = summary.get("groups_without_signal")
+    if not share:
+        return ""
+    return f"{number(share, share=True)} at the end; all rewards of such a group are equal, so it teaches nothing"
 
 
 @dataclass(frozen=True)
@@ -202,6 +243,38 @@ def ran_the_rollouts(entry: Compared, summary: Tree) -> bool:
     return entry.metric == "routing/routers" and entry.with_replay is not None and summary.get("replay") in WHOLE
 
 
+def too_small(k3: Compared) -> bool:
+    """Is every mean of k3 that was measured too small to matter?"""
+    measured = [value for value in (k3.trained, k3.with_replay, k3.without_replay) if value is not None]
+    return bool(measured) and all(size_in_words(value, 0.0) == SMALL for value in measured)
+
+
+def cut_by(entry: Compared, summary: Tree) -> str:
+    """By how much replay cut this quantity; empty where that says nothing.
+
+    Shares of routers are what the trainer would choose otherwise: replay replaces that choice, it does not change it.
+    """
+    k3 = next((each for each in compared(summary) if each.metric == "mismatch/k3"), None)
+    if entry.is_share or entry.without_replay is None or entry.with_replay is None:
+        return ""
+    if entry.metric.startswith("routing/"):
+        return ""
+    if k3 is not None and too_small(k3):
+        return SMALL if entry.metric == "mismatch/k3" else ""
+    if entry.ratio is None:
+        return ""
+    cuts, probes = sorted(summary.get("k3_cuts") or []), len(summary.get("probe_steps") or [])
+    if entry.metric == "mismatch/k3" and len(cuts) >= FEWEST_PROBES:
+        median = factor(statistics.median(cuts))
+        return f"{median}, {factor(cuts[0])} to {factor(cuts[-1])} over {len(cuts)} probes"
+    few = {1: ", one probe", 2: ", two probes"}.get(probes, "")
+    if entry.ratio == 0:
+        return f"more{few}"
+    if entry.ratio < 1:
+        return f"{factor(1 / entry.ratio)} more{few}"
+    return f"{factor(entry.ratio)}{few}"
+
+
 COMPARISON_HEADER = ("Rollout vs trainer", "Trained on", "Without replay", "With replay", "Cut by")
 
 
@@ -210,7 +283,7 @@ def comparison(summary: Tree) -> list[tuple[str, ...]]:
     rows = []
     for entry in compared(summary):
         numbers = (entry.show(value) for value in (entry.trained, entry.without_replay, entry.with_replay))
-        rows.append((entry.name, *numbers, factor(entry.ratio)))
+        rows.append((entry.name, *numbers, cut_by(entry, summary) or DASH))
         if ran_the_rollouts(entry, summary):
             rows.append((RAN.capitalize(), DASH, "the trainer's choice", ROLLOUTS_OWN, DASH))
     return rows
@@ -227,11 +300,3 @@ def time_shares(summary: Tree) -> str:
         return ""
     parts = sorted(((v, k) for k, v in times.items() if k not in NOT_PARTS and v is not None and v > 0), reverse=True)
     return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
-
-
-def cut_range(summary: Tree) -> str:
-    """`1.1x to 5.5x, median 2.2x`, empty with fewer than 2 probes. k3 is heavy-tailed: one batch can be most of it."""
-    cuts = summary.get("k3_cuts") or []
-    if len(cuts) < 2:
-        return ""
-    return f"{factor(cuts[0])} to {factor(cuts[-1])}, median {factor(statistics.median(cuts))}"
