@@ -1,9 +1,11 @@
 import itertools
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from onepolicy.config import JsonlTask, UsageError
+from onepolicy.config import JsonlTask, UsageError, resolve
 from onepolicy.envs import alphabet, warmup_examples
 from onepolicy.envs.jsonl import Jsonl, read_problems
 
@@ -25,7 +27,13 @@ def write(path, count, start=0):
         ('{"answer": "2"}', r"data\.jsonl:2: field 'prompt' is missing \(the line has 'answer'\); add it"),
         ('{"prompt": "x", "Answer": "2"}', r"data\.jsonl:2: field 'answer' is missing \(the line has 'prompt', 'Ans"),
         ("{}", r"data\.jsonl:2: field 'prompt' is missing \(the line has nothing\)"),
-        ('{"prompt": "x", "answer": 42}', r"data\.jsonl:2: field 'answer' is int 42, not a string; put it in quotes"),
+        ('{"prompt": 42, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is int 42, not a string; put it in quotes"),
+        ('{"prompt": 4.5, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is float 4\.5, not a string; put it"),
+        ('{"prompt": "x", "answer": true}', r"data\.jsonl:2: field 'answer' is bool True, not a string or a number"),
+        ('{"prompt": "x", "answer": null}', r"data\.jsonl:2: field 'answer' is NoneType None, not a string or a num"),
+        ('{"prompt": "x", "answer": [7]}', r"data\.jsonl:2: field 'answer' is list \[7\], not a string or a number"),
+        ('{"prompt": "x", "answer": {"a": 7}}', r"data\.jsonl:2: field 'answer' is dict .*, not a string or a number"),
+        ('{"prompt": "x", "answer": NaN}', r"data\.jsonl:2: field 'answer' is float nan, not a string or a number"),
         ('{"prompt": ["x"], "answer": "2"}', r"data\.jsonl:2: field 'prompt' is list \['x'\], not a string"),
         ('{"prompt": null, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is NoneType"),
         ('{"prompt": "", "answer": "2"}', r"data\.jsonl:2: field 'prompt' is empty \(''\); fill it in"),
@@ -43,6 +51,22 @@ def test_bad_line_is_named(tmp_path, line, message):
     path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
     with pytest.raises(UsageError, match=message):
         read_problems(str(path), "task.path")
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [("7", "7"), ("-7", "-7"), ("0", "0"), ("12345678901234567890", "12345678901234567890")]
+    + [(text, text) for text in ("7.0", "0.10", "-2.50", "1e3", "0.1000000000000000000001")],
+)
+@pytest.mark.parametrize("grader", ["exact", "math"])
+def test_a_number_is_an_answer_as_it_is_written(tmp_path, written, answer, grader):
+    path = tmp_path / "data.jsonl"
+    path.write_text(f'{GOOD}\n{{"prompt": "x", "answer": {written}, "level": 1.5}}\n')
+    task = Jsonl(JsonlTask(path=str(path), held_out=1, grader=grader, answer_prefix="#"))
+    (problem,) = task.held_out(1)
+    assert problem.answer == answer
+    assert task.grade(problem, f"so #{answer}") == 1
+    assert task.grade(problem, "so #8") == 0
 
 
 def test_bad_bytes_are_named(tmp_path):
@@ -85,8 +109,11 @@ def test_held_out_is_the_end_of_the_file(tmp_path):
     task = Jsonl(JsonlTask(path=write(tmp_path / "data.jsonl", 10), held_out=3))
     assert [(p.id, p.prompt) for p in task.held_out(2)] == [(-1, "q7"), (-2, "q8")]
     assert {task.train_problem(i).prompt for i in range(50)} == {f"q{i}" for i in range(7)}
-    with pytest.raises(UsageError, match=r"eval\.problems: 4 are asked for, but 3 of .*data\.jsonl are held out"):
+    few = r"eval\.problems: 4 are asked for, but 3 lines of .*data\.jsonl are held out \(task\.held_out\); set "
+    with pytest.raises(UsageError, match=few + r"eval\.problems=3, or set task\.held_out=4$"):
         task.held_out(4)
+    with pytest.raises(UsageError, match=r"set eval\.problems=3, or hold out more: .*data\.jsonl has 10 lines"):
+        task.held_out(10)
 
 
 def test_held_out_path(tmp_path):
@@ -94,6 +121,9 @@ def test_held_out_path(tmp_path):
     task = Jsonl(JsonlTask(**paths))
     assert [p.prompt for p in task.held_out(3)] == ["q4", "q5", "q6"]
     assert {task.train_problem(i).prompt for i in range(4)} == {"q0", "q1", "q2", "q3"}
+    few = r"eval\.problems: 4 are asked for, but .*b \(task\.held_out_path\) has 3; set eval\.problems=3, or add lines"
+    with pytest.raises(UsageError, match=few):
+        task.held_out(4)
 
 
 def test_prompt_on_both_sides_is_refused(tmp_path):
@@ -150,3 +180,17 @@ def test_warmup_examples_and_alphabet(tmp_path):
     assert any(response != f"=a{prompt[1:]}" for prompt, response in wrong)
     (tmp_path / "data.jsonl").write_text('{"prompt": "é", "answer": "ß"}\n' + GOOD)
     assert set("éßaZ \n") <= set(alphabet(config.model_copy(update={"held_out": 1})))
+
+
+def test_the_page_on_tasks_has_an_example_that_works_and_every_setting(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines, recipe = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("json", "toml"))
+    monkeypatch.chdir(tmp_path)
+    Path("problems.jsonl").write_text(lines)
+    config = resolve(tomllib.loads(recipe))
+    task = Jsonl(config.task)
+    (held_out,) = task.held_out(config.eval.problems)
+    assert [p.answer for p in read_problems("problems.jsonl", "task.path")] == ["7", "8", "6"]
+    assert (held_out.prompt, task.grade(held_out, "1+5=6 #6"), task.grade(held_out, "6")) == ("1+5=", 1, 0)
+    for name in set(JsonlTask.model_fields) - {"kind"}:
+        assert f"| `task.{name}` |" in page

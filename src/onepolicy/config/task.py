@@ -32,7 +32,7 @@ class GymTask(Frozen):
 
 
 class JsonlTask(Frozen):
-    """Lines of {"prompt": ..., "answer": ...}."""
+    """Lines of {"prompt": ..., "answer": ...}; the answer is a string or a number. docs/tasks.md has an example."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str

@@ -1,4 +1,4 @@
-"""Problems from a file: one JSON object {"prompt": str, "answer": str} per line; further fields are not read.
+"""Problems from a file: one JSON object {"prompt": str, "answer": str or number} per line; further fields are not read.
 
 Every line is checked before the run starts. Held-out problems are the last `held_out` lines, or a file of their own;
 a held-out prompt that is also a training prompt is an error, so an evaluation never measures memory.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from onepolicy.config import JsonlTask, UsageError
 from onepolicy.envs.garble import garbled
@@ -49,12 +50,21 @@ class Jsonl:
 
     def held_out(self, count: int) -> list[Problem]:
         if count > len(self._held_out):
-            path = self.config.held_out_path or self.config.path
-            raise UsageError(
-                f"eval.problems: {count} are asked for, but {len(self._held_out)} of {path} are held out; lower "
-                f"eval.problems or hold out more ({self.section}.held_out)"
-            )
+            raise UsageError(self._too_few(count))
         return [Problem(-1 - i, p.prompt, p.answer, p.entry) for i, p in enumerate(self._held_out[:count])]
+
+    def _too_few(self, count: int) -> str:
+        """Why `count` problems cannot be evaluated on, and which of the two settings to change."""
+        held_out, lines = len(self._held_out), len(self._train) + len(self._held_out)
+        if self.config.held_out_path is not None:
+            source = f"{self.config.held_out_path} ({self.section}.held_out_path) has {held_out}"
+            more = f"add lines to {self.config.held_out_path}"
+        else:
+            source = f"{held_out} lines of {self.config.path} are held out ({self.section}.held_out)"
+            more = f"set {self.section}.held_out={count}"
+            if lines <= count:
+                more = f"hold out more: {self.config.path} has {lines} lines, and some must be left to train on"
+        return f"eval.problems: {count} are asked for, but {source}; set eval.problems={held_out}, or {more}"
 
     def grade(self, asked: Problem, response: str) -> float:
         if self._math is None:
@@ -111,15 +121,26 @@ def read_lines(path: str, field: str) -> list[bytes]:
 def _problem(path: str, number: int, line: bytes) -> Problem:
     where = f"{path}:{number}"
     row = parse_line(where, line)
-    prompt, answer = (text_field(row, field, where) for field in ("prompt", "answer"))
+    prompt, answer = text_field(row, "prompt", where), text_field(row, "answer", where, numbers=True)
     return Problem(number, prompt, answer, {"source": where})
+
+
+class WrittenFloat(float):
+    """A number of a JSON text that is no integer, and how it is written there."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Self:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
 
 
 def parse_line(where: str, line: bytes) -> dict[str, object]:
     """The JSON object on this line; `where` names it in errors."""
     shown = line[:SHOWN].decode(errors="replace")
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_float=WrittenFloat)
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -133,14 +154,20 @@ def parse_line(where: str, line: bytes) -> dict[str, object]:
     return row
 
 
-def text_field(row: dict[str, object], field: str, where: str) -> str:
+def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool = False) -> str:
+    """The field's text. numbers: of a number its text too, an integer in decimal and any other as it is written."""
     if field not in row:
         has = ", ".join(map(repr, row)) or "nothing"
         raise UsageError(f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field")
     value = row[field]
+    if numbers and type(value) is int:
+        return str(value)
+    if numbers and isinstance(value, WrittenFloat):
+        return value.text
     if not isinstance(value, str):
-        kind = type(value).__name__
-        raise UsageError(f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not a string; put it in quotes")
+        kind = "float" if isinstance(value, float) else type(value).__name__
+        wanted = "a string or a number" if numbers else "a string"
+        raise UsageError(f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not {wanted}; put it in quotes")
     if not value.strip():
         raise UsageError(f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line")
     try:
