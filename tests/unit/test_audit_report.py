@@ -57,9 +57,23 @@ def test_places_that_are_far_are_said_and_rows_of_unequal_length_are_drawn(tmp_p
             row["logp_trainer"][at] -= 1.0
         row["mask"] = [at >= 2 and at < 40 + i for at in range(80)]
     picture = drawn(tmp_path, rows)["rows"]
-    assert picture.title.startswith("4 of ")
-    assert "places are 5 times farther apart" in picture.title
-    assert {len(row) for row in picture.data[0]["z"]} == {67}
+    assert picture.title == "1 of 15 stretches of 4 tokens is 5 times farther apart than the middle one"
+    assert {len(row) for row in picture.data[0]["z"]} == {17}
+
+
+@pytest.mark.parametrize(("from_place", "half"), [(range(40, 80), "second"), (range(40), "first")])
+def test_a_half_that_is_far_is_said_and_no_small_gap_has_the_colour_of_the_ground(tmp_path, from_place, half) -> None:
+    rows = gaussian_rows(1e-4, rows=30)
+    for row in rows:
+        for at in from_place:
+            if at < len(row["logp_trainer"]):
+                row["logp_trainer"][at] -= 1.0
+    picture = drawn(tmp_path, rows)["rows"]
+    assert picture.title.startswith(f"The {half} halves of the rows are ")
+    (trace,) = picture.data
+    assert trace["colorscale"] == "Viridis"  # the page's own colours are what an ended row shows
+    known = [cell for row in trace["z"] for cell in row if cell is not None]
+    assert min(known) <= trace["zmin"] < trace["zmax"] <= max(known)  # the whole scale is used
 
 
 @pytest.mark.parametrize(

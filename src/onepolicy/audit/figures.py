@@ -16,14 +16,18 @@ from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
 from onepolicy.correct.verdict import QUIET_F2, QUIET_KL
-from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, line
+from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, decade, line
 from onepolicy.report.words import number
 
 SECOND = Look("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80
-PICTURE_ROWS, PICTURE_PLACES = 96, 80
+PICTURE_ROWS, PICTURE_PLACES = 96, 32
+NARROWEST = 4
+"""Tokens of a cell at least: with fewer, sure tokens beside unsure ones hide a fault."""
+FAR = 5.0
+"""Factor by which rows, places or halves stand out in the picture's title."""
 FLOOR = 1e-4
-"""Nats: |log rho| from which the picture of rows and places has a colour."""
+"""Nats: the least |log rho| that the picture of rows and places tells apart."""
 EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)])
 """[BINS_PER_SIGN + 2] of |log rho|: rank r of the histogram holds [EDGES[r], EDGES[r + 1])."""
 
@@ -43,13 +47,19 @@ def _by_row_and_place(each: Audited) -> Figure | Absent:
         return Absent(name, "By row and place: no row has a token in the mask.")
     rows = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), PICTURE_ROWS)).astype(int)]
     gaps = [np.abs(row["logp_trainer"] - row["logp_rollout"])[row["mask"]] for row in rows]
-    wide = max(1, math.ceil(max(map(len, gaps)) / PICTURE_PLACES))
+    wide = max(NARROWEST, math.ceil(max(map(len, gaps)) / PICTURE_PLACES))
     means = [[_cell(gap[at : at + wide]) for at in range(0, len(gap), wide)] for gap in gaps]
     longest = max(map(len, means))
     cells = [[*row, *[None] * (longest - len(row))] for row in means]
-    scale = {"colorscale": [[0, "@page"], [0.5, "@rollout"], [1, "@bad"]], "zmin": math.log10(FLOOR), "zmax": 0.5}
-    bar = {"title": {"text": "nats"}, "tickvals": [-4, -3, -2, -1, 0], "thickness": 12, "outlinewidth": 0}
-    bar["ticktext"] = ["\u226410<sup>\u22124</sup>", "10<sup>\u22123</sup>", "0.01", "0.1", "1"]
+    known = [cell for row in means for cell in row]
+    low, high = (float(np.quantile(known, share)) for share in (0.02, 0.998))
+    high = max(high, low + 1)
+    # not the page's own colours: where a row has ended, the ground must not look like a small gap
+    scale = {"colorscale": "Viridis", "zmin": low, "zmax": high}
+    ticks = list(range(math.ceil(low), math.floor(high) + 1))
+    named = [decade(tick) if tick > math.log10(FLOOR) else f"\u2264{decade(tick)}" for tick in ticks]
+    bar: Spec = {"title": {"text": "nats", "side": "right"}, "tickvals": ticks, "ticktext": named}
+    bar |= {"thickness": 12, "outlinewidth": 0}
     drawn = {"type": "heatmap", "z": cells, "x0": wide / 2, "dx": wide, "y0": 0, "dy": 1, "colorbar": bar} | scale
     drawn |= {"hovertemplate": "row %{y}, place %{x}: 10^%{z:.1f} nats<extra></extra>", "hoverongaps": False}
     layout = {"xaxis": axis("place in the response"), "yaxis": axis("row of the sample", autorange="reversed")}
@@ -58,24 +68,36 @@ def _by_row_and_place(each: Audited) -> Figure | Absent:
         f"{whose} |log {RHO}| of {len(rows)} rows, {wide} tokens a cell. Mismatch looks alike everywhere; a "
         "stripe is a row of other weights, a border that runs down a turn or a prompt, a step in a row a lost token."
     )
-    return Figure(name, _picture_title(means), note, [drawn], layout, "wide", height=420)
+    return Figure(name, _picture_title(means, wide), note, [drawn], layout, "wide", height=420)
 
 
 def _cell(gap: Array) -> float:
     return math.log10(max(float(gap.mean()), FLOOR))
 
 
-def _picture_title(means: list[list[float]]) -> str:
-    """Whether rows, or places, stand out: medians over rows against their own middle."""
+def _picture_title(means: list[list[float]], wide: int) -> str:
+    """Whether rows, or places, stand out: against the middle one; else whether the halves of rows differ."""
     rows = np.array([np.mean([10**cell for cell in row]) for row in means])
     columns = list(itertools.zip_longest(*means))
     full = [c for c in columns if sum(cell is not None for cell in c) >= max(8, len(means) // 4)]
     places = np.array([np.mean([10**cell for cell in c if cell is not None]) for c in full])
-    for name, values in (("rows", rows), ("places", places)):
-        if len(values) >= 8 and (values > 5 * np.median(values)).sum() >= max(1, 0.02 * len(values)):
-            far = int((values > 5 * np.median(values)).sum())
-            return f"{far} of {len(values)} {name} are 5 times farther apart than the middle one"
-    return "No row and no place stands out by a factor of 5"
+    for name, values in (("rows", rows), (f"stretches of {wide} tokens", places)):
+        far = int((values > FAR * np.median(values)).sum())
+        if len(values) >= 8 and far >= max(1, 0.02 * len(values)):
+            verb = "is" if far == 1 else "are"
+            return f"{far} of {len(values)} {name} {verb} {FAR:g} times farther apart than the middle one"
+    early, late = (float(np.mean([_half(row)[which] for row in means])) for which in (0, 1))
+    if max(early, late) > FAR * min(early, late):
+        which, times = ("second", late / early) if late > early else ("first", early / late)
+        return f"The {which} halves of the rows are {times:.2g} times farther apart than the others"
+    return f"No row and no place stands out by a factor of {FAR:g}"
+
+
+def _half(row: list[float]) -> tuple[float, float]:
+    """Mean of a row's first and of its second half [nats]; of a row of one cell that cell twice."""
+    middle = len(row) // 2
+    first, second = row[:middle] or row, row[middle:]
+    return float(np.mean([10**cell for cell in first])), float(np.mean([10**cell for cell in second]))
 
 
 def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
