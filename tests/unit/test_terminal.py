@@ -36,7 +36,7 @@ def python(code, **settings):
 def test_every_encoding_can_print_what_a_command_found(encoding):
     done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert json.loads(done.stdout.decode(encoding))["out"] in ("r\u00fcns/->", "r\u00fcns/\u2192")
+    assert tomllib.loads(done.stdout.decode(encoding))["out"] in ("r\u00fcns/->", "r\u00fcns/\u2192")
 
 
 def test_a_locale_without_utf8_is_named_where_a_setting_is_no_text_in_it():

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
-from onepolicy.cli.common import EPILOG, command, hosts_of, prepare_process
+from onepolicy.cli.common import RUN_ONLY, command, hosts_of, prepare_process, say
+from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.stopped import interrupted, telling_of_sigterm
 from onepolicy.cli.streams import tolerant
 from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, printable, read_recipe, resolve
@@ -22,6 +23,15 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.stored import read_config
 
 RESULT_IN_FILES = ("train", "make-policy")  # their exit status does not depend on what could be printed
+EXIT_CODES = """\
+exit codes:
+  0    done (measure, audit and eval: whatever they found)
+  1    it began well and failed: a run that stopped, bits that differ (--numerics on-policy), a failed engine check,
+       a plan that does not fit, output that could not be written
+  2    a mistake in the command, a setting, a path or the data; the message names it and what to do
+  75   a server or cluster does not answer yet; the same command may work later (train --restarts tries again)
+  130  stopped by Ctrl-C
+"""
 WRONG_PLACE = (
     errno.EACCES,
     errno.EEXIST,
@@ -89,16 +99,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def parser() -> Parser:
+    top = Parser(
         prog="onepolicy",
         description="RL for LLMs with one policy: measure, remove and correct the rollout/training mismatch.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{SETTINGS}\n{EXIT_CODES}",
     )
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
 
-    train = command(commands, "train", "train a policy; resume or fork a run", run_train)
+    train = command(
+        commands,
+        "train",
+        "train a policy; resume or fork a run",
+        run_train,
+        examples=(
+            "onepolicy train recipes/quickstart.toml",
+            "onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 out=runs/no-replay",
+            "onepolicy train --resume runs/quickstart steps=90",
+            "onepolicy train --from runs/quickstart/30 out=runs/fork optim.lr=5e-5 steps=90",
+        ),
+        settings=RunConfig,
+    )
     train.add_argument(
         "recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)"
     )
@@ -114,7 +135,19 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
 
-    evaluate = command(commands, "eval", "evaluate a model or a checkpoint on held-out problems", run_eval)
+    evaluate = command(
+        commands,
+        "eval",
+        "evaluate a model or a checkpoint on held-out problems",
+        run_eval,
+        examples=(
+            "onepolicy eval runs/quickstart eval.k=16",
+            "onepolicy eval runs/quickstart --step 30 eval.problems=200",
+            "onepolicy eval recipes/quickstart.toml model.path=tiny",
+        ),
+        settings=RunConfig,
+        ignored=RUN_ONLY,
+    )
     evaluate.add_argument("recipe", help="TOML recipe whose task, sampling and eval settings are used, or a run folder")
     evaluate.add_argument(
         "--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)"
@@ -122,7 +155,15 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200")
 
     policy = command(
-        commands, "make-policy", 'make and warm up the tiny MoE policy `model.path = "tiny"` names', run_make_policy
+        commands,
+        "make-policy",
+        'make and warm up the tiny MoE policy `model.path = "tiny"` names',
+        run_make_policy,
+        examples=(
+            "onepolicy make-policy",
+            "onepolicy make-policy --out runs/policy task.kind=gym task.name=chain_sum steps=400",
+        ),
+        settings=PolicyConfig,
     )
     policy.add_argument("--out", help="folder to write to (default: the user's cache)")
     policy.add_argument(
@@ -131,7 +172,17 @@ def parser() -> argparse.ArgumentParser:
 
     measure.add(commands)
 
-    audit = command(commands, "audit", "what another framework's dump says of its rollout/training mismatch", run_audit)
+    audit = command(
+        commands,
+        "audit",
+        "what another framework's dump says of its rollout/training mismatch",
+        run_audit,
+        examples=(
+            "onepolicy audit dump.parquet --out runs/audited",
+            "onepolicy audit dump.parquet --columns logp_trainer=old_log_probs --columns logp_rollout=rollout_log_probs",
+            "onepolicy audit before.jsonl after.jsonl",
+        ),
+    )
     audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md")
     audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
     audit.add_argument(
@@ -149,7 +200,18 @@ def parser() -> argparse.ArgumentParser:
     engine.add(commands)
     plan.add(commands)
 
-    config = command(commands, "config", "print the effective settings of a recipe, or a preset", run_config)
+    config = command(
+        commands,
+        "config",
+        "print the effective settings of a recipe as TOML, or a preset",
+        run_config,
+        examples=(
+            "onepolicy config recipes/quickstart.toml optim.lr=5e-5 > mine.toml",
+            "onepolicy config preset icepop",
+            "onepolicy config objective gspo",
+        ),
+        settings=RunConfig,
+    )
     config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
     config.add_argument("overrides", nargs="*", metavar="a.b=value")
     return top
@@ -358,7 +420,9 @@ def _settings(arguments: argparse.Namespace) -> str:
         if len(arguments.overrides) > 1:
             raise UsageError(f"config objective: one name, not {' '.join(arguments.overrides)}")
         return presets.show(*arguments.overrides)
-    return load(arguments.recipe, arguments.overrides).model_dump_json(indent=2)
+    from onepolicy.config.as_toml import as_toml
+
+    return as_toml(load(arguments.recipe, arguments.overrides))
 
 
 def _refuse_other_weights(overrides: list[str], command: str) -> None:

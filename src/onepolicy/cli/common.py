@@ -6,30 +6,42 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from onepolicy.config import RunConfig, printable
+from onepolicy.cli.parser import Parser
+from onepolicy.config import Frozen, RunConfig, printable
 
 if TYPE_CHECKING:
     from onepolicy.loop.hosts import Hosts
     from onepolicy.loop.run import Progress
 
-EPILOG = """\
-settings:
-  A recipe is a TOML file; any setting can be changed behind it as a.b=value, e.g.
-    onepolicy train recipes/quickstart.toml replay.mode=off optim.lr=5e-5 out=runs/no-replay
-  `onepolicy config RECIPE [a.b=value ...]` prints the effective settings, defaults included.
-"""
+RUN_ONLY = ("out", "steps")
+"""Settings that only a training run has a use for."""
 
 
-def command(commands: argparse._SubParsersAction, name: str, text: str, run: object) -> argparse.ArgumentParser:
-    command = commands.add_parser(
-        name, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    text: str,
+    run: object,
+    *,
+    examples: Sequence[str],
+    settings: type[Frozen] | None = None,
+    ignored: Sequence[str] = (),
+) -> Parser:
+    """Add a command. settings, ignored: what `a.b=value` sets, and which of these mean nothing here."""
+    command = commands.add_parser(name, help=text, description=text)
+    assert isinstance(command, Parser)
+    command.describe(examples=examples, settings=settings, ignored=ignored)
     command.set_defaults(run=run)
     return command
+
+
+def say(text: str) -> None:
+    """Tell whoever waits what is being done: a line on stderr, at once, so that stdout holds results only."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 class _Lines(logging.Handler):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepolicy.cli.common import command, prepare_process
-from onepolicy.config import UsageError, read_recipe
+from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say
+from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.address import check_host, check_port
 from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
 from onepolicy.config.load import resolve_as
@@ -18,14 +18,34 @@ def add(commands: argparse._SubParsersAction) -> None:
     actions = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     check = command(
-        actions, "check", "does an engine keep its contract? a table of checks; exit 0 if all pass", run_check
+        actions,
+        "check",
+        "does an engine keep its contract? a table of checks; exit 0 if all pass",
+        run_check,
+        examples=(
+            "onepolicy engine check tiny",
+            "onepolicy engine check Qwen/Qwen3-30B-A3B --engine vllm-server --url http://127.0.0.1:8000",
+            "onepolicy engine check recipes/quickstart.toml rollout.engine.dtype=float32",
+        ),
+        settings=RunConfig,
+        ignored=RUN_ONLY,
     )
     check.add_argument("model", help="TOML recipe; or a folder, a hub id, or `tiny`")
     check.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.engine.dtype=float32")
     check.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
     check.add_argument("--url", help="of a server that is running: short for rollout.engine.url=...")
 
-    serve = command(actions, "serve", "run a vLLM server that runs of kind vllm-server can use", run_serve)
+    serve = command(
+        actions,
+        "serve",
+        "run a vLLM server that runs of kind vllm-server can use",
+        run_serve,
+        examples=(
+            "onepolicy engine serve Qwen/Qwen3-30B-A3B --port 8000 slots=256",
+            "onepolicy engine serve tiny --vllm=--enforce-eager",
+        ),
+        settings=ServeConfig,
+    )
     serve.add_argument("model", help="folder, hub id, or `tiny`")
     settings = "of rollout.engine of kind vllm: slots=256; and quant=fp8"
     serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)

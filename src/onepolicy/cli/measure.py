@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from onepolicy.cli.common import command, prepare_process
-from onepolicy.config import UsageError, read_recipe
+from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say
+from onepolicy.config import RunConfig, UsageError, read_recipe
 from onepolicy.config.measure import engine_settings, prompt_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.place import check_place
@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
 def add(commands: argparse._SubParsersAction) -> None:
     measure = command(
-        commands, "measure", "how far apart are rollout engine and trainer, and why: a verdict", run_measure
+        commands,
+        "measure",
+        "how far apart are rollout engine and trainer, and why: a verdict",
+        run_measure,
+        examples=(
+            "onepolicy measure --tiny --out runs/measured",
+            "onepolicy measure Qwen/Qwen3-30B-A3B --engine vllm --prompts prompts.txt rollout.sampling.max_tokens=512",
+            "onepolicy measure --recipe recipes/on_policy.toml --numerics on-policy",
+        ),
+        settings=RunConfig,
+        ignored=(*RUN_ONLY, "model.path"),
     )
     measure.add_argument("model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)")
     measure.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=512")

@@ -6,25 +6,33 @@ import argparse
 import json
 from pathlib import Path
 
-from onepolicy.cli.common import command, prepare_process
+from onepolicy.cli.common import command, prepare_process, say
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.place import check_place
 from onepolicy.plan.hardware import Cluster, parse_cluster
 
+RECIPE = "recipes/cluster/deepseek_v3_512gpu.toml"
 TEXT = """\
 Prints what a recipe needs on a cluster before anything is paid for: memory per learner rank and engine device, bytes
 per step, where a step's time goes, the best split of devices between sampling and learning, and what to change if it
 does not fit. No weights are read: parameters are counted and activations found by running the model on tensors without
 memory. What every number comes from: docs/plan.md.
-
-  onepolicy plan recipes/cluster/qwen3_30b_a3b_8gpu.toml --cluster 8xH200
-  onepolicy plan RECIPE --cluster 64xH100 model.path=DeepSeek-V3 --response-tokens 4096
-  onepolicy plan RECIPE --cluster 8xH100 --constant network=25e9 --json plan.json
 """
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    plan = command(commands, "plan", "memory, bytes and seconds per step on a cluster, before you pay", run_plan)
+    plan = command(
+        commands,
+        "plan",
+        "memory, bytes and seconds per step on a cluster, before you pay",
+        run_plan,
+        examples=(
+            "onepolicy plan recipes/cluster/qwen3_30b_a3b_8gpu.toml --cluster 8xH200",
+            f"onepolicy plan {RECIPE} --cluster 64xH100 model.path=DeepSeek-V3 --response-tokens 4096",
+            f"onepolicy plan {RECIPE} --cluster 8xH100 --constant network=25e9 --json plan.json",
+        ),
+        settings=RunConfig,
+    )
     plan.description = TEXT
     plan.add_argument("recipe", help="TOML recipe; model.path may be Qwen3-30B-A3B, Qwen3-235B-A22B or DeepSeek-V3 too")
     plan.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")

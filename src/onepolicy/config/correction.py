@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from onepolicy.config.base import Frozen, Many
+from onepolicy.config.near import did_you_mean
 
 Ratio = Literal["old/rollout", "new/rollout"]
 Term = Literal["kl", "entropy", "value"]
@@ -166,7 +167,8 @@ class CorrectionConfig(Frozen):
             return data
         name = ALIASES.get(data["preset"], data["preset"])
         if name not in presets():
-            raise ValueError(f"correction.preset: none is called {name!r}; there are {', '.join(presets())}")
+            known = f"there are {', '.join(presets())}{did_you_mean(name, presets())}"
+            raise ValueError(f"correction.preset: none is called {name!r}; {known}")
         merged = dict(presets()[name].get("settings", {}))
         for key, value in data.items():
             base = merged.get(key)

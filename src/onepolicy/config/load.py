@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from onepolicy.config.base import Frozen, UsageError
+from onepolicy.config.near import did_you_mean, near, offered, paths_of, settings_like
 from onepolicy.config.run import RunConfig
 
 Tree = dict[str, Any]
@@ -117,7 +117,13 @@ def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
         match item["type"]:
             case "extra_forbidden":
                 unknown = f"unknown setting{_variant(schema, location)} (value {item['input']!r})"
-                lines.append(f"{where}: {unknown}{_suggestion(schema, location, where)}")
+                lines.append(f"{where}: {unknown}{_suggestion(kind, location, where)}")
+            case "union_tag_invalid":
+                lines.append(_wrong_variant(where, item["ctx"]))
+            case "union_tag_not_found":
+                lines.append(f"{where}.{_unquoted(item['ctx']['discriminator'])}: required, but not set; give it first")
+            case "literal_error" | "enum":
+                lines.append(f"{where}: {_none_of(item['input'], item['ctx']['expected'])}")
             case "missing":
                 lines.append(f"{where}: required, but not set; add it to the recipe{_override(location, where)}")
             case "model_type" | "model_attributes_type":
@@ -148,13 +154,31 @@ def _variant(schema: Tree, location: Location) -> str:
     return f" with {section['discriminator']['propertyName']}={location[-2]}" if "discriminator" in section else ""
 
 
-def _suggestion(schema: Tree, location: Location, where: str) -> str:
-    known = _fields_at(schema, location[:-1])
+def _suggestion(kind: type[Frozen], location: Location, where: str) -> str:
+    """The same name in another section, else a near one of this section or another, else all that this section has."""
+    known, paths = _fields_at(_schema(kind), location[:-1]), paths_of(kind)
     section, _, name = where.rpartition(".")
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {section}{'.' if section else ''}{close[0]}?"
-    return f"; known here: {', '.join(sorted(known))}" if known else ""
+    close = near(name, known)
+    elsewhere = settings_like(where, paths) if where not in paths else []  # it may be of another variant
+    same = bool(elsewhere) and elsewhere[0].rpartition(".")[2] == name
+    if close is not None and not same:
+        return offered([f"{section}.{close}" if section else close])
+    return offered(elsewhere) or (f"; known here: {', '.join(sorted(known))}" if known else "")
+
+
+def _wrong_variant(where: str, context: Tree) -> str:
+    """Of a setting that says which variant its section is, and names none."""
+    return f"{where}.{_unquoted(context['discriminator'])}: {_none_of(context['tag'], context['expected_tags'])}"
+
+
+def _none_of(value: Any, expected: str) -> str:
+    """expected: the choices as pydantic lists them, `'a', 'b' or 'c'`."""
+    choices = [_unquoted(each) for each in expected.replace(" or ", ", ").split(", ")]
+    return f"{value!r} is none of {expected.replace(' or ', ', ')}{did_you_mean(value, choices)}"
+
+
+def _unquoted(text: str) -> str:
+    return text.strip("'")
 
 
 def _setting_of(schema: Tree, location: Location, where: str, value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from onepolicy.config.base import UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.load import parse_value, read_recipe
+from onepolicy.config.near import did_you_mean
 from onepolicy.config.task import TaskConfig
 
 
@@ -21,7 +22,7 @@ def engine_settings(text: str) -> list[str]:
     kind, colon, url = text.partition(":")
     known = kinds(EngineConfig)
     if kind not in known:
-        raise UsageError(f"--engine: {kind!r} is none of {', '.join(known)}")
+        raise UsageError(f"--engine: {kind!r} is none of {', '.join(known)}{did_you_mean(kind, known)}")
     if colon and "url" not in known[kind].model_fields:
         raise UsageError(f"--engine: {kind} runs in this process and takes no address; leave out {colon}{url}")
     return [f"rollout.engine.kind={kind}", *([f"rollout.engine.url={url}"] if colon else [])]

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from onepolicy.config.base import LARGEST, MOST, Amount, Few, Frozen, Rate, Tokens
 from onepolicy.config.correction import TERMS, CorrectionConfig
+from onepolicy.config.near import did_you_mean
 
 
 class ReplayOff(Frozen):
@@ -186,7 +187,7 @@ class ObjectiveConfig(Frozen):
         merged = dict(data)
         if isinstance(data.get("preset"), str):
             if data["preset"] not in objective_presets():
-                known = ", ".join(objective_presets())
+                known = ", ".join(objective_presets()) + did_you_mean(data["preset"], objective_presets())
                 raise ValueError(f"objective.preset: none is called {data['preset']!r}; there are {known}")
             merged = {**objective_presets()[data["preset"]]["settings"], **data}
         if merged.get("baseline") == "critic" and merged.get("critic") is None:

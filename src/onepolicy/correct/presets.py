@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from onepolicy.config.base import UsageError
 from onepolicy.config.correction import ALIASES, CorrectionConfig, Gate, Weight, presets
 from onepolicy.config.load import describe as describe_error
+from onepolicy.config.near import did_you_mean
 
 FRAMEWORKS = {
     "verl": "verl 0.9.1",
@@ -33,7 +34,8 @@ _MEANING = {
 def preset(name: str, **override: Any) -> CorrectionConfig:
     """The named correction, with single settings replaced: `preset("tis", weight={"high": 3.0})`."""
     if not isinstance(name, str) or ALIASES.get(name, name) not in presets():
-        raise UsageError(f"preset: no correction is called {name!r}; there are {', '.join(presets())}")
+        known = f"{', '.join(presets())}{did_you_mean(name, presets())}"
+        raise UsageError(f"preset: no correction is called {name!r}; there are {known}")
     try:
         return CorrectionConfig.model_validate({"preset": name, **override})
     except ValidationError as error:

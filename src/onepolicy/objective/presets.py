@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onepolicy.config.base import UsageError
+from onepolicy.config.near import did_you_mean
 from onepolicy.config.objective import ObjectiveConfig, objective_presets
 
 
@@ -12,7 +13,7 @@ def show(name: str | None = None) -> str:
     if name is None:
         return "\n".join(f"{row:22}{rows[row]['loss']}" for row in rows)
     if name not in rows:
-        raise UsageError(f"objective: none is called {name!r}; there are {', '.join(rows)}")
+        raise UsageError(f"objective: none is called {name!r}; there are {', '.join(rows)}{did_you_mean(name, rows)}")
     settings = ObjectiveConfig(preset=name).model_dump_json(indent=2)
     return f"{name}\n{rows[name]['loss']}\n{rows[name]['source']}\n{settings}"
 
