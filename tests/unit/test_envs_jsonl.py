@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from onepolicy.config import JsonlTask, UsageError, resolve
+from onepolicy.config.problems import read_rows
 from onepolicy.envs import alphabet, warmup_examples
-from onepolicy.envs.jsonl import Jsonl, read_problems
+from onepolicy.envs.jsonl import Jsonl
 
 GOOD = '{"prompt": "1+1", "answer": "2"}'
 
@@ -50,7 +51,7 @@ def test_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_text(f"{GOOD}\n{line}\n{GOOD}\n")
     with pytest.raises(UsageError, match=message):
-        read_problems(str(path), "task.path")
+        read_rows(str(path), "task.path")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_bad_bytes_are_named(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff", "answer": "2"}\n')
     with pytest.raises(UsageError, match=r"data\.jsonl:2: not UTF-8 .*save the file as UTF-8"):
-        read_problems(str(path), "task.path")
+        read_rows(str(path), "task.path")
 
 
 def test_no_file_and_no_lines(tmp_path):
@@ -92,7 +93,7 @@ def test_no_file_and_no_lines(tmp_path):
 def test_bom_crlf_and_line_separators_inside_strings(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b", "answer": "2"}\r\n'.encode() + GOOD.encode())
-    assert [p.prompt for p in read_problems(str(path), "task.path")] == ["a\u2028b", "1+1"]
+    assert [p.prompt for p in read_rows(str(path), "task.path")] == ["a\u2028b", "1+1"]
 
 
 @pytest.mark.parametrize(("lines", "fits"), [(4, False), (5, False), (6, True)])
@@ -190,7 +191,7 @@ def test_the_page_on_tasks_has_an_example_that_works_and_every_setting(tmp_path,
     config = resolve(tomllib.loads(recipe))
     task = Jsonl(config.task)
     (held_out,) = task.held_out(config.eval.problems)
-    assert [p.answer for p in read_problems("problems.jsonl", "task.path")] == ["7", "8", "6"]
+    assert [p.answer for p in read_rows("problems.jsonl", "task.path")] == ["7", "8", "6"]
     assert (held_out.prompt, task.grade(held_out, "1+5=6 #6"), task.grade(held_out, "6")) == ("1+5=", 1, 0)
     for name in set(JsonlTask.model_fields) - {"kind"}:
         assert f"| `task.{name}` |" in page

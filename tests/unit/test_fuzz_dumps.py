@@ -21,9 +21,9 @@ from fuzz import FAST, SLOW, Damage, survives
 from onepolicy.audit.read import read_dump
 from onepolicy.audit.schema import Block
 from onepolicy.config import UsageError
+from onepolicy.config.problems import read_rows
 from onepolicy.config.task import CalculatorTool
 from onepolicy.envs.dialogue import ChatReAct, PlainReAct, Turn
-from onepolicy.envs.jsonl import read_problems
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
 from onepolicy.report.jsonl import read_jsonl
@@ -172,7 +172,7 @@ def test_task_lines(tmp_path: Path, inputs: int) -> None:
 
     def read(data: bytes) -> list[Problem]:
         rewrite(path, data)
-        return read_problems(str(path), "task.path")
+        return read_rows(str(path), "task.path")
 
     def whole(problems: list[Problem]) -> None:
         assert problems

@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, loa
 from onepolicy.config.load import parse_value, resolve_as
 from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, claimed
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.stored import read_config
+from onepolicy.config.present import check_model, check_present, check_task
+from onepolicy.config.stored import CONFIG, read_config
 
+CHECKPOINTS, RUN = "checkpoints", "run.json"  # of a run folder: loop/folder.py, which needs torch
 RESULT_IN_FILES = ("train", "make-policy")  # their exit status does not depend on what could be printed
 EXIT_CODES = """\
 exit codes:
@@ -179,7 +182,7 @@ def parser() -> Parser:
         run_audit,
         examples=(
             "onepolicy audit dump.parquet --out runs/audited",
-            "onepolicy audit dump.parquet --columns logp_trainer=old_log_probs --columns logp_rollout=rollout_log_probs",
+            "onepolicy audit dump.parquet --columns logp_trainer=old_log_probs",
             "onepolicy audit before.jsonl after.jsonl",
         ),
     )
@@ -236,10 +239,13 @@ def run_train(arguments: argparse.Namespace) -> int:
         return _resume(arguments, overrides)
     if arguments.fork:
         return _fork(arguments, overrides)
+    say(f"reading {arguments.recipe}")
     with _placed(load(arguments.recipe, overrides), overrides) as config:
+        check_present(config, evaluates=config.eval.every > 0)
         arguments.folder = Path(config.out)
         print(f"run folder: {config.out}", flush=True)
         prepare_process(config.train.threads)
+        say(f"loading {config.model.path}")
         from onepolicy.loop import run
         from onepolicy.loop.progress import terminal_progress
 
@@ -325,12 +331,15 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
             )
         changed[name] = number
     steps = changed.get("steps")
+    say(f"reading {path}")
     check_resumable(path)
     config = read_config(path)
     arguments.folder = path
     if moved:
         config = resolve(config.model_dump(), moved)
+    check_task(config.task, config.eval.problems if config.eval.every else 0)
     prepare_process(config.train.threads)
+    say(f"loading the newest checkpoint of {path}")
     from onepolicy.loop import run
     from onepolicy.loop.progress import terminal_progress
 
@@ -352,39 +361,80 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     source = Path(arguments.fork)
     arguments.folder = _fork_out(overrides)
     _refuse_other_weights(overrides, f"--from {source}")
+    say(f"reading {source}")
+    config = _forked(read_config(_run_of(source)), overrides)
+    check_task(config.task, config.eval.problems if config.eval.every else 0)
     prepare_process(None)
+    say(f"loading a checkpoint of {source}")
     from onepolicy.loop import folder, run
     from onepolicy.loop.progress import terminal_progress
 
-    parent, origin = folder.fork_origin(source)
-    tree = parent.model_dump()
-    implied = {name: value for name, value in tree.items() if name != "correction"}
-    if resolve(implied).correction == parent.correction:
-        tree = implied  # it followed replay.mode in the parent, so it follows it in the fork
-    config = resolve(tree, overrides)
+    _, origin = folder.fork_origin(source)
     with terminal_progress(config.steps, origin.step) as progress, hosts_of(config, progress) as hosts:
         summary = run.start(config, progress, origin, hosts)
     return _show(summary)
 
 
+def _run_of(source: Path) -> Path:
+    """The run folder that RUN, RUN/STEP or RUN/checkpoints/step_NNNNN names."""
+    steps = source / CHECKPOINTS
+    for run in (source, source.parent, source.resolve().parent.parent):
+        if (run / CHECKPOINTS).is_dir() and (run / CONFIG).is_file():
+            return run
+    raise UsageError(
+        f"{source}: no such run or checkpoint; give a run folder (it has {CONFIG} and {steps.name}/), or RUN/STEP"
+    )
+
+
+def _forked(parent: RunConfig, overrides: list[str]) -> RunConfig:
+    tree = parent.model_dump()
+    implied = {name: value for name, value in tree.items() if name != "correction"}
+    if resolve(implied).correction == parent.correction:
+        tree = implied  # it followed replay.mode in the parent, so it follows it in the fork
+    return resolve(tree, overrides)
+
+
 def run_eval(arguments: argparse.Namespace) -> None:
     path = Path(arguments.recipe)
+    say(f"reading {path}")
+    _refuse_no_run(path)
     tree = read_config(path).model_dump() if path.is_dir() else read_recipe(path)
     if path.is_dir():
         _refuse_other_weights(arguments.overrides, f"eval {path}")
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
     if arguments.step is not None and not path.is_dir():
         raise UsageError(f"--step: {path} is a recipe, not a run folder; set model.path=... instead")
+    if not path.is_dir():
+        check_model(config.model.path)
+    check_task(config.task, config.eval.problems)
     prepare_process(config.train.threads)
+    say(f"loading {'a checkpoint of ' if path.is_dir() else ''}{path if path.is_dir() else config.model.path}")
     from onepolicy.loop.standalone_eval import evaluate_model
 
     evaluate_model(config, path if path.is_dir() else None, arguments.step)
 
 
+def _refuse_no_run(path: Path) -> None:
+    """UsageError for what is neither a run folder nor a recipe, with the command for a checkpoint."""
+    named = re.fullmatch(r"(?:step_)?0*([0-9]{1,15})", path.name)
+    if named and (run := next((each for each in path.parents[:2] if (each / CHECKPOINTS).is_dir()), None)):
+        raise UsageError(f"{path}: eval takes a run folder; for its checkpoint give {run} --step {named[1]}")
+    if path.is_dir() and (path / CONFIG).is_file() and not (path / RUN).is_file() and not (path / CHECKPOINTS).is_dir():
+        raise UsageError(f"{path}: a model, not a run; give a recipe and model.path={path}")
+    if (path.is_dir() and (path / CONFIG).is_file()) or path.is_file() or path.suffix == ".toml":
+        return
+    raise UsageError(
+        f"{path}: no such run or checkpoint, and no recipe; give a run folder (it has {CONFIG} and {CHECKPOINTS}/), "
+        "with --step N for one of its checkpoints, or the path of a .toml recipe"
+    )
+
+
 def run_make_policy(arguments: argparse.Namespace) -> None:
+    say("reading the settings of the policy")
     config = resolve_as(PolicyConfig, {}, arguments.overrides)
     if arguments.out:
         check_place("--out", Path(arguments.out))
+    check_task(config.task)
     prepare_process(config.threads)
     from onepolicy.loop.make_policy import make_policy
 
@@ -394,12 +444,17 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
 def run_audit(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         check_folder("--out", arguments.out)
+    paths = [path for path in (arguments.dump, arguments.other) if path is not None]
+    say(f"reading {' and '.join(map(str, paths))}")
+    for path in paths:
+        if not os.path.lexists(path):
+            raise UsageError(f"{path}: no such file; give a dump, or a folder of dumps")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    say("loading torch")
     from rich.console import Console
 
     from onepolicy.audit import run, schema
 
-    paths = [path for path in (arguments.dump, arguments.other) if path is not None]
     run.run_audit(paths, schema.parse_columns(arguments.columns), arguments.out, Console(), png=arguments.png)
 
 

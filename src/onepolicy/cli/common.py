@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,20 @@ def say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
+@contextmanager
+def stages(command: str) -> Iterator[Callable[[str], None]]:
+    """Yield what tells each stage of a command on stderr: beside a spinner in a terminal, else as a line of its own."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: say(f"{command}: {text}")
+        return
+    with console.status(command) as status:
+        yield lambda text: status.update(escape(printable(text)))
+
+
 class _Lines(logging.Handler):
     """What the library logs, as lines on stderr; looked up at every line, because live bars take it over."""
 
@@ -61,6 +75,7 @@ def prepare_process(threads: int | None) -> None:
     if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    say("loading torch and transformers")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # ours are enough

@@ -89,6 +89,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """The exit status: 0 if every check that applies passes, else 1."""
+    say(f"reading {arguments.model}")
     path, overrides = Path(arguments.model), []
     if path.suffix == ".toml" or path.is_file():
         tree = read_recipe(path)
@@ -101,6 +102,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     if arguments.url:
         overrides.append(f"rollout.engine.url={arguments.url}")
     prepare_process(tree.get("train", {}).get("threads"))
+    say(f"loading {arguments.model}")
     from rich.console import Console
 
     from onepolicy.loop.engine_check import check_engine

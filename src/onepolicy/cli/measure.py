@@ -8,11 +8,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say
+from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say, stages
 from onepolicy.config import RunConfig, UsageError, read_recipe
-from onepolicy.config.measure import engine_settings, prompt_settings
+from onepolicy.config.measure import engine_settings, measure_settings, prompt_settings
 from onepolicy.config.numerics import ON_POLICY, Numerics
 from onepolicy.config.place import check_place
+from onepolicy.config.present import check_model, check_task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +86,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
         _require_new(out)
     if arguments.png and out is None:
         raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
+    say(f"reading {arguments.recipe or 'the settings'}")
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
     if arguments.png and (arguments.numerics or tree.get("numerics")) == ON_POLICY:
         raise UsageError("--png: numerics = on-policy compares bits and draws no figure; leave it out")
@@ -92,7 +94,11 @@ def run_measure(arguments: argparse.Namespace) -> int:
         tree["task"] = prompt_settings(arguments.prompts)
     if model:
         overrides = [f"model.path={model}", *overrides]
-    prepare_process(tree.get("train", {}).get("threads"))
+    _, config = measure_settings(tree, overrides, "tiny" if arguments.tiny else None)
+    if not arguments.tiny:  # or else a random one is made
+        check_model(config.model.path)
+    check_task(config.task)
+    prepare_process(config.train.threads)
     from rich.console import Console
 
     from onepolicy.loop import measure, measured
@@ -100,7 +106,8 @@ def run_measure(arguments: argparse.Namespace) -> int:
     from onepolicy.report.measure import summary, write_report
 
     console = Console()
-    with console.status("loading") as status:
+    with stages("measure") as tell:
+        tell(f"loading {'the tiny policy' if arguments.tiny else config.model.path}")
         found = measure.measure_model(
             tree,
             overrides,
@@ -108,7 +115,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
             engine_model=arguments.engine_model,
             dense=arguments.dense,
             top=arguments.top,
-            say=status.update,
+            say=tell,
         )
     if isinstance(found, Bitwise):
         return _show_bitwise(found, out, console)
@@ -132,7 +139,7 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
         console.print(part, highlight=False)
     if written is not None:
-        console.print(f"written: {written}", soft_wrap=True, highlight=False)
+        console.print(f"written: {written} (bits have no charts, so there is no report.html)", soft_wrap=True)
     return 0 if found.holds else 1
 
 

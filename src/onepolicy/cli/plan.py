@@ -64,6 +64,7 @@ def _count(text: str) -> int:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """The exit status: 0 if a split fits, else 1."""
+    say(f"reading {arguments.recipe}")
     cluster = parse_cluster(arguments.cluster, arguments.constant)
     config = load(arguments.recipe, arguments.overrides)
     if arguments.json is not None:

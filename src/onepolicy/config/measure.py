@@ -7,9 +7,11 @@ from typing import Any, get_args
 
 from onepolicy.config.base import UsageError
 from onepolicy.config.engine import EngineConfig
-from onepolicy.config.load import parse_value, read_recipe
+from onepolicy.config.load import parse_value, read_recipe, resolve
 from onepolicy.config.near import did_you_mean
-from onepolicy.config.task import TaskConfig
+from onepolicy.config.problems import read_prompts
+from onepolicy.config.run import RunConfig
+from onepolicy.config.task import PromptsTask, TaskConfig
 
 
 def kinds(union: Any) -> dict[str, Any]:
@@ -44,3 +46,22 @@ def prompt_settings(text: str) -> dict[str, Any]:
     if path.suffix or len(path.parts) > 1:
         raise UsageError(f"--prompts: {text} is not a file; give lines of text, JSONL with a field prompt, or a task")
     return {"kind": "gym", "name": parse_value(text)}
+
+
+def measure_settings(tree: dict[str, Any], overrides: list[str], path: str | None) -> tuple[dict[str, Any], RunConfig]:
+    """A run's settings, as a tree too; what only training uses is left out. path: of the model, if not the tree's own.
+
+    Without other settings: 10 problems, 2 samples of each; of a file of prompts all of them.
+    """
+    tree = dict[str, Any]({"task": {"kind": "chain"}, "rollout": {}, "replay": {"mode": "r3"}}) | tree
+    tree |= {"out": "unused", "steps": 1, "eval": {"every": 0}, "log": {"report": False, "tensorboard": False}}
+    tree["objective"] = {"baseline": "none", "normalise": "none"}  # unused, but a baseline refuses groups of 1
+    if path is not None:
+        tree["model"] = tree.get("model", {}) | {"path": path}
+    asked = tree["rollout"]
+    tree["rollout"] = {"prompts_per_step": 10, "group_size": 2, "sampling": {"max_tokens": 96}} | asked
+    config = resolve(tree, overrides)
+    if isinstance(config.task, PromptsTask):
+        tree["rollout"] |= {"prompts_per_step": len(read_prompts(config.task.path)), "group_size": 1} | asked
+        config = resolve(tree, overrides)
+    return tree, config

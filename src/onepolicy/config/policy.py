@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -64,3 +67,14 @@ class PolicyConfig(Frozen):
     def clean_steps(self) -> int:
         """Warm-up steps before mistakes are planted."""
         return round(self.mistakes_from * self.steps)
+
+
+def cached_path(config: PolicyConfig) -> Path:
+    """Where this policy lives in the user's cache. The name follows from the settings, so a change makes a new one."""
+    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=5).hexdigest()
+    return cache_dir() / f"policy-{digest}"
+
+
+def cache_dir() -> Path:
+    """Where policies made here are kept: $XDG_CACHE_HOME/onepolicy, by default ~/.cache/onepolicy."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepolicy"

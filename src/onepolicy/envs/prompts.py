@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onepolicy.config import PromptsTask, UsageError
-from onepolicy.envs.jsonl import parse_line, read_lines, text_field
+from onepolicy.config.problems import read_prompts
 from onepolicy.interfaces import Problem
 
 
@@ -30,23 +30,3 @@ class Prompts:
 
     def start_up_problems(self) -> Iterable[Problem]:
         return [Problem(i, prompt, "") for i, prompt in enumerate(self.prompts)]
-
-
-def read_prompts(path: str) -> list[str]:
-    """The file's prompts in order. Its first line says which kind it is: JSON objects start with a brace."""
-    lines = read_lines(path, "--prompts")
-    if not lines[0].lstrip().startswith(b"{"):
-        return [_decoded(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            found.append(text_field(parse_line(where, line), "prompt", where))
-    return found
-
-
-def _decoded(path: str, number: int, line: bytes) -> str:
-    try:
-        return line.decode().rstrip("\r")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None

@@ -155,8 +155,20 @@ def writing(run: Path) -> Iterator[None]:
                 mend = f"Mend that ({error.filename or run})"
         raise TrainingError(
             f"{run}: cannot be written to: {why}; what was complete is kept. {mend}, then continue with "
-            f"`onepolicy train --resume {run}`"
+            f"`onepolicy train --resume {run}`{_without_checkpoint(run)}"
         ) from error
+
+
+def _without_checkpoint(run: Path) -> str:
+    """What a resume does where no checkpoint is complete yet, if it can be said."""
+    try:
+        if checkpoint.complete(run):
+            return ""
+        parent = read_parent(run)
+    except (OSError, UsageError):
+        return ""
+    start = "step 0" if parent is None else f"step {parent['step']} of {parent['run']}"
+    return f", which starts again from {start}: no checkpoint exists yet"
 
 
 def drop_probes_after(run: Path, step: int) -> None:

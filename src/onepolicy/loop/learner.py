@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.invariant.probe import start
 from onepolicy.loop.ranks import Ranks
 from onepolicy.models import fp32_head
@@ -21,7 +21,6 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import DTYPES
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
-from onepolicy.train.policy import cached_path
 from onepolicy.train.sharded.fsdp import Spread
 from onepolicy.train.sharded.learner import RankedLearner
 from onepolicy.train.sharded.rank import RankLearner

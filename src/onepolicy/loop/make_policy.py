@@ -16,13 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
-from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.envs import alphabet, build, warmup_examples
 from onepolicy.envs.render import TooLong
 from onepolicy.loop.engines import build_engine
 from onepolicy.loop.evaluate import evaluate
 from onepolicy.models.load import load_tokenizer
-from onepolicy.train.policy import Example, cached_path, make_dense, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.train.policy import Example, make_dense, make_model, make_tokenizer, save_policy, warm_up
 
 CHECK_PROBLEMS = 64
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onepolicy.config import FromRollout, ModelConfig, PromptsTask, RunConfig, UsageError, resolve
+from onepolicy.config import FromRollout, ModelConfig, RunConfig, UsageError, resolve
+from onepolicy.config.measure import measure_settings
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.correct.diagnose import EXPLAINED, Diagnosis, Finding, preflight
 from onepolicy.correct.verdict import HARMLESS_KL, verdict
-from onepolicy.envs.prompts import read_prompts
 from onepolicy.loop.calibrate import calibrate
 from onepolicy.loop.causes import Weights, attribute, explain, trainer_precision
 from onepolicy.loop.distribution import check_top, compare, without_top
@@ -39,9 +39,9 @@ from onepolicy.replay.checks import RoutingError, is_moe
 from onepolicy.sync.local import push_weights
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.policy import cached_path
 
 Say = Callable[[str], None]
+TOLD = 4  # times that a sampling says how far it is
 
 
 def measure_model(
@@ -102,21 +102,8 @@ def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunC
 
 
 def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
-    """A run's settings; what only training uses is left out. A dense model is measured without replay.
-
-    Without other settings: 10 problems, 2 samples of each; of a file of prompts all of them.
-    """
-    tree = dict[str, Any]({"task": {"kind": "chain"}, "rollout": {}, "replay": {"mode": "r3"}}) | tree
-    tree |= {"out": "unused", "steps": 1, "eval": {"every": 0}, "log": {"report": False, "tensorboard": False}}
-    tree["objective"] = {"baseline": "none", "normalise": "none"}  # unused, but a baseline refuses groups of 1
-    if path is not None:
-        tree["model"] = tree.get("model", {}) | {"path": path}
-    asked = tree["rollout"]
-    tree["rollout"] = {"prompts_per_step": 10, "group_size": 2, "sampling": {"max_tokens": 96}} | asked
-    config = resolve(tree, overrides)
-    if isinstance(config.task, PromptsTask):
-        tree["rollout"] |= {"prompts_per_step": len(read_prompts(config.task.path)), "group_size": 1} | asked
-        config = resolve(tree, overrides)
+    """A run's settings, as `measure_settings` has them. A dense model is measured without replay."""
+    tree, config = measure_settings(tree, overrides, path)
     if not is_moe(read_config(resolve_model(config.model))):
         return resolve(tree | {"replay": {"mode": "off"}}, overrides)
     if not isinstance(config.replay, FromRollout):
@@ -141,7 +128,8 @@ async def measure_parts(
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     rollout = parts.config.rollout
     say(f"sampling {rollout.prompts_per_step * rollout.group_size} sequences and scoring them")
-    first = await look(parts, learner)
+    first = await look(parts, learner, say)
+    say(f"k3 so far {first.found.k3:.2g} nats a token")
     say("repeating forward passes in the trainer and in the engine")
     repeats = _repeats(learner, first)
     repeats |= _engine("all", await sample_again(parts, first.groups, first.native, alone=False))
@@ -149,7 +137,7 @@ async def measure_parts(
     if not first.found.k3 < HARMLESS_KL:  # also if it is NaN
         say("giving the engine the trainer's weights and sampling again")
         await push_weights(learner, *parts.samplers)
-        second = await look(parts, learner)
+        second = await look(parts, learner, say)
         findings = _beyond(first)
         if (stale := _stale(first, second)) is not None:
             chosen, findings = second, (stale, *_beyond(second))
@@ -180,9 +168,10 @@ async def measure_parts(
     return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole)
 
 
-async def look(parts: Parts, learner: LocalLearner) -> Look:
-    """Sample the same problems with the same seeds, and score them."""
-    groups = await sample(parts)
+async def look(parts: Parts, learner: LocalLearner, say: Say = lambda text: None) -> Look:
+    """Sample the same problems with the same seeds, and score them. `say` hears how far the sampling is."""
+    rollout = parts.config.rollout
+    groups = await sample(parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size))
     if parts.reprefill is not None:
         groups = parts.reprefill.fill(groups)
     max_tokens = parts.config.rollout.sampling.max_tokens
@@ -199,6 +188,19 @@ async def look(parts: Parts, learner: LocalLearner) -> Look:
         top = native, replayed
         native, replayed = without_top(native), None if replayed is None else without_top(replayed)
     return Look(groups, native, replayed, routes, explain(learner, native), preflight(native), top)
+
+
+def _telling(say: Say, total: int) -> Callable[[], None]:
+    """What counts the sequences that are sampled, and says it TOLD times."""
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done * TOLD // total > (done - 1) * TOLD // total:
+            say(f"sampled {done} of {total} sequences")
+
+    return advance
 
 
 def _local(parts: Parts) -> LocalLearner:

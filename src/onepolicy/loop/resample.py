@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +32,11 @@ class Again:
     metrics: dict[str, float]  # repeat/..., of the slots both have
 
 
-async def sample(parts: Parts, *, most: int | None = None) -> list[Group]:
-    """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them."""
+async def sample(parts: Parts, *, most: int | None = None, advance: Callable[[], None] = lambda: None) -> list[Group]:
+    """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them.
+
+    advance: called per episode.
+    """
     rollout, seed = parts.config.rollout, parts.config.seed
     if most is not None:
         rollout = rollout.model_copy(update={"prompts_per_step": min(most, rollout.prompts_per_step)})
@@ -46,6 +49,7 @@ async def sample(parts: Parts, *, most: int | None = None) -> list[Group]:
         seed=seed,
         routes=parts.routes,
         top_logprobs=parts.top_logprobs,
+        advance=advance,
     )
     return groups
 

@@ -40,7 +40,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         )
     stop = (tokenizer.eos_token_id,)
     asyncio.run(calibrate(config, engine, environment, stop, run))
-    with Progress(transient=True) as bars:
+    with Progress(transient=True, console=Console(stderr=True)) as bars:
         task = bars.add_task("evaluation", total=attempts(config.eval))
         metrics = asyncio.run(
             evaluate(
@@ -53,10 +53,13 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
                 advance=lambda: bars.advance(task),
             )
         )
-    table = Table("metric", "value", title=f"{model.path}: {config.eval.problems} held-out problems")
+    console = Console()
+    console.print(
+        f"{config.eval.problems} held-out problems, {model.path}", soft_wrap=True, highlight=False, markup=False
+    )
+    table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.3f}")
-    console = Console()
     console.print(table)
     console.print_json(json.dumps({"model": model.path, **metrics}), indent=None, ensure_ascii=True)
     return metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,10 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from httpx2 import TransportError  # what huggingface_hub asks with
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.constants import CONFIG_NAME, ENDPOINT
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -25,6 +27,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from onepolicy.config import ModelConfig, UsageError
+from onepolicy.config.present import check_model
 
 # What transformers lets through for a file that is damaged or of another model.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
@@ -48,14 +51,28 @@ def device_of(name: str) -> torch.device:
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's config. Raises UsageError for a folder or hub id that holds none."""
-    path = Path(model.path)
-    looks_local = path.is_absolute() or model.path.startswith(".") or model.path.count("/") != 1
-    if path.exists() and not (path / "config.json").is_file():
-        raise UsageError(f"model.path: {path} has no config.json; give a folder saved by transformers' save_pretrained")
-    if not path.exists() and looks_local:
-        raise UsageError(f"model.path: no folder {model.path}; give a saved model, a hub id (org/name) or `tiny`")
+    check_model(model.path)
+    _check_reachable(model.path)
     with _reading("the config", model):
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+
+
+def _check_reachable(path: str) -> None:
+    """UsageError, after one attempt, if the hub cannot be reached for a model that is not in its cache.
+
+    transformers would ask five more times with growing pauses, 40 s in all, and print every attempt.
+    """
+    if Path(path).exists() or is_offline_mode() or isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME))
+    except TransportError as error:
+        raise UsageError(
+            f"model.path: there is no folder {path}, and {ENDPOINT} cannot be reached for a model of that name "
+            f"({error}); give a folder, or run `hf download {path}` where there is a network"
+        ) from None
+    except (HfHubHTTPError, HFValidationError):  # transformers says what that means
+        return
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -160,8 +177,3 @@ def _reading(what: str, model: ModelConfig) -> Iterator[None]:
     except UNREADABLE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"model.path: cannot read {what} of {model.path!r}: {reason}") from error
-
-
-def cache_dir() -> Path:
-    """Where policies made here are kept: $XDG_CACHE_HOME/onepolicy, by default ~/.cache/onepolicy."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onepolicy"

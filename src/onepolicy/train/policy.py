@@ -6,7 +6,6 @@ on consistently), which is what reinforcement learning can then remove.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -27,18 +26,11 @@ from transformers import (
 )
 
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.models.load import cache_dir
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 
 Example = tuple[str, ...]  # prompt, response, observation, response ..., each response without its closing eos
 SPECIAL = ("<pad>", "<eos>", "<unk>")
-
-
-def cached_path(config: PolicyConfig) -> Path:
-    """Where this policy lives in the user's cache. The name follows from the settings, so a change makes a new one."""
-    digest = hashlib.blake2b(config.model_dump_json().encode(), digest_size=5).hexdigest()
-    return cache_dir() / f"policy-{digest}"
 
 
 def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
