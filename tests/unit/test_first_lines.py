@@ -119,8 +119,8 @@ def test_a_command_speaks_before_it_loads_torch(tmp_path, words, first):
     done = run(words, tmp_path, block)
     lines = done.stderr.splitlines()
     assert "ModuleNotFoundError" in lines[-1]
-    assert lines[0] == first
-    assert lines[1].startswith("loading torch")
+    assert lines[0] == f"onepolicy: {first}"
+    assert lines[1].startswith("onepolicy: loading torch")
 
 
 def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):

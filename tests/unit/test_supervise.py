@@ -257,7 +257,7 @@ def test_a_server_that_is_not_there_yet_has_its_own_exit_status(monkeypatch, cap
             asyncio.run(client.get("/health"))
 
     monkeypatch.setattr(loop_run, "start", start)
-    text = 'out = "x"\nsteps = 1\nmodel.path = "m"\ntask.kind = "chain"'
+    text = 'out = "x"\nsteps = 1\nmodel.path = "org/m"\ntask.kind = "chain"'
     (tmp_path / "recipe.toml").write_text(text)
     assert main(["train", str(tmp_path / "recipe.toml")]) == supervise.NotThere.EXIT == 75
     assert "Is the server running there" in capsys.readouterr().err

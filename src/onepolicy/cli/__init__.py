@@ -305,13 +305,9 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
             first = ["train", arguments.recipe, *overrides]
             if _typed_out(overrides) is None:  # or each start would take another
                 first.append(f"out={json.dumps(str(out), ensure_ascii=False)}")
-            return supervise(out, first, ["train", "--resume", str(out)], arguments.restarts, _say)
+            return supervise(out, first, ["train", "--resume", str(out)], arguments.restarts, say)
     resume = first if arguments.resume else ["train", "--resume", str(out)]
-    return supervise(out, first, resume, arguments.restarts, _say)
-
-
-def _say(text: str) -> None:
-    print(f"onepolicy: {text}", file=sys.stderr)
+    return supervise(out, first, resume, arguments.restarts, say)
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:

@@ -41,7 +41,7 @@ def command(
 
 def say(text: str) -> None:
     """Tell whoever waits what is being done: a line on stderr, at once, so that stdout holds results only."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(f"onepolicy: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

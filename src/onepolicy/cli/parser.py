@@ -25,7 +25,8 @@ class Parser(argparse.ArgumentParser):
     """Refuses what argparse would only call unrecognized. Parsers of commands are of this class too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **kwargs)
         self.settings: type[Frozen] | None = None
         self.ignored: tuple[str, ...] = ()  # settings that mean nothing to this command
         self.examples: tuple[str, ...] = ()
