@@ -200,8 +200,16 @@ def test_precision_is_the_dtypes_of_both_sides(policy):
 def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
     assert main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
     tree = json.loads((tmp_path / "m" / "measure.json").read_text())
-    printed = " ".join(capsys.readouterr().out.split())
+    out, told = capsys.readouterr()
+    printed = " ".join(out.split())
     assert tree["verdict"]["sentence"] in printed
+    assert "k1 = mean -log rho" in printed
+    lines = told.splitlines()
+    assert lines[0] == "onepolicy: reading the settings"
+    sampled = [line for line in lines if line.startswith("onepolicy: measure: sampled ")]
+    done, total = sampled[-1].split()[3], sampled[-1].split()[5]
+    assert done == total
+    assert any(line.startswith("onepolicy: measure: k3 so far ") for line in lines)
     html = (tmp_path / "m" / "report.html").read_text()
     assert tree["verdict"]["sentence"] in html
     for figure in (

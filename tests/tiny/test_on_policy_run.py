@@ -163,7 +163,9 @@ def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
     assert tree["holds"]
     assert (tree["differing"], tree["trainer_again"], tree["engine_alone"], tree["k3"]) == (0, 0, 0, 0.0)
     assert tree["tokens"] == tree["alone"] > 50
-    assert HELD in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert HELD in printed
+    assert printed.endswith("bitwise.json (bits have no charts, so there is no report.html)")
     assert len(summary(tree)) == 2
 
 

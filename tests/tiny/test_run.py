@@ -1,6 +1,8 @@
 """Whole runs through the command line: train, fork, eval, and what they leave in the run folder."""
 
 import json
+import re
+import tomllib
 
 import pytest
 import torch
@@ -113,7 +115,9 @@ def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
     torch.set_num_threads(before + 1)
     assert main(["eval", str(finished), f"train.threads={before}"]) == 0
     assert torch.get_num_threads() == before
-    printed = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(rf"\d+ held-out problems, {finished}/checkpoints/step_\d+", lines[0])
+    printed = json.loads(lines[-1])
     last = rows(finished)[-1]
     assert {k: v for k, v in printed.items() if k != "model"} == {
         k: v for k, v in last.items() if k.startswith("eval/")
@@ -122,7 +126,7 @@ def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
 
 def test_config_prints_effective_settings(recipe, capsys):
     assert main(["config", str(recipe), "replay.mode=off"]) == 0
-    correction = json.loads(capsys.readouterr().out)["correction"]
+    correction = tomllib.loads(capsys.readouterr().out)["correction"]
     assert (correction["preset"], correction["weight"]["high"]) == ("tis", 2.0)
 
 

@@ -33,7 +33,7 @@ ROWS = {  # statistic -> (name, is a share)
     "sequences": ("Sequences", False),
     "k3": ("k3, nats per token", False),
     "k3_error": ("its standard error (by sequences)", False),
-    "k1": ("k1, nats per token (mean log p_rollout - log p_trainer)", False),
+    "k1": ("k1 = mean -log rho, nats per token", False),
     "k2": ("k2, nats\N{SUPERSCRIPT TWO} per token", False),
     "chi2": ("chi2", False),
     "ess": ("Effective sample size", True),

@@ -30,7 +30,7 @@ SCORINGS = {  # name in the files -> (label, look)
     "dense": ("dense model", DENSE),
 }
 QUANTITIES = {  # metric -> (name, is a share)
-    "mismatch/k1": ("k1, nats per token (mean log p_rollout - log p_trainer)", False),
+    "mismatch/k1": ("k1 = mean -log rho, nats per token", False),
     "mismatch/k3": ("k3, nats per token", False),
     "mismatch/f1.25": ("F(1.25), tokens off by more", True),
     "mismatch/f2": ("F(2), tokens off by more", True),
