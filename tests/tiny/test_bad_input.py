@@ -19,6 +19,7 @@ def fails(recipe, tmp_path, capsys):
 
     def run(*overrides, out=None, arguments=None):
         folder = out or tmp_path / "out"
+        capsys.readouterr()  # of what the test made before
         code = main(arguments or ["train", str(recipe), f"out={folder}", *overrides])
         message = capsys.readouterr().err
         assert code == 2
@@ -96,7 +97,7 @@ def test_prompt_longer_than_the_context(fails, no_weights, tmp_path):
     path = tmp_path / "data.jsonl"
     lines = [{"prompt": "1+" * n + "1=", "answer": "3"} for n in (1, 2, 3, 200)]
     path.write_text("\n".join(map(json.dumps, lines)))
-    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=2")
+    message = fails("task.kind=jsonl", f"task.path={path}", "task.held_out=2", "eval.problems=2")
     assert "402" in message
     assert "128" in message
 
@@ -244,6 +245,7 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
     )
     assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])
     short = fails(arguments=["make-policy", "--out", str(policy.parent / "short"), "max_len=128"])
+    short = short.splitlines()[-1]
     assert short.startswith("onepolicy: max_len: 128, half of it for the response: problem 0: the right response")
     assert "rollout." not in short
     assert short.rstrip().endswith("raise it")

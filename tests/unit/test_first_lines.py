@@ -46,7 +46,10 @@ JSONL = ["task.kind=jsonl", "task.path=data.jsonl"]
         (["train", QUICKSTART, "task.kind=jsonl", "task.path=nowhere"], "task.path: nowhere is not a file"),
         (["train", QUICKSTART, *JSONL, "task.held_out=1"], "data.jsonl:2: not JSON"),
         (["train", "--resume", "nowhere"], "nowhere: not a run folder"),
-        (["train", "--from", "nowhere/3", "out=new"], "nowhere/3: no such run or checkpoint"),
+        (
+            ["train", "--from", "nowhere/3", "out=new"],
+            "nowhere/3: no such checkpoint; there is none; give a run folder (it has config.json",
+        ),
         (["train", "--from", "run", "out=new", "optim.lrr=1"], "did you mean optim.lr?"),
         (["train", "--from", "run/3", "out=new", "steps=many"], "steps: "),
         (["train", "--from", "run/checkpoints/step_00003", "out=new", "steps=0"], "steps: "),

@@ -373,12 +373,12 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _run_of(source: Path) -> Path:
     """The run folder that RUN, RUN/STEP or RUN/checkpoints/step_NNNNN names."""
-    steps = source / CHECKPOINTS
     for run in (source, source.parent, source.resolve().parent.parent):
         if (run / CHECKPOINTS).is_dir() and (run / CONFIG).is_file():
             return run
     raise UsageError(
-        f"{source}: no such run or checkpoint; give a run folder (it has {CONFIG} and {steps.name}/), or RUN/STEP"
+        f"{source}: no such checkpoint; there is none; give a run folder (it has {CONFIG} and {CHECKPOINTS}/) or "
+        "RUN/STEP"
     )
 
 
