@@ -132,7 +132,7 @@ def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
     tree = {"out": "x", "steps": 1, "model": {"path": "tiny"}}
     task = {"kind": "jsonl", "path": str(data), "held_out": 2}
     check_task(resolve(tree | {"task": task}).task, 2)
-    with pytest.raises(ValueError, match=r"eval\.problems: 3 are asked for, but 2 of .* \(task\.held_out\)"):
+    with pytest.raises(ValueError, match=r"eval\.problems: 3 are asked for, but 2 lines of .* \(task\.held_out\)"):
         check_task(resolve(tree | {"task": task}).task, 3)
     tools = [{"kind": "search", "corpus": str(tmp_path / "none.jsonl")}]
     react = {"kind": "react", "problems": task, "tools": tools}

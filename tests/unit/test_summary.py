@@ -1,5 +1,6 @@
 """Best step and the written crash rule."""
 
+import json
 import re
 from io import StringIO
 
@@ -76,3 +77,14 @@ def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
 
     assert "updates skipped" not in told(0.0, 0.0, 0.0)
     assert re.search(r"updates skipped\W+3: their gradients were not finite", told(2.0, 0.0, 1.0))
+
+
+def test_what_no_float_can_hold_is_none(tmp_path):
+    """JSON has no infinity: a damaged row of 1e308 must not leave one in summary.json."""
+    rows = [{"step": step, "train/reward": 1.7e308, "mismatch/k3": 5e-324} for step in range(1, 5)]
+    rows[0] |= {"counterfactual/mismatch/k3": 1e300}
+    config = resolve({"out": "unused", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "chain"}})
+    found = summarise(config, rows, tmp_path, None)
+    json.dumps(found, allow_nan=False)
+    assert found["reward_first"] is None
+    assert found["k3_cuts"] == []

@@ -43,11 +43,13 @@ def check_task(task: TaskConfig, evaluated: int = 0) -> None:
     if isinstance(task, PromptsTask):
         read_prompts(task.path)
     if isinstance(task, JsonlTask):
-        check_held_out(task, evaluated, len(read_task(task)[1]))
+        train, held_out = read_task(task)
+        check_held_out(task, evaluated, len(held_out), len(train) + len(held_out))
     if isinstance(task, ReActTask):
         if isinstance(task.problems, JsonlTask):
-            held_out = read_task(task.problems, "task.problems")[1]
-            check_held_out(task.problems, evaluated, len(held_out), "task.problems")
+            train, held_out = read_task(task.problems, "task.problems")
+            lines = len(train) + len(held_out)
+            check_held_out(task.problems, evaluated, len(held_out), lines, "task.problems")
         for tool in task.tools:
             if isinstance(tool, SearchTool) and not Path(tool.corpus).is_file():
                 raise UsageError(f"task.tools: search cannot read its corpus {tool.corpus}: no such file")

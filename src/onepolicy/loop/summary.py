@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     summary["mismatch_without_replay"] = {key: _mean(probes, f"counterfactual/{key}") for key in measured}
     pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
     cuts = [without / within for without, within in pairs if without is not None and within]
-    summary["k3_cuts"] = sorted(cuts)
+    summary["k3_cuts"] = sorted(cut for cut in cuts if math.isfinite(cut))
     if (found := nothing_learnt(config, train, run)) is not None:
         summary["nothing_learnt"] = found
     return summary
@@ -102,7 +103,13 @@ def _point(score: tuple[int, float]) -> Row:
 
 
 def _mean(rows: list[Row], key: str, absent: float | None = None) -> float | None:
-    """Mean over the rows that have the key; with `absent`, over all rows, which count as that where they lack it."""
+    """Mean over the rows that have the key; with `absent`, over all rows, which count as that where they lack it.
+
+    None if a float cannot hold it, which only a damaged file can bring about.
+    """
     values = [row.get(key, absent) for row in rows]
     present = [float(value) for value in values if value is not None]
-    return sum(present) / len(present) if present else absent
+    if not present:
+        return absent
+    mean = sum(present) / len(present)
+    return mean if math.isfinite(mean) else None
