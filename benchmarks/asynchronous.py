@@ -36,12 +36,12 @@ from typing import Any
 import torch
 from turn_tables import markdown
 
+from onepolicy.build.components import build_parts
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.loop.asynchronous import Ahead, asynchronous_step
-from onepolicy.loop.metrics import read_metrics
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import rl_step
+from onepolicy.run.async_rollouts import Ahead, asynchronous_step
+from onepolicy.run.log import read_metrics
+from onepolicy.run.step import rl_step
 from onepolicy.types import Completion, Sampling
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"

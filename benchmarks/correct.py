@@ -31,7 +31,7 @@ from onepolicy.correct.live import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
 from onepolicy.correct.receipt import report  # noqa: E402
 from onepolicy.correct.weights import reweight  # noqa: E402
-from onepolicy.plan.peak import Peak  # noqa: E402
+from onepolicy.plan.dry import Peak  # noqa: E402
 
 SEQUENCES, VOCABULARY, CHUNK = 512, 1000, 8192
 T, DEVICE = args.slots, torch.device(args.device)

@@ -43,11 +43,10 @@ import torch  # noqa: E402
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from onepolicy import bind_routers  # noqa: E402
+from onepolicy.build.components import build_parts  # noqa: E402
+from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
-from onepolicy.loop.learner import resolve_model  # noqa: E402
-from onepolicy.loop.probe import measure  # noqa: E402
-from onepolicy.loop.setup import build_parts  # noqa: E402
-from onepolicy.measure.routing import routing_agreement  # noqa: E402
+from onepolicy.mismatch.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
@@ -55,7 +54,8 @@ from onepolicy.objective.advantages import outcomes  # noqa: E402
 from onepolicy.replay.alignment import check_alignment, windows  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.rollout.collect import collect  # noqa: E402
-from onepolicy.sync.local import push_weights  # noqa: E402
+from onepolicy.run.step_metrics import measure  # noqa: E402
+from onepolicy.sync.check import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
 
 # plain; replay: routes replayed; native: and the router's own choice and gate mass kept; detector: and compared

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from onepolicy.build.components import build_parts
 from onepolicy.config import resolve
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Parts, rl_step
-from onepolicy.sync.local import push_weights
+from onepolicy.run.step import Parts, rl_step
+from onepolicy.sync.check import push_weights
 
 PHASES = ("rollout", "score", "update", "step")
 SIDES = ("fast", "on-policy")

@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from onepolicy.build.components import build_parts
+from onepolicy.diagnose.engine_noise import sample, sample_again
+from onepolicy.diagnose.measure import measure_config
 from onepolicy.invariant.probe import start
-from onepolicy.loop.measure import measure_config
-from onepolicy.loop.resample import sample, sample_again
-from onepolicy.loop.scorer import Scorer, mismatch_of
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Parts
 from onepolicy.objective.advantages import outcomes
+from onepolicy.run.step import Parts
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
+from onepolicy.train.rescore import Scorer, mismatch_of
 from onepolicy.types import TokenBatch
 
 

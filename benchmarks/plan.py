@@ -33,9 +33,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import RunConfig, resolve
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dims import read_dims
-from onepolicy.plan.dry import DryModel, Micro
+from onepolicy.plan.dry import DryModel, Micro, Peak
 from onepolicy.plan.memory import compute_dtype, learner_memory
-from onepolicy.plan.peak import Peak
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack

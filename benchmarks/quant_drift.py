@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from gym_curves import ROOT, train
 
+from onepolicy.build.calibrate import FILE, calibrate, play_episodes
+from onepolicy.build.components import open_environment, resolve_model
+from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, RunConfig, load
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import warmup_examples
-from onepolicy.loop.calibrate import FILE, calibrate, play_episodes
-from onepolicy.loop.engines import build_engine
-from onepolicy.loop.setup import open_environment, resolve_model
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.tiny.model import save_policy, warm_up
 from onepolicy.train.checkpoint import folder_of
-from onepolicy.train.policy import save_policy, warm_up
 
 RECIPE = ROOT / "recipes" / "quant_int8.toml"
 STATIC = 'rollout.quant={format="int8", activations="static"}'

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 
+from onepolicy.build.calibrate import calibrate
+from onepolicy.build.components import build_parts
 from onepolicy.correct.predict import predict
-from onepolicy.loop.calibrate import calibrate
-from onepolicy.loop.measure import look, measure_config
-from onepolicy.loop.scorer import mismatch_of
-from onepolicy.loop.setup import build_parts
+from onepolicy.diagnose.measure import look, measure_config
+from onepolicy.train.rescore import mismatch_of
 
 FORMATS = {
     "bf16": (),

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from sync import big_model
 
+from onepolicy.build.components import build_parts
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Parts, rl_step
-from onepolicy.train.policy import make_tokenizer
+from onepolicy.run.step import Parts, rl_step
+from onepolicy.tiny.model import make_tokenizer
 
 TIMES = ("rollout", "score", "update", "sync", "step")
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from gym_curves import ROOT, train
 from quant_tables import Outcome, figures, table
 
-from onepolicy.loop.metrics import read_metrics
 from onepolicy.report.png import write_figures
+from onepolicy.run.log import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
 RATES = (6e-4, 4e-4, 3e-4, 2e-4, 1.5e-4, 1e-4, 5e-5)

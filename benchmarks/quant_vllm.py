@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from onepolicy.build.components import resolve_model
 from onepolicy.config import ModelConfig
-from onepolicy.loop.setup import resolve_model
 
 METHODS = ["fp8", "fp8_per_tensor", "fp8_per_channel", "experts_int8", "int8_per_channel_weight_only"]
 

@@ -33,9 +33,9 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay import Routers, bind_routers
 from onepolicy.replay.routers import CHECK_EVERY
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.tiny.model import make_model
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
-from onepolicy.train.policy import make_model
 from onepolicy.types import Group, RoutingTrace, Sample, TokenBatch
 
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}

@@ -22,10 +22,10 @@ from sync import CPU, MAX_LEN, saved, show
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.cluster.start import opened
 from onepolicy.config import HFEngineConfig, ModelConfig, resolve
-from onepolicy.loop.run import Progress
-from onepolicy.rollout.replicas import Replicas
+from onepolicy.launch.ray.connect import opened
+from onepolicy.rollout.fleet.replicas import Replicas
+from onepolicy.run.train import Progress
 
 
 class Written:

@@ -19,10 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from onepolicy.build.engines import build_engine
+from onepolicy.build.learner import resolve_model
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.loop.engines import build_engine
-from onepolicy.loop.learner import resolve_model
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.types import Sampling

@@ -27,16 +27,16 @@ from typing import Any
 import torch
 from turn_tables import markdown
 
+from onepolicy.build.components import build_parts
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.loop.evaluate import evaluate
-from onepolicy.loop.probe import measure
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Clock, learn, sample
 from onepolicy.objective.advantages import outcomes
 from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, axis, line
 from onepolicy.report.png import write_figures
-from onepolicy.sync.local import push_weights
+from onepolicy.run.evaluate import evaluate
+from onepolicy.run.step import Clock, learn, sample
+from onepolicy.run.step_metrics import measure
+from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Sampling
 

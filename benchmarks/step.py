@@ -33,11 +33,11 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from onepolicy.build.components import build_parts  # noqa: E402
+from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import resolve  # noqa: E402
-from onepolicy.loop.learner import resolve_model  # noqa: E402
-from onepolicy.loop.setup import build_parts  # noqa: E402
-from onepolicy.loop.step import rl_step  # noqa: E402
-from onepolicy.sync.local import push_weights  # noqa: E402
+from onepolicy.run.step import rl_step  # noqa: E402
+from onepolicy.sync.check import push_weights  # noqa: E402
 
 PROBLEMS, GROUP, NEW_TOKENS = 8, 8, 75
 PARTS = ("rollout", "score", "update", "sync")

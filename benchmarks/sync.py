@@ -29,9 +29,9 @@ import torch
 from engine import build_model
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from onepolicy.build.engines import build_engine
 from onepolicy.config import EngineConfig, HFEngineConfig, ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.loop.engines import build_engine
 from onepolicy.rollout.vllm.handshake import stamp_of
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.sync.checksum import Checksums

@@ -24,10 +24,10 @@ from turn_task import HELD_OUT, make_data, make_policy
 
 from onepolicy.config import EvalConfig, RunConfig, load
 from onepolicy.config.stored import read_config
-from onepolicy.loop import run as loop
-from onepolicy.loop.metrics import read_metrics
-from onepolicy.loop.standalone_eval import evaluate_model
 from onepolicy.report.png import write_figures
+from onepolicy.run import train as loop
+from onepolicy.run.eval_command import evaluate_model
+from onepolicy.run.log import read_metrics
 
 RECIPE = Path(__file__).with_suffix(".toml")
 ARMS = {

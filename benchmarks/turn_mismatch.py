@@ -22,19 +22,19 @@ from transformers import PreTrainedTokenizerBase
 from turn_tables import markdown, turn_curves, turn_table
 from turn_task import Chain, found, make_data, make_long_policy, make_policy, question, random_chain, search
 
+from onepolicy.build.components import build_pair
 from onepolicy.config import load
-from onepolicy.envs.chat import encode
-from onepolicy.envs.render import decode
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.chat_template import encode
+from onepolicy.envs.multiturn.render import decode
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.loop.probe import per_turn
-from onepolicy.loop.setup import build_pair
-from onepolicy.measure.breakdown import TURNS, turn_bins, turn_name
-from onepolicy.measure.routing import routing_disagreement
+from onepolicy.mismatch.breakdown import TURNS, turn_bins, turn_name
+from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.models.load import load_tokenizer
 from onepolicy.report.png import write_figures
 from onepolicy.report.turns import NATIVE, by_turn
 from onepolicy.rollout.collect import seed_of
+from onepolicy.run.step_metrics import per_turn
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, Sampling, TokenBatch
 

@@ -19,9 +19,9 @@ import torch
 from onepolicy.config import JsonlTask, ModelConfig, ReActTask, SearchTool
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.envs.dialogue import observation
+from onepolicy.envs.multiturn.tool_dialogue import observation
 from onepolicy.models.load import load_model, load_tokenizer
-from onepolicy.train.policy import Example, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.tiny.model import Example, make_model, make_tokenizer, save_policy, warm_up
 
 LINKS = 15  # of the longest problem: 16 turns
 CHAINS = 300  # of LINKS passages each, every one of which is the start of a training problem

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from onepolicy.config import HFEngineConfig
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.models.decode_attention import NAME, slab_attention
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Completion, Sampling

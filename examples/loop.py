@@ -15,16 +15,15 @@ import torch
 import onepolicy as op
 from onepolicy.config import HFEngineConfig, ModelConfig, ObjectiveConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.measure.routing import routing_disagreement
+from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit, outcomes
-from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares
+from onepolicy.objective.loss import policy_loss, slot_shares
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.tiny.model import make_model
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
-from onepolicy.train.policy import make_model
 from onepolicy.types import Completion, Group, Sample, Sampling
 
 WANTED, PROMPTS, SIBLINGS, LENGTH = 7, 4, 8, 16

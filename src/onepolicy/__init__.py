@@ -13,27 +13,27 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from onepolicy.config import CorrectionConfig, RunConfig, UsageError
-    from onepolicy.correct.diagnose import diagnose
     from onepolicy.correct.live import live_weights
     from onepolicy.correct.predict import predict
     from onepolicy.correct.presets import preset
     from onepolicy.correct.receipt import combine
     from onepolicy.correct.slots import slots
     from onepolicy.correct.weights import finish, partials, reweight
-    from onepolicy.measure.logprob import mismatch
-    from onepolicy.measure.routing import routing_disagreement
+    from onepolicy.mismatch.logprob import mismatch
+    from onepolicy.mismatch.routing import routing_disagreement
     from onepolicy.replay.alignment import check_alignment
     from onepolicy.replay.axes import trace_from
     from onepolicy.replay.checks import RoutingError
     from onepolicy.replay.padding import pad_routes, routes_of_generate, unpad_routes
     from onepolicy.replay.routers import Routers, bind_routers
     from onepolicy.types import RoutingTrace, Sample
+    from onepolicy.verdict.bug_signatures import diagnose
 
 _PUBLIC = {
     "CorrectionConfig": "onepolicy.config",
     "RunConfig": "onepolicy.config",
     "UsageError": "onepolicy.config",
-    "diagnose": "onepolicy.correct.diagnose",
+    "diagnose": "onepolicy.verdict.bug_signatures",
     "live_weights": "onepolicy.correct.live",
     "predict": "onepolicy.correct.predict",
     "preset": "onepolicy.correct.presets",
@@ -42,8 +42,8 @@ _PUBLIC = {
     "finish": "onepolicy.correct.weights",
     "partials": "onepolicy.correct.weights",
     "reweight": "onepolicy.correct.weights",
-    "mismatch": "onepolicy.measure.logprob",
-    "routing_disagreement": "onepolicy.measure.routing",
+    "mismatch": "onepolicy.mismatch.logprob",
+    "routing_disagreement": "onepolicy.mismatch.routing",
     "check_alignment": "onepolicy.replay.alignment",
     "trace_from": "onepolicy.replay.axes",
     "RoutingError": "onepolicy.replay.checks",

@@ -70,7 +70,7 @@ class Metered(Protocol):
     """An engine with numbers of its own for the run's log."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Of what it did since the last call (loop/metrics.py)."""
+        """Of what it did since the last call (run/log.py)."""
         ...
 
 

@@ -26,7 +26,7 @@ from onepolicy.envs import alphabet
 from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteRules, check_completion
 from onepolicy.sync.check import adopt, checked_push
-from onepolicy.train.policy import make_model, make_tokenizer, save_policy
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]

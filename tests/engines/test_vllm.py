@@ -28,7 +28,7 @@ from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import _VLLMBatch
 from onepolicy.rollout.vllm.start import has_monolithic_kernel
 from onepolicy.sync.check import checked_push
-from onepolicy.train.policy import make_model, make_tokenizer, save_policy
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
 
 pytestmark = pytest.mark.vllm

@@ -6,8 +6,8 @@ from vllm_support import recipe, rows, stock
 
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
-from onepolicy.loop import asynchronous
 from onepolicy.models.load import load_model
+from onepolicy.run import async_rollouts as asynchronous
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS = 6

@@ -1,4 +1,4 @@
-"""Each reader of rollout/vllm/contract.py against payloads made with that generation's own serialiser.
+"""Each reader of replay/payloads/vllm.py against payloads made with that generation's own serialiser.
 
 Not live runs: make_vllm_fixtures.py says what of each wheel made them. Versions that no CPU can run are covered by this
 alone; 0.30 runs live in test_vllm.py.
@@ -13,7 +13,7 @@ import pytest
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RouteRules, check_completion
-from onepolicy.rollout.vllm.contract import CONTRACTS, contract_of, trace_of
+from onepolicy.replay.payloads.vllm import CONTRACTS, contract_of, trace_of
 from onepolicy.types import Completion
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("vllm-*.json"))

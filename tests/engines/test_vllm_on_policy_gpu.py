@@ -11,12 +11,12 @@ import os
 
 import pytest
 
-from onepolicy.loop.measure import measure_config
-from onepolicy.loop.resample import sample, sample_again
-from onepolicy.loop.scorer import Scorer, mismatch_of
-from onepolicy.loop.setup import build_parts
+from onepolicy.build.components import build_parts
+from onepolicy.diagnose.engine_noise import sample, sample_again
+from onepolicy.diagnose.measure import measure_config
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
+from onepolicy.train.rescore import Scorer, mismatch_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
 

@@ -10,10 +10,10 @@ import os
 
 import pytest
 
-from onepolicy.loop.engine_check import check_pair
-from onepolicy.loop.learner import resolve_model
-from onepolicy.loop.measure import measure_config
-from onepolicy.loop.setup import build_pair, open_tokenizer
+from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.learner import resolve_model
+from onepolicy.diagnose.measure import measure_config
+from onepolicy.engine_check.command import check_pair
 from onepolicy.sync.check import checked_push
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]

@@ -30,9 +30,9 @@ from vllm_support import (
     stock,
 )
 
+from onepolicy.build.engines import build_engine
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
-from onepolicy.loop.engines import build_engine
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import handover
 from onepolicy.rollout.vllm import server as served

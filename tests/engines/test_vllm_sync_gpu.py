@@ -12,8 +12,8 @@ import os
 import pytest
 import torch
 
+from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMServerConfig
-from onepolicy.loop.engines import build_engine
 from onepolicy.models.load import load_model
 from onepolicy.types import Sampling
 

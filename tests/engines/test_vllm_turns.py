@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm_support import BLOCK, VOCAB, play, stock
 
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.types import Sampling
 
 pytestmark = pytest.mark.vllm

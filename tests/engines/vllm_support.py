@@ -12,15 +12,15 @@ import sys
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.loop.engines import build_engine
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.train.policy import make_tokenizer
+from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
 from waiting import wait_until
 

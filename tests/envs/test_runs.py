@@ -13,7 +13,7 @@ from envs_support import PRINTABLE
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.train.policy import make_model, make_tokenizer, save_policy
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 
 pytestmark = pytest.mark.envs
 TASKS = {

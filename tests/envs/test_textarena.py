@@ -10,7 +10,7 @@ from envs_support import play, tokenizer_of
 
 from onepolicy.config import TextArenaTask, UsageError
 from onepolicy.envs import build, warmup_examples
-from onepolicy.envs.adapters.global_random import GlobalRandom
+from onepolicy.envs.adapters.textarena import GlobalRandom
 
 pytestmark = pytest.mark.envs
 USER = (

@@ -5,8 +5,8 @@ import shutil
 import pytest
 from faults_support import assert_complete, assert_same_run
 
+from onepolicy.build import engines
 from onepolicy.cli import main
-from onepolicy.loop import engines
 from onepolicy.train import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

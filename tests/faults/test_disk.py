@@ -18,8 +18,8 @@ from faults_support import (
 )
 
 from onepolicy.config import TrainingError
-from onepolicy.loop.metrics import read_metrics
-from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.run.log import read_metrics
+from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.train import checkpoint
 
 FULL = r"No space left on device|is the disk full"

@@ -28,9 +28,9 @@ from faults_support import (
 from relay import Relay
 
 from onepolicy.config import TrainingError, load
-from onepolicy.loop import run
-from onepolicy.loop.hosts import Hosts
-from onepolicy.loop.ranks import launch_here
+from onepolicy.launch.launcher import Hosts
+from onepolicy.launch.ranks import launch_here
+from onepolicy.run import train as run
 from onepolicy.train.sharded.channel import advertised, read_advertised
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]

@@ -9,7 +9,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet, warmup_examples
-from onepolicy.train.policy import make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 from small_recipe import write_recipe
 
 SMALL = PolicyConfig(

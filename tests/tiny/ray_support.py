@@ -7,15 +7,15 @@ from contextlib import contextmanager
 import pytest
 from conftest import rows
 
-from onepolicy.cluster import start
+from onepolicy.launch.ray import connect as start
 
 start.prepare(own=True)
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from onepolicy.cluster import hosts  # noqa: E402
-from onepolicy.cluster.engine import RemoteEngine  # noqa: E402
-from onepolicy.cluster.place import Where  # noqa: E402
+from onepolicy.launch.ray import actors as hosts  # noqa: E402
+from onepolicy.launch.ray.placement import Where  # noqa: E402
+from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 
 RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout=240"]
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from test_resume import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
 
 from onepolicy.cli import main
-from onepolicy.loop import run as loop
 from onepolicy.report.terminal import summary_table
+from onepolicy.run import train as loop
 
 OWN = ("staleness/", "mismatch/k3_staleness")
 

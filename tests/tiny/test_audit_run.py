@@ -11,10 +11,10 @@ from test_measure_command import SETTINGS, Planted
 
 from onepolicy.audit.export import write_step
 from onepolicy.audit.run import audit
+from onepolicy.build import components as setup
 from onepolicy.cli import main
-from onepolicy.loop import setup
-from onepolicy.loop.measure import _open, look, measure_config
-from onepolicy.sync.local import push_weights
+from onepolicy.diagnose.measure import _open, look, measure_config
+from onepolicy.sync.check import push_weights
 
 EVERY_STEP = (
     "log.counterfactual_every=1",

@@ -7,10 +7,10 @@ import pytest
 import torch
 from models import make
 
+from onepolicy.build import engines
 from onepolicy.cli import main
-from onepolicy.loop import engines
+from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import optim
-from onepolicy.train.policy import make_tokenizer
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
+from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
-from onepolicy.train.policy import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from onepolicy.config import load
 from onepolicy.envs import alphabet
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best
-from onepolicy.train.policy import make_tokenizer
+from onepolicy.tiny.model import make_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "cluster"
 FAMILIES = {

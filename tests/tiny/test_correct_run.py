@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from conftest import rows
 
+from onepolicy.build.engines import check_engine
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.correction import presets
 from onepolicy.correct.presets import preset
 from onepolicy.interfaces import EngineCaps
-from onepolicy.loop.engines import check_engine
 
 
 def test_the_receipt_of_a_run(train, capsys):

@@ -9,12 +9,12 @@ import torch
 from engine_support import teacher_forced
 from test_measure_command import SETTINGS
 
+from onepolicy.build.components import build_pair, open_tokenizer
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
-from onepolicy.loop.engine_check import NAMES, check_pair
-from onepolicy.loop.engine_probe import checked_probabilities
-from onepolicy.loop.measure import measure_config
-from onepolicy.loop.setup import build_pair, open_tokenizer
+from onepolicy.diagnose.measure import measure_config
+from onepolicy.engine_check.checks import checked_probabilities
+from onepolicy.engine_check.command import NAMES, check_pair
 from onepolicy.models.load import load_model
 from onepolicy.rollout.hf.engine import HFEngine
 

@@ -8,7 +8,7 @@ from engine_support import engine_of, prompts, ragged, run, teacher_forced
 from models import make
 from test_engine_own_cache import make as make_recurrent
 
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.replay.routers import bind_routers
 from onepolicy.types import Sampling
 

@@ -11,10 +11,9 @@ from test_learner import batch_of, learner_of, one_step
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from onepolicy.build.components import build_parts
+from onepolicy.build.engines import load_copy
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
-from onepolicy.loop.engines import load_copy
-from onepolicy.loop.scorer import variant
-from onepolicy.loop.setup import build_parts
 from onepolicy.models.fp32_head import Fp32Head, install, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
@@ -23,6 +22,7 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm.start import refuse_rounded_head
 from onepolicy.train.forward import forward
 from onepolicy.train.pack import pack
+from onepolicy.train.rescore import variant
 from onepolicy.types import Sampling
 
 BF16 = HFEngineConfig(dtype="bfloat16", lm_head="float32", slots=4)

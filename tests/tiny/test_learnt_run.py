@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import rows
 
-from onepolicy.loop import step as stepping
+from onepolicy.run import step as stepping
 
 SHORT = ("steps=4", "eval.every=0", "log.counterfactual_every=0", "log.report=true")
 

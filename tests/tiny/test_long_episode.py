@@ -13,7 +13,7 @@ from models import CONFIGS, VOCAB
 from transformers import AutoModelForCausalLM
 
 from onepolicy.config import HFEngineConfig
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine

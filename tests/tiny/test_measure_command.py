@@ -8,13 +8,13 @@ import pytest
 import torch
 from models import make
 
+from onepolicy.build.components import build_parts
+from onepolicy.build.learner import resolve_model
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.loop.learner import resolve_model
-from onepolicy.loop.measure import measure_config, measure_parts
-from onepolicy.loop.measured import to_tree
-from onepolicy.loop.setup import build_parts
-from onepolicy.train.policy import make_dense, make_model
+from onepolicy.diagnose.measure import measure_config, measure_parts
+from onepolicy.diagnose.result import to_tree
+from onepolicy.tiny.model import make_dense, make_model
 
 SETTINGS = [
     "task.kind=chain",

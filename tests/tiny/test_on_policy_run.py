@@ -11,17 +11,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.own import bitwise
+from onepolicy.build.components import build_parts
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
+from onepolicy.diagnose.bitwise import measure_bitwise
+from onepolicy.diagnose.measure import measure_config
 from onepolicy.invariant.contract import agree
 from onepolicy.invariant.fingerprint import digest
-from onepolicy.loop import folder
-from onepolicy.loop.measure import measure_config
-from onepolicy.loop.measure_bitwise import measure_bitwise
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import rl_step
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, said, summary
+from onepolicy.run import run_folder as folder
+from onepolicy.run.step import rl_step
 
 ON = ("numerics=on-policy", "eval.every=0", "steps=2")
 

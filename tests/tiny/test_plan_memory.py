@@ -13,7 +13,8 @@ from models import CONFIGS, make
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
 from onepolicy.models import experts
-from onepolicy.plan import dry, stand_ins
+from onepolicy.plan import dry
+from onepolicy.plan import dry as stand_ins
 from onepolicy.plan.dims import config_of, read_dims, route_bytes
 from onepolicy.plan.dry import DryModel, Micro
 from onepolicy.plan.engine import slab_bytes, weights_of

@@ -8,9 +8,8 @@ from models import make
 from onepolicy.cli import main
 from onepolicy.config import Fp8, Fp8Weight, Int8
 from onepolicy.models import decode_experts
-from onepolicy.models.quant.formats import e4m3_rows, int8_rows
+from onepolicy.models.quant.formats import check_device, e4m3_product, e4m3_rows, int8_product, int8_rows
 from onepolicy.models.quant.install import check_kernels
-from onepolicy.models.quant.products import check_device, e4m3_product, int8_product
 from onepolicy.rollout.hf.engine import quantise_policy
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from engine_support import check_against_stock, prompts, ragged, run
 from models import MOE, make
 from torch import nn
 
+from onepolicy.build.engines import load_copy
 from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, ModelConfig, RolloutConfig, Simulated, UsageError
-from onepolicy.loop.engines import load_copy
 from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.install import check_kernels, quantise
 from onepolicy.models.quant.layers import Int8Linear

@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from test_learner import BASE, batch_of
 from transformers import AutoModelForCausalLM
 
+from onepolicy.build.learner import build_learner
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.model import ModelConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.loop import ranks
-from onepolicy.loop.learner import build_learner
+from onepolicy.launch import ranks
+from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.objective.advantages import credit
-from onepolicy.rollout.names import CheckpointNames
 from onepolicy.sync import broadcast
 from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
-from onepolicy.train.policy import make_tokenizer
 from onepolicy.train.sharded import learner as sharded
 from onepolicy.train.sharded.export import export
 from onepolicy.train.sharded.rank import RankLearner

@@ -16,7 +16,7 @@ from test_ranks import CASES, assert_equal_steps
 
 from onepolicy.cli import main
 from onepolicy.config import resolve
-from onepolicy.loop import ranks
+from onepolicy.launch import ranks
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded.channel import RankLost
 from waiting import wait_until

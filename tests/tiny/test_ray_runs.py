@@ -20,7 +20,7 @@ from ray_support import RAY, kill_in_the_middle, repeated, start_noting
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.cluster.engine import RemoteEngine
+from onepolicy.launch.ray.remote_engine import RemoteEngine
 from onepolicy.sync.broadcast import Sender
 from onepolicy.train import checkpoint
 

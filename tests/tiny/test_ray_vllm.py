@@ -13,7 +13,7 @@ from onepolicy.cli import main
 from onepolicy.config import ModelConfig, VLLMEngineConfig
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.replicas import Replicas
+from onepolicy.rollout.fleet.replicas import Replicas
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.train import checkpoint
 from onepolicy.types import Sampling

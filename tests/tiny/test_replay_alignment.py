@@ -17,18 +17,18 @@ from test_learner import batch_of, learner_of, one_step
 from torch import Tensor
 
 from onepolicy import bind_routers
+from onepolicy.build.components import build_parts
 from onepolicy.config import UsageError, resolve
-from onepolicy.loop.metrics import is_known
-from onepolicy.loop.probe import measure, per_layer, repeat, variation
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Parts, rl_step
-from onepolicy.measure.routing import routing_agreement
+from onepolicy.mismatch.routing import routing_agreement
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, windows
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
-from onepolicy.sync.local import push_weights
+from onepolicy.run.log import is_known
+from onepolicy.run.step import Parts, rl_step
+from onepolicy.run.step_metrics import measure, per_layer, repeat, variation
+from onepolicy.sync.check import push_weights
 from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch

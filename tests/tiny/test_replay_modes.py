@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onepolicy import bind_routers
+from onepolicy.build.engines import check_engine
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, UsageError, resolve
 from onepolicy.interfaces import EngineCaps
-from onepolicy.loop.engines import check_engine
 from onepolicy.replay import Routers, RoutingError
 from onepolicy.replay.modes import soften
 from onepolicy.rollout.hf.engine import HFEngine

@@ -13,7 +13,7 @@ from models import make
 from test_learner import batch_of, learner_of
 
 from onepolicy.config import UsageError
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.train.pack import pack

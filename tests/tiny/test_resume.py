@@ -14,7 +14,7 @@ from conftest import rows, timeless
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.loop import folder
+from onepolicy.run import run_folder as folder
 from onepolicy.train import checkpoint
 
 EVERY = ["checkpoint.every=1", "optim.lr=1e-5"]  # a hundred steps at 1e-3 and the routers collapse

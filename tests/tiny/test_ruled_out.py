@@ -10,7 +10,7 @@ from test_learner import batch_of, learner_of, one_step
 from onepolicy.config import UsageError
 from onepolicy.correct.live import centered_score
 from onepolicy.correct.presets import preset
-from onepolicy.loop.engine_probe import HOT, support, temperature
+from onepolicy.engine_check.checks import HOT, support, temperature
 from onepolicy.models import prepare
 from onepolicy.train.forward import entropy_of
 

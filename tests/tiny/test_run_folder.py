@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onepolicy.cli import main
-from onepolicy.loop import run as run_loop
+from onepolicy.run import train as run_loop
 
 
 @pytest.fixture(scope="module")

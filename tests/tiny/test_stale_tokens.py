@@ -6,14 +6,14 @@ import statistics
 import pytest
 import torch
 
+from onepolicy.build.components import build_parts
 from onepolicy.config import ModelConfig, load
-from onepolicy.loop.setup import build_parts
-from onepolicy.loop.step import Clock, learn, sample
 from onepolicy.models.load import load_model
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
-from onepolicy.sync.local import push_weights
+from onepolicy.run.step import Clock, learn, sample
+from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 
 SETTINGS = [

@@ -3,7 +3,7 @@
 import pytest
 
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.train.policy import make_model, make_tokenizer, warm_up
+from onepolicy.tiny.model import make_model, make_tokenizer, warm_up
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.audit.check import assemble
 from onepolicy.audit.judge import Audited, judge
-from onepolicy.audit.schema import Ragged
+from onepolicy.audit.schema import Ragged, assemble
 from onepolicy.audit.tally import Tally
 from onepolicy.config import UsageError
 

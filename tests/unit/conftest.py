@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Retries come at once."""
-    from onepolicy.rollout import http
+    from onepolicy.rollout.servers import http
 
     monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
 

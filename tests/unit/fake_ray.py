@@ -5,9 +5,9 @@ import asyncio
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from onepolicy.cluster import replica
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
+from onepolicy.launch.ray import replica_actor as replica
 from onepolicy.types import Completion
 
 

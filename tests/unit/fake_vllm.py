@@ -21,9 +21,9 @@ from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.rollout.vllm.worker import shape_of
-from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, difference
+from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from waiting import LIMIT_S, until
 

@@ -10,8 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from onepolicy.config import resolve
-from onepolicy.loop.metrics import RunLog, read_metrics
-from onepolicy.loop.summary import summarise
+from onepolicy.run.log import RunLog, read_metrics
+from onepolicy.run.summary import summarise
 
 LAYERS, TOP_K = 8, 4
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onepolicy.build import learner
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.loop import asynchronous, learner
-from onepolicy.loop.asynchronous import Ahead, staleness
-from onepolicy.loop.probe import per_staleness
-from onepolicy.loop.step import Rollouts
+from onepolicy.run import async_rollouts as asynchronous
+from onepolicy.run.async_rollouts import Ahead, staleness
+from onepolicy.run.step import Rollouts
+from onepolicy.run.step_metrics import per_staleness
 from onepolicy.types import Group, Sample
 
 

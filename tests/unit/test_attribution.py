@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.correct.diagnose import Diagnosis, Finding
-from onepolicy.correct.verdict import CAUSES, Gap, verdict
-from onepolicy.measure.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.measure.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
-from onepolicy.measure.logprob import mismatch
+from onepolicy.mismatch.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
+from onepolicy.mismatch.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
+from onepolicy.mismatch.logprob import mismatch
+from onepolicy.verdict.bug_signatures import Diagnosis, Finding
+from onepolicy.verdict.rules import CAUSES, Gap, verdict
 
 CLEAN = Diagnosis(0.01, ())
 

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from onepolicy.audit import tally as tally_module
-from onepolicy.audit.compare import compared
 from onepolicy.audit.figures import extreme_curve, figures
 from onepolicy.audit.judge import onset_of_divergence
+from onepolicy.audit.report import compared
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.sketch import Sketch
 from onepolicy.cli import main
-from onepolicy.correct.verdict import CAUSES
-from onepolicy.measure.logprob import mismatch
+from onepolicy.mismatch.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
+from onepolicy.verdict.rules import CAUSES
 
 
 def audited(tmp_path: Path, rows: list[dict]):

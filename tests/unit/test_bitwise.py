@@ -5,7 +5,7 @@ import torch
 from objective_support import batch, group
 
 from onepolicy.config import TrainingError
-from onepolicy.loop.bitwise import differing, require_equal
+from onepolicy.invariant.require_equal import differing, require_equal
 from onepolicy.types import RoutingTrace
 
 OURS = '{"torch": "x"}'

@@ -11,9 +11,9 @@ from objective_support import group
 
 from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import EpisodeError, Problem
-from onepolicy.loop.evaluate import evaluate
 from onepolicy.objective.advantages import compare, outcomes
 from onepolicy.rollout.collect import collect, seed_of
+from onepolicy.run.evaluate import evaluate
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Group, Sampling
 

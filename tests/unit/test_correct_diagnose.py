@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.correct.diagnose import Diagnosis, diagnose
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 40, 60
 

@@ -9,7 +9,7 @@ import onepolicy.correct.slots as slots_module
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.plan.peak import Peak
+from onepolicy.plan.dry import Peak
 
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])

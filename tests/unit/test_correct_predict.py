@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from onepolicy.build import components as setup
 from onepolicy.config import CorrectionConfig, UsageError, resolve
 from onepolicy.config.correction import presets
 from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.loop import run, setup
-from onepolicy.loop.run import Progress
+from onepolicy.run import train as run
+from onepolicy.run.train import Progress
 
 
 @pytest.mark.parametrize(

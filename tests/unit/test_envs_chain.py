@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from onepolicy.config import ChainTask
 from onepolicy.envs import alphabet, warmup_examples
-from onepolicy.envs.chain import ALPHABET, Chain, corrupted_solution, problem, solution
-from onepolicy.envs.keyed import rng_of, split_of
+from onepolicy.envs.tasks.chain import ALPHABET, Chain, corrupted_solution, problem, solution
+from onepolicy.envs.tasks.seeding import rng_of, split_of
 
 
 @pytest.mark.parametrize(

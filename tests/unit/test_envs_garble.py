@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onepolicy.envs.garble import garbled
+from onepolicy.envs.warmup.noise import garbled
 
 
 def test_kinds_are_kept_and_the_rest_is_untouched():

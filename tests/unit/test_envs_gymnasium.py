@@ -10,9 +10,8 @@ from gymnasium import spaces
 
 from onepolicy.config import GymnasiumTask, UsageError
 from onepolicy.envs import build, warmup_examples
-from onepolicy.envs.adapters.gymnasium import World, in_words
+from onepolicy.envs.adapters.gymnasium import NoText, World, check_observation, describe, expected, in_words, parse
 from onepolicy.envs.adapters.seeded import scaled
-from onepolicy.envs.adapters.spaces import NoText, check_observation, describe, expected, parse
 from onepolicy.interfaces import EpisodeError
 
 LAKE = {"id": "FrozenLake-v1", "params": {"is_slippery": False}, "returns": (0, 1)}
@@ -251,7 +250,7 @@ def test_worked_walks_are_what_the_environment_plays():
 
 def test_plans_weigh_the_slips():
     """On slipping ice the best first step from the start is into the wall: left is worth most."""
-    from onepolicy.envs.adapters.planned import plan
+    from onepolicy.envs.warmup.gridworlds import plan
 
     best = plan(World(GymnasiumTask(id="FrozenLake-v1", returns=(0, 1))))
     assert best[0].tolist() == [True, False, False, False]

@@ -8,7 +8,7 @@ import pytest
 from onepolicy.config import JsonlTask, UsageError, resolve
 from onepolicy.config.problems import read_rows
 from onepolicy.envs import alphabet, warmup_examples
-from onepolicy.envs.jsonl import Jsonl
+from onepolicy.envs.tasks.jsonl import Jsonl
 
 GOOD = '{"prompt": "1+1", "answer": "2"}'
 

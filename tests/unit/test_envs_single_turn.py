@@ -6,8 +6,8 @@ from envs_support import TEMPLATE, make_tokenizer, scripted
 
 from onepolicy.config import ChainTask, GymTask, JsonlTask, UsageError
 from onepolicy.envs import SingleTurn, alphabet, build
-from onepolicy.envs.chain import solution
-from onepolicy.envs.render import check_length, decode, render
+from onepolicy.envs.multiturn.render import check_length, decode, render
+from onepolicy.envs.tasks.chain import solution
 from onepolicy.interfaces import Environment, Problem
 
 

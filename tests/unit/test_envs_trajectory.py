@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from onepolicy.envs.trajectory import Trajectory
+from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.types import Completion, RouteSpan, RoutingTrace
 
 

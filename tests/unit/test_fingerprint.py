@@ -11,7 +11,7 @@ from objective_support import batch as packed
 
 from onepolicy.config import TrainingError
 from onepolicy.invariant.fingerprint import ENVIRONMENT, cannot_claim, differences, digest, fingerprint
-from onepolicy.loop.bitwise import require_equal
+from onepolicy.invariant.require_equal import require_equal
 from onepolicy.types import all_known
 
 CPU = torch.device("cpu")

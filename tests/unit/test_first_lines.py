@@ -144,7 +144,7 @@ def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
 
 @pytest.mark.parametrize("parent", [None, {"run": "runs/a", "step": 7}])
 def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(tmp_path, parent, monkeypatch):
-    from onepolicy.loop import folder
+    from onepolicy.run import run_folder as folder
 
     (tmp_path / "run.json").write_text("{}")
     monkeypatch.setattr(folder, "read_parent", lambda run: parent)

@@ -23,7 +23,7 @@ from onepolicy.audit.schema import Block
 from onepolicy.config import UsageError
 from onepolicy.config.problems import read_rows
 from onepolicy.config.task import CalculatorTool
-from onepolicy.envs.dialogue import ChatReAct, PlainReAct, Turn
+from onepolicy.envs.multiturn.tool_dialogue import ChatReAct, PlainReAct, Turn
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
 from onepolicy.report.jsonl import read_jsonl

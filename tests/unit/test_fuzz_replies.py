@@ -12,9 +12,9 @@ import torch
 
 from fuzz import FAST, SLOW, Damage, survives
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.body import Malformed, as_json
+from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.rollout.servers.replies import Malformed, as_json
 from onepolicy.rollout.sglang.contract import Asked, Model, parse
-from onepolicy.rollout.vllm.contract import contract_of
 from onepolicy.rollout.vllm.reply import Reader
 from onepolicy.types import Completion, RoutingTrace, Sampling
 

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from onepolicy.envs import grade
-from onepolicy.envs.arithmetic_only import harmless
-from onepolicy.envs.grade import MathGrader, answer_text, exact
+from onepolicy.envs.tasks import grading as grade
+from onepolicy.envs.tasks.grading import MathGrader, answer_text, exact
+from onepolicy.envs.tasks.safe_expression import harmless
 from waiting import LIMIT_S
 
 

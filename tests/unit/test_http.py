@@ -11,9 +11,9 @@ import pytest
 from http_support import Reply, Server, first
 
 from onepolicy.config import NotThere, TrainingError, UsageError
-from onepolicy.rollout import http
-from onepolicy.rollout.body import read_body
-from onepolicy.rollout.http import Counters, EngineClient, EngineLost, Malformed
+from onepolicy.rollout.servers import http
+from onepolicy.rollout.servers.http import Counters, EngineClient, EngineLost, Malformed
+from onepolicy.rollout.servers.replies import read_body
 from waiting import LIMIT_S, wait_until
 
 

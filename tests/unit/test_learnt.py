@@ -8,12 +8,12 @@ from report_run import make_fixture_run
 from rich.console import Console
 
 from onepolicy.config import resolve
-from onepolicy.loop.learnt import EXCERPT, PATIENCE, Watch, nothing_learnt
-from onepolicy.loop.progress import terminal_progress
-from onepolicy.loop.summary import summarise
 from onepolicy.report.html import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import unlearnt
+from onepolicy.run.learning_check import EXCERPT, PATIENCE, Watch, nothing_learnt
+from onepolicy.run.progress import terminal_progress
+from onepolicy.run.summary import summarise
 
 BASE = {"out": "x", "steps": 8, "model": {"path": "m"}, "task": {"kind": "chain"}, "eval": {"every": 0}}
 JSONL = {"task": {"kind": "jsonl", "path": "x.jsonl", "answer_prefix": "A:"}}

@@ -18,7 +18,7 @@ from torch import Tensor
 import onepolicy as op
 import onepolicy.correct.slots as slots_module
 from onepolicy.config.correction import presets
-from onepolicy.plan.peak import Peak
+from onepolicy.plan.dry import Peak
 from onepolicy.types import RoutingTrace
 
 LENGTHS = [40, 25, 33, 2]

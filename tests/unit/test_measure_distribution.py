@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepolicy.measure.distribution import distances
+from onepolicy.mismatch.distribution import distances
 
 
 def of(p, q, top):

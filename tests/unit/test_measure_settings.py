@@ -7,7 +7,7 @@ from onepolicy.config import PromptsTask, UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.measure import engine_settings, kinds, prompt_settings
 from onepolicy.envs import build, warmup_examples
-from onepolicy.envs.prompts import read_prompts
+from onepolicy.envs.tasks.jsonl import read_prompts
 
 
 def test_an_engine_of_this_process():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.loop.metrics import METRICS, RunLog, is_known, read_metrics, truncate_after
+from onepolicy.run.log import METRICS, RunLog, is_known, read_metrics, truncate_after
 
 
 def lines(path):

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.correct.diagnose import Diagnosis, diagnose
-from onepolicy.correct.verdict import Gap, verdict
-from onepolicy.loop import engine_check, engine_sync, scorer
-from onepolicy.loop.engine_probe import Check
-from onepolicy.loop.measure import _beyond, _stale
-from onepolicy.rollout.probabilities import check_probabilities
+from onepolicy.diagnose.measure import _beyond, _stale
+from onepolicy.engine_check import command as engine_check
+from onepolicy.engine_check import weight_sync as engine_sync
+from onepolicy.engine_check.checks import Check
+from onepolicy.rollout.servers.logprob_check import check_probabilities
 from onepolicy.sync import check as sync_check
+from onepolicy.train import rescore as scorer
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.rules import Gap, verdict
 
 NAN, INF = math.nan, math.inf
 
@@ -175,7 +177,7 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
 
 
 def test_findings_stay_where_the_refit_is_nan(monkeypatch):
-    monkeypatch.setattr("onepolicy.loop.measure.k3_of", lambda batch: 1.0)
+    monkeypatch.setattr("onepolicy.diagnose.measure.k3_of", lambda batch: 1.0)
     why = SimpleNamespace(aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0))
     seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
     assert _beyond(seen) == ()

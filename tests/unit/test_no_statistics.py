@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onepolicy.cluster import start
+from onepolicy.launch.ray import connect as start
 from onepolicy.no_statistics import OFF
 from onepolicy.rollout.vllm import serve
 
@@ -23,7 +23,13 @@ def test_what_is_switched_off():
 
 @pytest.mark.parametrize("exported", [{}, ON])
 @pytest.mark.parametrize(
-    "first", ["import onepolicy", "import onepolicy.cli", "import onepolicy.config", "import onepolicy.cluster.replica"]
+    "first",
+    [
+        "import onepolicy",
+        "import onepolicy.cli",
+        "import onepolicy.config",
+        "import onepolicy.launch.ray.replica_actor",
+    ],
 )
 def test_whoever_imports_us(first, exported):
     """The command line, learner ranks and Ray's actors."""

@@ -15,8 +15,7 @@ from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
 from onepolicy.objective.advantages import credit, outcomes
-from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares
+from onepolicy.objective.loss import policy_loss, slot_shares
 from onepolicy.types import TokenBatch
 
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28)

@@ -13,10 +13,10 @@ from objective_support import batch, group
 
 from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import Problem
-from onepolicy.loop.step import rollout_metrics
 from onepolicy.objective.advantages import compare, credit, has_signal, outcomes, overlong, whiten
 from onepolicy.objective.gae import gae, returns_to_go, value_loss
 from onepolicy.rollout import collect as collecting
+from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group, Sample
 
 RLOO = ObjectiveConfig(baseline="leave-one-out", normalise="none")

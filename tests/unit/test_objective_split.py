@@ -16,8 +16,7 @@ from onepolicy.config import ObjectiveConfig, UsageError, resolve
 from onepolicy.config.objective import objective_presets
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.weights import reweight
-from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares
+from onepolicy.objective.loss import policy_loss, slot_shares
 from onepolicy.types import TokenBatch
 
 PRESETS = list(objective_presets())

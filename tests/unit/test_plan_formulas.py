@@ -17,8 +17,7 @@ from onepolicy.plan.dims import Attention, Dims, known, route_bytes
 from onepolicy.plan.dry import Held
 from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
 from onepolicy.plan.hardware import Constant, parse_cluster
-from onepolicy.plan.memory import gathered, learner_memory, start_memory
-from onepolicy.plan.save import save_of
+from onepolicy.plan.memory import gathered, learner_memory, save_of, start_memory
 from onepolicy.plan.times import decode, learning, rollout, sync, sync_way
 from onepolicy.plan.traffic import traffic_of
 from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of

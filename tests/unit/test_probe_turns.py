@@ -8,8 +8,8 @@ import pytest
 import torch
 from objective_support import batch
 
-from onepolicy.loop.metrics import is_known
-from onepolicy.loop.probe import per_turn
+from onepolicy.run.log import is_known
+from onepolicy.run.step_metrics import per_turn
 
 
 def scored(turns: list[int], log_rho: list[float]):

@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepolicy.models.quant import experts as quant_experts
-from onepolicy.models.quant.activations import Static, staleness
-from onepolicy.models.quant.experts import E4M3Experts, Int8Experts
+from onepolicy.models.quant import layers as quant_experts
 from onepolicy.models.quant.formats import E4M3, E4M3_UNIT, e4m3_rows, fake, from_e4m3, int8_rows
-from onepolicy.models.quant.layers import E4M3Linear, Int8Linear, QuantEmbedding
+from onepolicy.models.quant.install import Static, staleness
+from onepolicy.models.quant.layers import E4M3Experts, E4M3Linear, Int8Experts, Int8Linear, QuantEmbedding
 
 MODULE = SimpleNamespace(has_bias=False, has_gate=False, act_fn=torch.tanh)
 

@@ -7,12 +7,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepolicy.config import Fp8, Fp8Weight, Int8, UsageError
-from onepolicy.models.quant import experts as quant_experts
-from onepolicy.models.quant.activations import Static
-from onepolicy.models.quant.experts import E4M3CodedExperts, Int8Experts, Rows
-from onepolicy.models.quant.formats import e4m3_rows, int8_rows
-from onepolicy.models.quant.layers import E4M3Linear, Int8Linear, QuantEmbedding
-from onepolicy.models.quant.products import ROWS, check_device, check_shape, e4m3_product, padded_int8_product
+from onepolicy.models.quant import layers as quant_experts
+from onepolicy.models.quant.formats import (
+    ROWS,
+    check_device,
+    check_shape,
+    e4m3_product,
+    e4m3_rows,
+    int8_rows,
+    padded_int8_product,
+)
+from onepolicy.models.quant.install import Static
+from onepolicy.models.quant.layers import E4M3CodedExperts, E4M3Linear, Int8Experts, Int8Linear, QuantEmbedding, Rows
 
 CUDA = torch.device("cuda")
 

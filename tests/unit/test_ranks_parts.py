@@ -358,7 +358,7 @@ def test_settings_that_cannot_take_effect(settings, words):
 
 
 def test_torchrun_says_how_many_ranks(monkeypatch):
-    from onepolicy.loop.ranks import effective
+    from onepolicy.launch.ranks import effective
 
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert effective(plain).train.ranks == 0

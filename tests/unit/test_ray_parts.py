@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from onepolicy.cluster import start
+from onepolicy.launch.ray import connect as start
 
 start.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 
-from onepolicy.cluster.hosts import contract_of  # noqa: E402
-from onepolicy.cluster.place import Needs  # noqa: E402
-from onepolicy.cluster.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests  # noqa: E402
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
 from onepolicy.invariant.contract import Contract  # noqa: E402
+from onepolicy.launch.ray.actors import contract_of  # noqa: E402
+from onepolicy.launch.ray.placement import Needs  # noqa: E402
+from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}

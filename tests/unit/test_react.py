@@ -9,11 +9,12 @@ import pytest
 from envs_support import FORGETFUL, HERMES, make_tokenizer, play, tokenizer_of
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
-from onepolicy.envs import alphabet, build, react_warmup
-from onepolicy.envs.dialogue import Call, ChatReAct, PlainReAct
+from onepolicy.envs import alphabet, build
+from onepolicy.envs.multiturn.tool_dialogue import Call, ChatReAct, PlainReAct
 from onepolicy.envs.tools import build_tools
+from onepolicy.envs.warmup import react as react_warmup
 from onepolicy.interfaces import EpisodeError, Problem
-from onepolicy.loop.step import rollout_metrics
+from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group
 
 PRODUCTS = {"kind": "gym", "name": "products", "params": {"min_digits": 2, "max_digits": 2}}

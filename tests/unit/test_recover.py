@@ -8,14 +8,18 @@ import torch
 from fake_vllm import GENERATE, VOCAB, connected, embedding
 from http_support import Reply, Server
 
+from onepolicy.build import components as setup
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
-from onepolicy.loop import asynchronous, folder, recover, run, setup
-from onepolicy.loop.asynchronous import Ahead
-from onepolicy.loop.recover import outlive, wait_for_server
-from onepolicy.loop.step import Rollouts
 from onepolicy.rollout.collect import together
-from onepolicy.rollout.http import EngineLost
+from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.run import async_rollouts as asynchronous
+from onepolicy.run import recovery as recover
+from onepolicy.run import run_folder as folder
+from onepolicy.run import train as run
+from onepolicy.run.async_rollouts import Ahead
+from onepolicy.run.recovery import outlive, wait_for_server
+from onepolicy.run.step import Rollouts
 from onepolicy.sync.check import adopt
 from onepolicy.train.learner import LocalLearner
 from onepolicy.types import Sampling
@@ -72,7 +76,7 @@ def down(fake, requests):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """[seconds]: what the clock of onepolicy.loop.recover says. It goes on by one at every look."""
+    """[seconds]: what the clock of onepolicy.run.recovery says. It goes on by one at every look."""
     now = [0.0]
 
     def look():

@@ -8,23 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepolicy.cluster import start
+from onepolicy.launch.ray import connect as start
 
 start.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 from fake_ray import Actor, Engine  # noqa: E402
 
-from onepolicy.cluster import engine as remote  # noqa: E402
-from onepolicy.cluster import replica  # noqa: E402
-from onepolicy.cluster.engine import RemoteEngine  # noqa: E402
-from onepolicy.cluster.wire import Request, decode_answers, encode_requests  # noqa: E402
 from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.interfaces import EngineCaps  # noqa: E402
-from onepolicy.rollout.http import EngineLost  # noqa: E402
-from onepolicy.rollout.replicas import Replicas  # noqa: E402
-from onepolicy.rollout.weight_files import WeightFiles, Written  # noqa: E402
+from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
+from onepolicy.launch.ray import replica_actor as replica  # noqa: E402
+from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
+from onepolicy.launch.ray.wire import Request, decode_answers, encode_requests  # noqa: E402
+from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
+from onepolicy.rollout.servers.http import EngineLost  # noqa: E402
 from onepolicy.sync.checksum import Checksums  # noqa: E402
+from onepolicy.sync.weight_files import WeightFiles, Written  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
 from waiting import LIMIT_S, until  # noqa: E402
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.broadcast import Broadcast
-from onepolicy.rollout.http import EngineLost
-from onepolicy.rollout.replicas import Replicas, chosen, common_caps
-from onepolicy.rollout.weight_files import WeightFiles, Written, read_weights
+from onepolicy.rollout.fleet.broadcast import Broadcast
+from onepolicy.rollout.fleet.replicas import Replicas, chosen, common_caps
+from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.board import Board
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.checksum import Checksums
+from onepolicy.sync.weight_files import WeightFiles, Written, read_weights
 from onepolicy.types import Completion, Sampling
 from waiting import LIMIT_S, until
 

@@ -13,7 +13,6 @@ from report_run import make_fixture_run
 from safetensors.numpy import save_file
 
 from onepolicy.config import resolve
-from onepolicy.loop.summary import summarise
 from onepolicy.report.figure import REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale
 from onepolicy.report.html import write_report
 from onepolicy.report.learning import learning_figures, time_split, trailing_mean
@@ -21,6 +20,7 @@ from onepolicy.report.mismatch import extreme_tokens, k3, mismatch_figures, pair
 from onepolicy.report.outcome import outcome
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
+from onepolicy.run.summary import summarise
 
 FULL = {
     *("reward", "length", "entropy", "grad_norm", "k3", "f_tau", "scatter", "scatter_native"),

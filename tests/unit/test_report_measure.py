@@ -9,8 +9,7 @@ from framed_page import inspected
 from report_run import write_probe
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.causes import fall_figure, fall_title, noise_figure
-from onepolicy.report.distribution import figure, rows, worst_rows
+from onepolicy.report.causes import fall_figure, fall_title, figure, noise_figure, rows, worst_rows
 from onepolicy.report.measure import breakdown_rows, tiles, waterfall_rows, write_report
 from onepolicy.report.page import DARK, LIGHT
 from onepolicy.report.words import nats, powers

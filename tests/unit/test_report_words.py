@@ -6,12 +6,12 @@ import math
 import pytest
 from rich.console import Console
 
-from onepolicy.correct.diagnose import Diagnosis
-from onepolicy.correct.verdict import Gap
-from onepolicy.correct.verdict import verdict as audit_verdict
 from onepolicy.report.outcome import outcome
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import comparison, course, factor, number, time_shares, verdict
+from onepolicy.verdict.bug_signatures import Diagnosis
+from onepolicy.verdict.rules import Gap
+from onepolicy.verdict.rules import verdict as audit_verdict
 
 SUMMARY = {
     "steps": 120,

@@ -16,18 +16,17 @@ from report_run import make_fixture_run
 from onepolicy.audit import own
 from onepolicy.config import UsageError
 from onepolicy.config.stored import read_config
-from onepolicy.loop import folder
-from onepolicy.loop.metrics import read_metrics, truncate_after
-from onepolicy.loop.summary import summarise
 from onepolicy.report import words
 from onepolicy.report.html import _facts, _rules, _shown, _tiles
 from onepolicy.report.learning import learning_figures, time_split
-from onepolicy.report.mismatch import mismatch_figures
+from onepolicy.report.mismatch import mismatch_figures, staleness_figures
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
-from onepolicy.report.staleness import staleness_figures
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.turns import turn_figures
+from onepolicy.run import run_folder as folder
+from onepolicy.run.log import read_metrics, truncate_after
+from onepolicy.run.summary import summarise
 from onepolicy.train import checkpoint
 
 STRANGE = (

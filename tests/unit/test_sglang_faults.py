@@ -10,7 +10,7 @@ from sglang_engines import PROMPT, make_models, open_engine, play
 from sglang_support import VOCAB, FakeSGLang
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.rollout import http
+from onepolicy.rollout.servers import http
 from onepolicy.types import Sampling
 
 

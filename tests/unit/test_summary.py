@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from onepolicy.config import resolve
-from onepolicy.loop.summary import crash_step, summarise
 from onepolicy.report.terminal import summary_table
+from onepolicy.run.summary import crash_step, summarise
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from subprocess import PIPE
 import pytest
 
 from onepolicy.cli import main
-from onepolicy.loop import run as loop_run
-from onepolicy.loop import supervise
-from onepolicy.rollout.http import EngineClient
+from onepolicy.launch import restarts as supervise
+from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.run import train as loop_run
 from waiting import LIMIT_S, wait_until
 
 FIRST, RESUME = ["train", "recipe"], ["train", "--resume", "run"]
@@ -264,5 +264,5 @@ def test_a_server_that_is_not_there_yet_has_its_own_exit_status(monkeypatch, cap
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, onepolicy.loop.supervise; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, onepolicy.launch.restarts; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

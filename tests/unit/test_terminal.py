@@ -252,7 +252,7 @@ def test_a_run_that_starts_holds_its_folder_until_it_is_there(tmp_path, monkeypa
             main(["train", str(recipe), *restarts])
         raise UsageError("enough")
 
-    monkeypatch.setattr("onepolicy.loop.supervise.supervise" if restarts else "onepolicy.loop.run.start", start)
+    monkeypatch.setattr("onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start", start)
     assert main(["train", str(recipe), *restarts]) == 2
     assert starts == ["r", "r-2", "r-3"]
     assert os.listdir(tmp_path) == ["r.toml"]

@@ -7,12 +7,12 @@ import traceback
 import pytest
 from http_support import Reply, Server
 
-from onepolicy.cluster.start import prepare
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.engine import ServeConfig
-from onepolicy.rollout import token
-from onepolicy.rollout.http import EngineClient
-from onepolicy.rollout.token import forget, left_for, made_for
+from onepolicy.launch.ray.connect import prepare
+from onepolicy.rollout.servers import token
+from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.servers.token import forget, left_for, made_for
 from onepolicy.rollout.vllm import serve
 
 SECRET = "hunter2-not-to-be-seen"

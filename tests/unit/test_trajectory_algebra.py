@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepolicy.envs.trajectory import SOURCES, Trajectory
+from onepolicy.envs.multiturn.trajectory import SOURCES, Trajectory
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sample
 
 EXPERTS, LAYERS, TOP_K, VOCABULARY = 32, (1, 3), 2, 3

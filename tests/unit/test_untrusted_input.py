@@ -17,11 +17,11 @@ from onepolicy.audit.read import read_dump
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.engine import ServeConfig
 from onepolicy.models.load import load_model
-from onepolicy.rollout import weight_files
-from onepolicy.rollout.http import EngineClient
+from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.vllm import serve
-from onepolicy.rollout.weight_files import INDEX, WeightFiles, read_weights
+from onepolicy.sync import weight_files
 from onepolicy.sync.board import Invitation
+from onepolicy.sync.weight_files import INDEX, WeightFiles, read_weights
 from onepolicy.train import checkpoint
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 
 from onepolicy.config import UsageError, resolve
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.vllm.contract import contract_of, trace_of
+from onepolicy.replay.payloads.vllm import contract_of, trace_of
 
 RULES = RouteRules((1, 3), num_experts=8, top_k=2, missing="error")  # layers 0 and 2 of 4 are dense
 ALL_LAYERS = ("0.14.1", "0.20.2", "0.22.0", "0.30.0", "0.31.0", "0.33.0")

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from onepolicy.config import UsageError
-from onepolicy.rollout.vllm.known_bad import KNOWN_BAD, Deployment, deployment_of, refuse_known_bad
+from onepolicy.rollout.vllm.compatibility import KNOWN_BAD, Deployment, deployment_of, refuse_known_bad
 from onepolicy.rollout.vllm.start import check_version, has_monolithic_kernel
 
 GOOD = {"version": (0, 30), "platform": "cuda"}

@@ -8,10 +8,10 @@ import torch
 from fake_vllm import engine_of, make_checkpoints, serving
 from torch import nn
 
+from onepolicy.build.components import build_pair
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
-from onepolicy.loop.setup import build_pair
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
@@ -71,7 +71,7 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
         start(VLLMEngineConfig(), "/nowhere", cpu=True, quant=Int8(), **ASKED)
     with pytest.raises(UsageError, match=reason):
         serve.serve(ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, routes=True, cpu=True)
-    monkeypatch.setattr("onepolicy.loop.setup.build_learner", lambda *a: pytest.fail("loaded a model first"))
+    monkeypatch.setattr("onepolicy.build.components.build_learner", lambda *a: pytest.fail("loaded a model first"))
     given = [f"out={tmp_path / 'run'}", "rollout.engine.kind=vllm", "rollout.quant=fp8", "train.device=cpu"]
     with pytest.raises(UsageError, match=reason):
         build_pair(resolve(MINIMAL, given), ModelConfig(path="/nowhere"), 96)

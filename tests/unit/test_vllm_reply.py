@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.http import Malformed
-from onepolicy.rollout.parts import joined
-from onepolicy.rollout.vllm.contract import contract_of
+from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.rollout.request import joined
+from onepolicy.rollout.servers.http import Malformed
 from onepolicy.rollout.vllm.reply import Reader, continued, parameters
 from onepolicy.types import Sampling
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from onepolicy.config import TrainingError, UsageError, VLLMEngineConfig
 from onepolicy.config.engine import ServeConfig
-from onepolicy.rollout import weight_files
-from onepolicy.rollout.token import left_for
+from onepolicy.rollout.servers.token import left_for
 from onepolicy.rollout.vllm import serve
 from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB
 from onepolicy.rollout.vllm.start import engine_arguments
-from onepolicy.rollout.weight_files import INDEX, WeightFiles
+from onepolicy.sync import weight_files
+from onepolicy.sync.weight_files import INDEX, WeightFiles
 from waiting import LIMIT_S, wait_until
 
 SETTINGS = engine_arguments(

@@ -9,14 +9,14 @@ import torch
 from fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
 from http_support import Reply
 
+from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
-from onepolicy.loop.engines import build_engine
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm.reply import continued
-from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync import broadcast
 from onepolicy.sync.buckets import split
 from onepolicy.sync.check import adopt, checked_push
+from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from waiting import until
 

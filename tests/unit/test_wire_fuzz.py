@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from test_ranks_parts import batch_with
 
-from onepolicy.cluster.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
 from onepolicy.config import TrainingError
+from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
 from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Bucket, End
 from onepolicy.sync.buckets import likes

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from onepolicy.audit.check import assemble
-from onepolicy.audit.schema import COLUMNS, Array, Block, Ragged, choose
+from onepolicy.audit.schema import COLUMNS, Array, Block, Ragged, assemble, choose
 from onepolicy.config import UsageError
-from onepolicy.rollout.npy import NotNpy, parse_npy
+from onepolicy.replay.payloads.npy import NotNpy, parse_npy
 
 BLOCK_TOKENS = 2**18
 MOST_HELD = 2**32  # bytes of a file that is held whole, unpacked

@@ -15,9 +15,9 @@ import torch
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
-from onepolicy.correct.verdict import QUIET_F2, QUIET_KL
 from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, decade, line
 from onepolicy.report.words import number
+from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
 SECOND = Look("@trainer", "9px,3px", "diamond", "/")
 SHOWN_BINS = 80

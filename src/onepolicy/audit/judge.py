@@ -1,4 +1,4 @@
-"""A tally as evidence for the one verdict (correct/verdict.py), from the onset of divergence on if there is one."""
+"""A tally as evidence for the one verdict (verdict/rules.py), from the onset of divergence on if there is one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from onepolicy.audit.schema import Array
 from onepolicy.audit.sketch import Sketch
 from onepolicy.audit.tally import Tally
-from onepolicy.correct.diagnose import Diagnosis, diagnose
-from onepolicy.correct.pairs import FEWEST
-from onepolicy.correct.verdict import FEW_ROWS, Gap, Verdict, verdict
 from onepolicy.report.words import number
 from onepolicy.types import RoutingTrace
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
+from onepolicy.verdict.scored_tokens import FEWEST
 
 ONSET_STEPS, ONSET_FACTOR, ONSET_FEWEST = 5, 4.0, 15
 ONSET_RULE = (

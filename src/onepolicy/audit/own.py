@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from onepolicy.audit.arrays import as_numpy, check_plain
-from onepolicy.audit.check import assemble
-from onepolicy.audit.schema import Array, Block, Ragged
+from onepolicy.audit.schema import Array, Block, Ragged, assemble
 from onepolicy.config import UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.invariant.fingerprint import cannot_claim

@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 
 from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetensors
-from onepolicy.audit.check import assemble
 from onepolicy.audit.own import is_run, read_run
-from onepolicy.audit.schema import COLUMNS, VERSION, VERSION_KEY, Array, Block, Ragged, choose, require_pyarrow
+from onepolicy.audit.schema import (
+    COLUMNS,
+    VERSION,
+    VERSION_KEY,
+    Array,
+    Block,
+    Ragged,
+    assemble,
+    choose,
+    require_pyarrow,
+)
 from onepolicy.config import UsageError
 
 BLOCK_TOKENS = 2**18

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.audit.compare import compared, differences, numbers
 from onepolicy.audit.figures import extreme_curve, figures
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import VERSION
@@ -26,6 +26,55 @@ from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
 from onepolicy.report.png import write_figures
 from onepolicy.report.words import WOULD, number
+
+Z95 = 1.959964
+
+
+def numbers(each: Audited) -> dict[str, float]:
+    """Overall statistics by name."""
+    tally = each.tally
+    assert tally.total is not None
+    found = tally.total.numbers()
+    if tally.routes is not None and tally.routes.slots:
+        found |= {"routers": tally.routes.routers, "tokens_routed": tally.routes.tokens / tally.routes.slots}
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a mean between two dumps, the second less the first, with its 95% interval (normal, by sequences)."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, *, share: bool = False) -> str:
+        low, high = (number(bound, share=share) for bound in (self.low, self.high))
+        return f"{number(self.value, share=share)} [{low}, {high}]"
+
+
+def differences(a: Audited, b: Audited) -> dict[str, Difference]:
+    """By statistic, of those whose standard error is known on both sides."""
+    first, second = numbers(a), numbers(b)
+    found = {}
+    for name in first:
+        error = math.hypot(first.get(f"{name}_error", math.nan), second.get(f"{name}_error", math.nan))
+        if math.isfinite(error):
+            value = second[name] - first[name]
+            found[name] = Difference(value, value - Z95 * error, value + Z95 * error)
+    return found
+
+
+def compared(audited: Sequence[Audited]) -> str:
+    """What the difference of k3 says, in a sentence; empty for one dump."""
+    if len(audited) < 2 or (found := differences(*audited).get("k3")) is None:
+        return ""
+    a, b = audited
+    if found.low <= 0 <= found.high:
+        return f"k3 of {b.label} less that of {a.label} is {found.text()} nats a token: no difference is shown."
+    word = "larger" if found.value > 0 else "smaller"
+    return f"k3 is {word} in {b.label} than in {a.label}: {found.text()} nats a token."
+
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 ROWS = {  # statistic -> (name, is a share)

@@ -24,7 +24,7 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.present import check_model, check_present, check_task
 from onepolicy.config.stored import CONFIG, read_config
 
-CHECKPOINTS, RUN = "checkpoints", "run.json"  # of a run folder: loop/folder.py, which needs torch
+CHECKPOINTS, RUN = "checkpoints", "run.json"  # of a run folder: run/run_folder.py, which needs torch
 RESULT_IN_FILES = ("train", "make-policy")  # their exit status does not depend on what could be printed
 EXIT_CODES = """\
 exit codes:
@@ -223,7 +223,7 @@ def parser() -> Parser:
 def run_train(arguments: argparse.Namespace) -> int:
     if _rank() > 0 and "WORLD_SIZE" in os.environ:  # started by torchrun; rank 0 drives it
         prepare_process(None)
-        from onepolicy.loop.rank import serve
+        from onepolicy.launch.rank_main import serve
 
         return serve()
     overrides = list(arguments.overrides)
@@ -246,8 +246,8 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(f"run folder: {config.out}", flush=True)
         prepare_process(config.train.threads)
         say(f"loading {config.model.path}")
-        from onepolicy.loop import run
-        from onepolicy.loop.progress import terminal_progress
+        from onepolicy.run import train as run
+        from onepolicy.run.progress import terminal_progress
 
         with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
             summary = run.start(config, progress, hosts=hosts)
@@ -288,7 +288,7 @@ def _typed_out(overrides: list[str]) -> Path | None:
 
 def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The same command in a process of its own, resumed when that dies."""
-    from onepolicy.loop.supervise import supervise
+    from onepolicy.launch.restarts import supervise
 
     if arguments.restarts < 0 or "WORLD_SIZE" in os.environ:
         mend = "torchrun starts its processes again itself (--max-restarts)" if arguments.restarts > 0 else "0 or more"
@@ -336,8 +336,8 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_task(config.task, config.eval.problems if config.eval.every else 0)
     prepare_process(config.train.threads)
     say(f"loading the newest checkpoint of {path}")
-    from onepolicy.loop import run
-    from onepolicy.loop.progress import terminal_progress
+    from onepolicy.run import train as run
+    from onepolicy.run.progress import terminal_progress
 
     with terminal_progress(steps or config.steps) as progress, hosts_of(config, progress) as hosts:
         summary = run.resume(path, progress, steps, changed.get("train.ranks"), hosts, config)
@@ -362,8 +362,9 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_task(config.task, config.eval.problems if config.eval.every else 0)
     prepare_process(None)
     say(f"loading a checkpoint of {source}")
-    from onepolicy.loop import folder, run
-    from onepolicy.loop.progress import terminal_progress
+    from onepolicy.run import run_folder as folder
+    from onepolicy.run import train as run
+    from onepolicy.run.progress import terminal_progress
 
     _, origin = folder.fork_origin(source)
     with terminal_progress(config.steps, origin.step) as progress, hosts_of(config, progress) as hosts:
@@ -405,7 +406,7 @@ def run_eval(arguments: argparse.Namespace) -> None:
     check_task(config.task, config.eval.problems)
     prepare_process(config.train.threads)
     say(f"loading {'a checkpoint of ' if path.is_dir() else ''}{path if path.is_dir() else config.model.path}")
-    from onepolicy.loop.standalone_eval import evaluate_model
+    from onepolicy.run.eval_command import evaluate_model
 
     evaluate_model(config, path if path.is_dir() else None, arguments.step)
 
@@ -432,7 +433,7 @@ def run_make_policy(arguments: argparse.Namespace) -> None:
         check_place("--out", Path(arguments.out))
     check_task(config.task)
     prepare_process(config.threads)
-    from onepolicy.loop.make_policy import make_policy
+    from onepolicy.run.make_policy import make_policy
 
     make_policy(config, Path(arguments.out) if arguments.out else None)
 

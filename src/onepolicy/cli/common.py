@@ -14,8 +14,8 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, RunConfig, printable
 
 if TYPE_CHECKING:
-    from onepolicy.loop.hosts import Hosts
-    from onepolicy.loop.run import Progress
+    from onepolicy.launch.launcher import Hosts
+    from onepolicy.run.train import Progress
 
 RUN_ONLY = ("out", "steps")
 """Settings that only a training run has a use for."""
@@ -85,11 +85,11 @@ def prepare_process(threads: int | None) -> None:
 def hosts_of(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
     """What starts the processes of a run."""
     if config.cluster.kind == "local":
-        from onepolicy.loop.hosts import HERE
+        from onepolicy.launch.launcher import HERE
 
         yield HERE
         return
-    from onepolicy.cluster.start import opened
+    from onepolicy.launch.ray.connect import opened
 
     with opened(config, progress) as hosts:
         yield hosts

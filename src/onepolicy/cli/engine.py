@@ -71,7 +71,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     prepare_process(None)
     from rich.console import Console
 
-    from onepolicy.loop.serve import serve_model
+    from onepolicy.launch.engine_server import serve_model
 
     console = Console(stderr=True)
     return serve_model(
@@ -105,7 +105,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     say(f"loading {arguments.model}")
     from rich.console import Console
 
-    from onepolicy.loop.engine_check import check_engine
+    from onepolicy.engine_check.command import check_engine
     from onepolicy.report.terminal import checks_table
 
     checks = check_engine(tree, [*overrides, *arguments.overrides])

@@ -18,7 +18,7 @@ from onepolicy.config.present import check_model, check_task
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onepolicy.loop.measure_bitwise import Bitwise
+    from onepolicy.diagnose.bitwise import Bitwise
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -101,8 +101,9 @@ def run_measure(arguments: argparse.Namespace) -> int:
     prepare_process(config.train.threads)
     from rich.console import Console
 
-    from onepolicy.loop import measure, measured
-    from onepolicy.loop.measure_bitwise import Bitwise
+    from onepolicy.diagnose import measure
+    from onepolicy.diagnose import result as measured
+    from onepolicy.diagnose.bitwise import Bitwise
     from onepolicy.report.measure import summary, write_report
 
     console = Console()
@@ -132,7 +133,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
 
 def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     """Exit status 1 if any bit differs, or could."""
-    from onepolicy.loop.measure_bitwise import write
+    from onepolicy.diagnose.bitwise import write
     from onepolicy.report.bitwise import summary
 
     written = None if out is None else write(found, out)

@@ -82,7 +82,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, console: object) -> int:
     from rich.console import Console
 
-    from onepolicy.loop.setup import resolve_model
+    from onepolicy.build.components import resolve_model
     from onepolicy.plan.mends import mends
     from onepolicy.plan.planner import Planner, best
     from onepolicy.plan.table import render, tree

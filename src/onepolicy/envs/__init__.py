@@ -22,19 +22,20 @@ from onepolicy.config import (
     UsageError,
     VerifiersTask,
 )
-from onepolicy.envs import chain, gym, jsonl, react_warmup
-from onepolicy.envs.adapters import planned
 from onepolicy.envs.adapters.gymnasium import Gymnasium
 from onepolicy.envs.adapters.textarena import TextArena
 from onepolicy.envs.adapters.verifiers import Verifiers
-from onepolicy.envs.chain import Chain
-from onepolicy.envs.gym import Gym
-from onepolicy.envs.jsonl import Jsonl
-from onepolicy.envs.prompts import Prompts
-from onepolicy.envs.react import ReAct
-from onepolicy.envs.render import ASCII
-from onepolicy.envs.single_turn import SingleTurn, Task
+from onepolicy.envs.multiturn.react import ReAct
+from onepolicy.envs.multiturn.render import ASCII
+from onepolicy.envs.tasks import chain, jsonl
+from onepolicy.envs.tasks import reasoning_gym as gym
+from onepolicy.envs.tasks.chain import Chain
+from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
+from onepolicy.envs.tasks.reasoning_gym import Gym
+from onepolicy.envs.tasks.single_turn import SingleTurn, Task
 from onepolicy.envs.tools.search import read_corpus
+from onepolicy.envs.warmup import gridworlds as planned
+from onepolicy.envs.warmup import react as react_warmup
 from onepolicy.interfaces import Environment
 
 

@@ -14,9 +14,9 @@ from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineC
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.models.decode_attention import BLOCK
 from onepolicy.plan.dims import Dims
+from onepolicy.plan.dry import stand_ins
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
-from onepolicy.plan.stand_ins import stand_ins
 from onepolicy.plan.work import Work, devices_per_replica, replicated
 from onepolicy.rollout.hf.engine import quantise_policy
 from onepolicy.rollout.vllm.quant import imitation

@@ -15,8 +15,7 @@ from onepolicy.plan.dims import Dims, config_of, read_dims
 from onepolicy.plan.dry import DryModel, Held, Micro
 from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_of
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import LearnerMemory, StartMemory, compute_dtype, learner_memory, start_memory
-from onepolicy.plan.save import Save, save_of
+from onepolicy.plan.memory import LearnerMemory, Save, StartMemory, compute_dtype, learner_memory, save_of, start_memory
 from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
 from onepolicy.plan.work import Work, devices_per_replica, in_process, replicated, work_of
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
-from onepolicy.report.mismatch import mismatch_figures
+from onepolicy.report.mismatch import mismatch_figures, staleness_figures
 from onepolicy.report.outcome import failed, outcome
 from onepolicy.report.page import FOOTER, macro, plain, render
 from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import Run, Tree, load_run
-from onepolicy.report.staleness import staleness_figures
 from onepolicy.report.turns import turn_figures
 from onepolicy.report.words import (
     COMPARISON_HEADER,

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
-from onepolicy.correct.verdict import HARMLESS_KL, SMALL
-from onepolicy.report import distribution
+from onepolicy.report import causes as distribution
 from onepolicy.report.causes import breakdown_figures, fall_figure, interval, noise_figure, noise_rows
 from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
 from onepolicy.report.html import write_page
@@ -23,6 +22,7 @@ from onepolicy.report.png import write_figures
 from onepolicy.report.routing import Series, routing_figures_of
 from onepolicy.report.turns import Curve, by_turn
 from onepolicy.report.words import DASH, RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree, nats, number, powers
+from onepolicy.verdict.rules import HARMLESS_KL, SMALL
 
 SCORINGS = {  # name in the files -> (label, look)
     "without_replay": ("without replay", TRAINER),

@@ -1,12 +1,11 @@
 """What came of a run, in one sentence: did the policy learn, did it crash, does the gap matter? The summary in the
-terminal and the report begin with it. Its words for a gap are those of `measure` and `audit` (correct/verdict.py)."""
+terminal and the report begin with it. Its words for a gap are those of `measure` and `audit` (verdict/rules.py)."""
 
 from __future__ import annotations
 
 import statistics
 
 from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.correct.verdict import REPLAY_HELPS, SMALL, size_in_words
 from onepolicy.report.words import (
     FEWEST_PROBES,
     Compared,
@@ -17,6 +16,7 @@ from onepolicy.report.words import (
     too_small,
     unlearnt,
 )
+from onepolicy.verdict.rules import REPLAY_HELPS, SMALL, size_in_words
 
 LEAST_CHANGE = 0.02
 """Of a reward or score from first to last, in shares of the larger of both and 1: less is called no change."""

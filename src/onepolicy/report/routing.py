@@ -22,7 +22,7 @@ WITH_REPLAY = (
 
 @dataclass(frozen=True)
 class Series:
-    """One tensor of a probe under one scoring (loop/probe.py `routing_tensors` has their shapes)."""
+    """One tensor of a probe under one scoring (run/step_metrics.py `routing_tensors` has their shapes)."""
 
     label: str
     look: Look

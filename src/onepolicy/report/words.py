@@ -20,7 +20,7 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.objective import ROLLOUT_ROUTES
-from onepolicy.correct.verdict import SMALL, size_in_words
+from onepolicy.verdict.rules import SMALL, size_in_words
 
 Tree = dict[str, Any]
 

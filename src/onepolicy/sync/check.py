@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.interfaces import LastingEngine, Learner, RolloutEngine
-from onepolicy.sync.local import push_weights
+from onepolicy.interfaces import HoldsWeights, LastingEngine, Learner, RolloutEngine
 from onepolicy.types import Sampling
+
+
+async def push_weights(learner: Learner, *engines: HoldsWeights) -> None:
+    """Afterwards every engine samples from the learner's version, with nothing cached from an older one."""
+    for engine in engines:
+        await engine.load_weights(learner.named_weights(), learner.version)
+        if engine.version != learner.version:
+            raise RuntimeError(f"engine holds version {engine.version} after loading version {learner.version}")
+
 
 PROMPTS, LENGTH = 16, 24
 MARGIN = 4

@@ -22,8 +22,7 @@ from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, WeightsRepl
 from onepolicy.invariant.contract import Contract
 from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
-from onepolicy.objective.loss import policy_loss
-from onepolicy.objective.reduce import slot_shares
+from onepolicy.objective.loss import policy_loss, slot_shares
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.routers import Routers

@@ -3,20 +3,168 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import GymnasiumTask, RowPolicy, UsageError
 from onepolicy.envs.adapters.seeded import Seeded, failing, scaled
-from onepolicy.envs.adapters.spaces import NoText, check_observation, describe, expected, parse
-from onepolicy.envs.adapters.toy_text import known
-from onepolicy.envs.dialogue import CallDialogue, Turn, build_calls
-from onepolicy.envs.episode import Episode, InTurns
-from onepolicy.envs.gym import LIBRARY_ERRORS
+from onepolicy.envs.multiturn.episode import Episode, InTurns
+from onepolicy.envs.multiturn.tool_dialogue import CallDialogue, Turn, build_calls
+from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
 from onepolicy.interfaces import Problem
+
+LARGEST_BOX = 64  # numbers; a larger array is a picture, not a text
+
+
+class NoText(ValueError):
+    """The space has no form in words, or the text is not of the space. The message says what would be."""
+
+
+def check_observation(space: Any) -> None:
+    """NoText if `describe` cannot write its values."""
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Tuple():
+            for part in space.spaces:
+                check_observation(part)
+        case spaces.Dict():
+            for part in space.spaces.values():
+                check_observation(part)
+        case spaces.Box() if np.prod(space.shape) > LARGEST_BOX:
+            raise NoText(f"a Box of shape {space.shape}")
+        case spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() | spaces.Text():
+            pass
+        case _:
+            raise NoText(f"a {type(space).__name__}")
+
+
+def describe(space: Any, value: Any) -> str:
+    """Numbers in the space's order, parts of a Dict with their names; a Text as it is."""
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Tuple():
+            return ", ".join(describe(part, each) for part, each in zip(space.spaces, value, strict=True))
+        case spaces.Dict():
+            return "; ".join(f"{name}: {describe(part, value[name])}" for name, part in space.spaces.items())
+        case spaces.Text():
+            return str(value)
+        case _:
+            return ", ".join(f"{number:.4g}" for number in np.asarray(value).ravel().tolist())
+
+
+def expected(space: Any, names: Sequence[str]) -> str:
+    """What an action is, for the policy. NoText if `parse` cannot read actions of the space."""
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Discrete():
+            return ", ".join(names) if names else f"a number from {space.start} to {space.start + space.n - 1}"
+        case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() if np.prod(space.shape) <= LARGEST_BOX:
+            return f"{np.prod(space.shape)} numbers separated by commas"
+        case spaces.Text():
+            return f"a text of {space.min_length} to {space.max_length} characters"
+        case _:
+            raise NoText(f"a {type(space).__name__}")
+
+
+def parse(space: Any, text: str, names: Sequence[str]) -> Any:
+    """The action. names: of a Discrete space's actions, in order; its numbers are read too. NoText if it is none."""
+    from gymnasium import spaces
+
+    text = text.strip()
+    action: Any
+    if isinstance(space, spaces.Text):
+        action = text
+    elif isinstance(space, spaces.Discrete) and text.lower() in names:
+        action = space.start + names.index(text.lower())
+    else:
+        try:
+            numbers = [float(part) for part in text.split(",")]
+            shaped = np.array(numbers).reshape(space.shape)
+            if not isinstance(space, spaces.Box) and not np.array_equal(shaped, np.trunc(shaped)):
+                raise ValueError("whole numbers only")
+        except (ValueError, OverflowError):
+            raise NoText(f"no action {text[:40]!r}; there is {expected(space, names)}") from None
+        action = shaped.astype(space.dtype)[()] if np.isfinite(shaped).all() else None
+    if action is None or not space.contains(action):
+        raise NoText(f"no action {text[:40]!r}; there is {expected(space, names)}")
+    return action
+
+
+COMPASS = ("south", "north", "east", "west")
+PLACES = ("R", "G", "Y", "B")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    actions: tuple[str, ...]
+    rules: str
+    describe: Callable[[Any, Any], str]  # of (the environment without its wrappers, an observation)
+
+
+def _cell(env: Any, state: Any) -> str:
+    row, column = divmod(int(state), env.desc.shape[1])
+    return f"row {row}, column {column}"
+
+
+def _cliff(env: Any, state: Any) -> str:
+    row, column = divmod(int(state), env.shape[1])
+    return f"row {row}, column {column}"
+
+
+def _taxi(env: Any, state: Any) -> str:
+    row, column, passenger, destination = env.decode(int(state))
+    where = "in the taxi" if passenger == len(PLACES) else f"at {PLACES[passenger]}"
+    return f"taxi at row {row}, column {column}; passenger {where}; destination {PLACES[destination]}"
+
+
+def _blackjack(env: Any, hand: Any) -> str:
+    total, shown, ace = (int(part) for part in hand)
+    return f"your sum {total}{' with a usable ace' if ace else ''}; the dealer shows {shown}"
+
+
+LAKE = Known(
+    ("left", "down", "right", "up"),
+    "Walk over the frozen lake from the start S to the goal G. F is ice; a hole H ends the walk. Rows count from the "
+    "top, columns from the left, both from 0.",
+    _cell,
+)
+CLIFF = Known(
+    ("up", "right", "down", "left"),
+    "Walk over a grid of 4 rows and 12 columns from row 3, column 0 to row 3, column 11 in few steps. The cells of "
+    "row 3 between them are a cliff: stepping there costs 100 and leads back to the start.",
+    _cliff,
+)
+KNOWN = {
+    "FrozenLakeEnv": LAKE,
+    "CliffWalkingEnv": CLIFF,
+    "TaxiEnv": Known(
+        (*COMPASS, "pickup", "dropoff"),
+        "Drive the taxi to the passenger, pick them up, drive to their destination and drop them off, in few steps. "
+        "The grid has 5 rows and 5 columns. R is at row 0, column 0; G at row 0, column 4; Y at row 4, column 0; B at "
+        "row 4, column 3. Walls stand between some columns.",
+        _taxi,
+    ),
+    "BlackjackEnv": Known(
+        ("stick", "hit"),
+        "Play a hand of blackjack against the dealer: hit for another card, stick to end. The higher sum wins, more "
+        "than 21 loses.",
+        _blackjack,
+    ),
+}
+
+
+def known(env: Any) -> Known | None:
+    """By the class of the environment without its wrappers."""
+    return KNOWN.get(type(env.unwrapped).__name__)
+
 
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 COLOURED = re.compile(r"\x1b\[(?:\d;)?[34]([0-7])(?:;\d)?m(.*?)\x1b\[0m", re.DOTALL)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from onepolicy.envs.gym import LIBRARY_ERRORS
-from onepolicy.envs.keyed import digest
+from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
+from onepolicy.envs.tasks.seeding import digest
 from onepolicy.interfaces import EpisodeError, Problem
 
 START_UP = 16

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import difflib
+import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import RowPolicy, TextArenaTask, UsageError
-from onepolicy.envs.adapters.global_random import GlobalRandom
 from onepolicy.envs.adapters.seeded import Seeded, failing, scaled
-from onepolicy.envs.episode import Episode, InTurns
-from onepolicy.envs.gym import LIBRARY_ERRORS
-from onepolicy.envs.talk import build_talk, said
+from onepolicy.envs.multiturn.chat_dialogue import build_talk, said
+from onepolicy.envs.multiturn.episode import Episode, InTurns
+from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS
 from onepolicy.interfaces import Problem
+
+
+class GlobalRandom:
+    """An episode's own stream of Python's and numpy's global random numbers: whatever else draws from them in between,
+    the episode sees the numbers that follow from its seed, and nobody else sees those."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Until it is left, global random numbers are this stream's. Nothing may be awaited inside."""
+        outer = random.getstate(), np.random.get_state()
+        self._put(self._state)
+        try:
+            yield
+        finally:
+            self._state = random.getstate(), np.random.get_state()
+            self._put(outer)
+
+    @staticmethod
+    def _put(state: tuple) -> None:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
 
 TRIED = ("[1]", "[up]", "[A B]", "[1 2 3 4]", "hello")  # moves of the two games a run compares before it starts
 

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import RowPolicy, UsageError, VerifiersTask
 from onepolicy.envs.adapters.seeded import START_UP, scaled
 from onepolicy.envs.adapters.verifiers_agent import Player, opening_of
-from onepolicy.envs.chat import Opening
-from onepolicy.envs.episode import Episode, InTurns
-from onepolicy.envs.gym import LIBRARY_ERRORS, TRIES
-from onepolicy.envs.keyed import Split, rng_of, split_of
-from onepolicy.envs.talk import build_talk
+from onepolicy.envs.multiturn.chat_dialogue import build_talk
+from onepolicy.envs.multiturn.chat_template import Opening
+from onepolicy.envs.multiturn.episode import Episode, InTurns
+from onepolicy.envs.tasks.reasoning_gym import LIBRARY_ERRORS, TRIES
+from onepolicy.envs.tasks.seeding import Split, rng_of, split_of
 from onepolicy.interfaces import EpisodeError, Problem
 
 

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.envs.chat import THOUGHT_END
-from onepolicy.envs.episode import Episode
-from onepolicy.envs.talk import said
+from onepolicy.envs.multiturn.chat_dialogue import said
+from onepolicy.envs.multiturn.chat_template import THOUGHT_END
+from onepolicy.envs.multiturn.episode import Episode
 
 ROLES = ("system", "user", "assistant")
 

@@ -21,13 +21,13 @@ from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.driver import Driver, check_request
 from onepolicy.rollout.hf.forward import SlabForward
 from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
 from onepolicy.rollout.hf.sampler import LOGP, check_sampling
+from onepolicy.rollout.hf.scheduler import Driver, check_request
 from onepolicy.rollout.hf.slab import Slab
 from onepolicy.rollout.hf.slab_batch import SlabBatch
-from onepolicy.rollout.parts import joined
+from onepolicy.rollout.request import joined
 from onepolicy.types import Completion, Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from onepolicy.replay.contexts import Tape
 from onepolicy.replay.routers import Routers
-from onepolicy.rollout.driver import Request
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
+from onepolicy.rollout.hf.scheduler import Request
 from onepolicy.types import Completion, Finish, RoutingTrace, id_dtype, spans_of
 
 SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}

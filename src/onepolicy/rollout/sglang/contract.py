@@ -18,7 +18,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteRules, check_trace
-from onepolicy.rollout.body import (
+from onepolicy.rollout.servers.replies import (
     SMALLEST_LOGP,
     Malformed,
     count,

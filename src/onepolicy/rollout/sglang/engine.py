@@ -13,19 +13,18 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineLost, clients
-from onepolicy.rollout.names import CheckpointNames
-from onepolicy.rollout.parts import joined
-from onepolicy.rollout.probabilities import check_probabilities
+from onepolicy.rollout.hf.scheduler import check_request
+from onepolicy.rollout.request import joined
+from onepolicy.rollout.servers.concurrency import Traffic, here
+from onepolicy.rollout.servers.http import EngineLost, clients
+from onepolicy.rollout.servers.logprob_check import check_probabilities
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
-from onepolicy.rollout.sglang.handshake import Served, handshake
-from onepolicy.rollout.sglang.name import FIRST, Name, name_of
-from onepolicy.rollout.traffic import Traffic, here
-from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.rollout.sglang.handshake import FIRST, Name, Served, handshake, name_of
+from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
 COLDEST = 1e-6  # SGLang takes lower temperatures for greedy
@@ -136,7 +135,7 @@ class SGLangEngine:
         await self.client.post("/flush_cache", params={"timeout": str(FLUSH_S)})
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see loop/metrics.py."""
+        """Since the last call; see run/log.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 

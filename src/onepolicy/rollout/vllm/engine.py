@@ -16,11 +16,11 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.driver import Driver, Request, check_request
+from onepolicy.replay.payloads.vllm import Contract, trace_of
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.names import CheckpointNames
-from onepolicy.rollout.vllm.contract import Contract, trace_of
+from onepolicy.rollout.hf.scheduler import Driver, Request, check_request
 from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
 from onepolicy.rollout.vllm.start import start
 from onepolicy.rollout.vllm.weights import reload
@@ -95,7 +95,7 @@ class VLLMEngine:
 
 
 class _VLLMBatch:
-    """vLLM's scheduler behind the protocol of rollout/driver.py."""
+    """vLLM's scheduler behind the protocol of rollout/hf/scheduler.py."""
 
     def __init__(self, llm: Any, routes: RouteRules | None, contract: Contract | None, depth: int) -> None:
         self._llm, self._routes, self._contract, self._depth = llm, routes, contract, depth

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from onepolicy.rollout.http import is_loopback
+from onepolicy.rollout.servers.http import is_loopback
 
 TOKEN = "VLLM_API_KEY"  # the variable vLLM reads the same token from
 HOSTS = "ONEPOLICY_SERVER_HOSTS"  # variable: what a request's Host may be beside the loopback's names, as JSON

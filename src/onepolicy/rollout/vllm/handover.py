@@ -11,11 +11,11 @@ from typing import Any
 
 from onepolicy.config import TrainingError, VLLMServerConfig
 from onepolicy.interfaces import Weights
-from onepolicy.rollout.http import EngineLost, place_of
-from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.rollout.servers.http import EngineLost, place_of
 from onepolicy.sync.broadcast import GivenUp, Sender
 from onepolicy.sync.checksum import Checksums, Sums
 from onepolicy.sync.group import in_thread, own_address
+from onepolicy.sync.weight_files import WeightFiles
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
 """A method of rollout/vllm/worker.py and its arguments -> what each worker returned."""

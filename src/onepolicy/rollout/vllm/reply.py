@@ -13,7 +13,8 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import RouteRules, check_trace
-from onepolicy.rollout.body import (
+from onepolicy.replay.payloads.vllm import Contract, trace_of
+from onepolicy.rollout.servers.replies import (
     SMALLEST_LOGP,
     Malformed,
     count,
@@ -25,7 +26,6 @@ from onepolicy.rollout.body import (
     shown,
     token_ids,
 )
-from onepolicy.rollout.vllm.contract import Contract, trace_of
 from onepolicy.types import LARGEST_LOGP, Completion, Finish, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # what vLLM writes for a log-probability it does not have, and for minus infinity

@@ -19,8 +19,8 @@ from typing import Any
 from onepolicy.config import UsageError
 from onepolicy.config.engine import ServeConfig
 from onepolicy.no_statistics import OFF
-from onepolicy.rollout.http import EngineClient, is_loopback
-from onepolicy.rollout.token import forget, made_for, token_of
+from onepolicy.rollout.servers.http import EngineClient, is_loopback
+from onepolicy.rollout.servers.token import forget, made_for, token_of
 from onepolicy.rollout.vllm import keeper
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB, Guard

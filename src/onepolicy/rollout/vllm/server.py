@@ -15,21 +15,21 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.body import Malformed, field, shown
-from onepolicy.rollout.driver import check_request
 from onepolicy.rollout.hf.sampler import check_sampling
-from onepolicy.rollout.http import EngineClient, EngineLost, clients
-from onepolicy.rollout.names import CheckpointNames
-from onepolicy.rollout.parts import joined
-from onepolicy.rollout.probabilities import check_probabilities
-from onepolicy.rollout.traffic import Traffic, here
+from onepolicy.rollout.hf.scheduler import check_request
+from onepolicy.rollout.request import joined
+from onepolicy.rollout.servers.concurrency import Traffic, here
+from onepolicy.rollout.servers.http import EngineClient, EngineLost, clients
+from onepolicy.rollout.servers.logprob_check import check_probabilities
+from onepolicy.rollout.servers.replies import Malformed, field, shown
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handover import by_broadcast, from_files, written
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
 from onepolicy.rollout.vllm.reply import continued, parameters
-from onepolicy.rollout.weight_files import WeightFiles
+from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
 INCOMPLETE = "incomplete"  # ends the name of weights of which some may have come
@@ -197,7 +197,7 @@ class VLLMServer:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last call; see loop/metrics.py."""
+        """Since the last call; see run/log.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
 

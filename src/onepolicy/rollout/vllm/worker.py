@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from onepolicy.config import TrainingError
-from onepolicy.rollout.vllm.known_bad import Deployment, deployment_of
+from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import held_tensors
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import end_reload, pack_experts, reload
-from onepolicy.rollout.weight_files import read_weights
 from onepolicy.sync.broadcast import Receiver
 from onepolicy.sync.checksum import Checksums, Sums, difference
+from onepolicy.sync.weight_files import read_weights
 
 SHAPE = (
     "vocab_size",

@@ -1,0 +1,1 @@
+"""Settings to objects: engines, environments, the learner."""

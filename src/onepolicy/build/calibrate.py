@@ -1,0 +1,55 @@
+"""Calibration transfer: int8 activation scales of the policy that a run starts from, kept for every later step."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from pathlib import Path
+
+from onepolicy.config import RunConfig, UsageError
+from onepolicy.interfaces import Environment, RolloutEngine
+from onepolicy.models.quant.install import Quantised
+from onepolicy.rollout.collect import play, seed_of
+from onepolicy.run.run_folder import replace_text
+from onepolicy.types import Sampling
+
+FILE = "calibration.json"
+EPISODES = 32
+
+
+async def calibrate(
+    config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...], run: Path | None
+) -> None:
+    """Give the engine's static activations their scales, if it has any: those of the run folder, or new ones.
+
+    New ones are the largest values while the first EPISODES training problems are sampled with a scale per token.
+    """
+    quantised: Quantised | None = getattr(engine, "quantised", None)
+    if quantised is None or not quantised.static:
+        return
+    path = None if run is None else run / FILE
+    if path is not None and path.exists():
+        try:
+            quantised.use_scales(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
+        return
+    await play_episodes(config, engine, environment, stop)
+    quantised.calibrate()
+    await engine.reset_cache()
+    if path is not None:
+        replace_text(path, json.dumps(quantised.scales(), indent=1))
+
+
+async def play_episodes(
+    config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
+) -> None:
+    """The first EPISODES training problems, for what the engine notes meanwhile."""
+    sampling = Sampling(config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop)
+
+    async def episode(index: int) -> None:
+        problem = environment.train_problem(index)
+        await play(engine, environment, problem, sampling, functools.partial(seed_of, config.seed, problem.id, -2, 0))
+
+    await asyncio.gather(*map(episode, range(EPISODES)))

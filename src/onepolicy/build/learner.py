@@ -1,0 +1,130 @@
+"""The learner of a run, its reference and its critic: of one process, or this process's part of several."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config.policy import PolicyConfig, cached_path
+from onepolicy.invariant.probe import start
+from onepolicy.launch.ranks import Ranks
+from onepolicy.models import fp32_head
+from onepolicy.models.load import device_of, empty_model, load_model, read_config
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.replay.checks import is_moe
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.engine import DTYPES
+from onepolicy.train.critic import Critic
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.sharded.learner import RankedLearner
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.wire import Message
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """`tiny` -> the folder in the user's cache."""
+    if model.path != "tiny":
+        return model
+    path = cached_path(PolicyConfig())
+    if not path.is_dir():
+        raise UsageError("model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once")
+    return model.model_copy(update={"path": str(path)})
+
+
+def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner:
+    """With the weights of `model`, its reference and critic too. ranks: this process's part of a sharded one."""
+    if ranks is None or ranks.team is None:
+        return _build_learner(config, model, ranks)
+    build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
+    ranks.team.tell_all(Message(build))
+    with ranks.team.blaming():  # all ranks check their forward together
+        learner = _build_learner(config, model, ranks)
+        ranks.team.hear()
+    return learner
+
+
+def _build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner:
+    device = device_of(config.train.device) if ranks is None else ranks.device
+    torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
+    use_threads(config)
+    hf_config = read_config(model)
+    spread = None if ranks is None else Spread(ranks.mesh, compute_dtype(config))
+    trained = load_trained(model, device, spread)
+    routers = bind_routers(trained) if is_moe(hf_config) else None
+    reference = build_reference(config, hf_config.get_text_config().vocab_size, device, spread)
+    critic = build_critic(model, config, device, spread)
+    if ranks is None:
+        return LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
+    like = empty_model(model)
+    like.generation_config = trained.generation_config
+    kind = RankLearner if ranks.team is None else partial(RankedLearner, team=ranks.team)
+    return kind(trained, config, routers=routers, reference=reference, critic=critic, like=like)
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype | None:
+    return None if config.train.compute == "same" else DTYPES[config.train.compute]
+
+
+def use_threads(config: RunConfig) -> None:
+    """train.threads for the trainer and every engine in this process, each of them if they compute at the same time."""
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    elif config.rollout.overlaps and _embedded(config) and not config.train.ranks:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # two teams on the same cores wait for each other
+    elif config.train.ranks and "RANK" not in os.environ:  # torchrun and `ranks.started` have set it for theirs
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.train.ranks))
+
+
+def _embedded(config: RunConfig) -> bool:
+    """Whether the engine computes in this process."""
+    return config.rollout.engine.kind == "hf" and config.cluster.kind == "local"
+
+
+def build_reference(
+    config: RunConfig, vocabulary: int, device: torch.device, spread: Spread | None = None
+) -> PreTrainedModel | None:
+    """The frozen model of objective.kl, if there is one. It routes every token itself."""
+    if not config.objective.kl.coef:
+        return None
+    model_config = resolve_model(config.model)
+    if config.objective.kl.reference is not None:
+        model_config = model_config.model_copy(update={"path": config.objective.kl.reference})
+    try:
+        own = read_config(model_config).get_text_config().vocab_size
+    except UsageError as error:
+        raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
+    if own != vocabulary:
+        raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
+    reference = load_trained(model_config, device, spread).requires_grad_(False)
+    if config.numerics == ON_POLICY:
+        start(reference)  # equal weights then have a KL of exactly 0
+    return reference
+
+
+def load_trained(model: ModelConfig, device: torch.device, spread: Spread | None = None) -> PreTrainedModel:
+    """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
+    if spread is None:
+        loaded = load_model(model, DTYPES[model.dtype], device)
+    else:
+        host = torch.device("cpu")
+        loaded = spread.load(empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host))
+    if model.lm_head == "float32":
+        fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
+    prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)
+    return loaded
+
+
+def build_critic(
+    model: ModelConfig, config: RunConfig, device: torch.device, spread: Spread | None = None
+) -> Critic | None:
+    """A critic that starts from the policy's weights, if the objective has one."""
+    if config.objective.critic is None:
+        return None
+    own = load_trained(model.model_copy(update={"lm_head": "same"}), device)
+    return Critic(own, config.objective.critic, config.optim, spread)

@@ -1,0 +1,1 @@
+"""`onepolicy measure`: the gap between engine and trainer, and its causes."""

@@ -1,0 +1,206 @@
+"""Why the gap is there: one thing changed at a time, the same tokens scored again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onepolicy.build.engines import load_copy
+from onepolicy.config import ModelConfig
+from onepolicy.diagnose.engine_noise import Again
+from onepolicy.mismatch.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
+from onepolicy.models.linear import plain
+from onepolicy.models.load import load_model
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.rescore import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
+from onepolicy.types import TokenBatch
+from onepolicy.verdict.bug_signatures import EXPLAINED, FEWEST
+from onepolicy.verdict.rules import HARMLESS_KL
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One change measured by itself, not a step of the waterfall."""
+
+    name: str
+    how: str
+    nats: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A batch scored without replay, and what of its gap goes away when the settings of both sides are made equal."""
+
+    native: TokenBatch
+    shift: int  # slots by which the engine's log-probabilities are moved to meet the trainer's; 0: they are aligned
+    aligned: TokenBatch  # after that, over the tokens that still have one
+    narrowed: TokenBatch  # scored over the engine's support as well
+    fitted: TokenBatch  # and at its temperature
+    scorer: Scorer  # at that temperature and support
+
+    @property
+    def k3(self) -> float:
+        return k3_of(self.fitted)
+
+
+def explain(learner: LocalLearner, native: TokenBatch) -> Explained:
+    """`native` is scored without replay. A support is only taken on if that leaves less than EXPLAINED of the gap."""
+    shift, aligned = realigned(native)
+    plain = Scorer(learner)
+    scorer, fitted = fit_temperature(plain, aligned)
+    if learner.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
+        scorer, fitted = plain, aligned  # rounded weights flatten a distribution a little, as a temperature would
+    narrowed = aligned
+    if (left := k3_of(fitted)) >= HARMLESS_KL:
+        starts = [(plain, aligned)] if scorer.factor == 1 else [(plain, aligned), (scorer, fitted)]
+        for start in starts:
+            if (found := fit_support(*start)) is None:
+                continue
+            both, at_both = fit_temperature(*found)
+            if k3_of(at_both) < EXPLAINED * left:
+                left, scorer, fitted = k3_of(at_both), both, at_both
+                narrowed = dataclasses.replace(both, factor=1.0)(aligned)
+    return Explained(native, shift, aligned, narrowed, fitted, scorer)
+
+
+def realigned(batch: TokenBatch) -> tuple[int, TokenBatch]:
+    """(by, batch): its log-probabilities of the rollout moved by as many slots as make them meet the trainer's, if that
+    leaves less than EXPLAINED of mean |log rho|; else 0 and `batch` itself."""
+    slots = batch.trainable.nonzero()[:, 0]
+    for by in (1, -1, 2, -2):
+        there = (slots + by).clamp(0, batch.num_slots - 1)
+        inside = (there == slots + by) & batch.trainable[there] & (batch.segment[there] == batch.segment[slots])
+        here, there = slots[inside], there[inside]
+        if len(here) < FEWEST:
+            continue
+        trainer = logp_of(batch)[here]
+        before = float((trainer - batch.logp_rollout[here]).abs().mean())
+        if before > 0.05 and float((trainer - batch.logp_rollout[there]).abs().mean()) < EXPLAINED * before:
+            moved = batch.logp_rollout.index_copy(0, here, batch.logp_rollout[there])
+            kept = torch.zeros_like(batch.trainable).index_fill(0, here, True)
+            return by, batch.replace(logp_rollout=moved, trainable=kept)
+    return 0, batch
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The engine's side of the question whether it holds the trainer's weights."""
+
+    explained: Explained  # with the weights made equal, or of the first look if they were not touched
+    how: str
+    learner: LocalLearner  # that holds the engine's weights
+    model: ModelConfig  # where they come from
+
+
+def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool) -> tuple[Waterfall, list[Alone]]:
+    """first: as it is; alone: the same requests one at a time, of the batch in `weights`; replay: there are routes."""
+    seen, learner = weights.explained, weights.learner
+    scorer, batch, config = seen.scorer.of(learner), seen.aligned, learner.config
+
+    def score(with_learner: LocalLearner) -> Tensor:
+        return logp_of(scorer.of(with_learner)(batch, replay=replay))
+
+    trainer = score(variant(learner))
+    rollout, quant = config.rollout, config.rollout.quant
+    dtype, copy = rollout.engine.dtype, load_copy(weights.model, rollout, learner.device, quantised=False)
+    same = variant(learner, model=copy, autocast="off")
+    packed = score(same)
+    steps = [
+        _level("misaligned tokens", _shift_words(first.shift), first.aligned),
+        _level("stale weights", weights.how, seen.aligned),
+        _level("sampling support", _support_words(seen.scorer), seen.narrowed),
+        _level("temperature", _temperature_words(seen.scorer.factor), seen.fitted),
+    ]
+    last = logp_of(seen.fitted)
+    if replay:
+        steps.append(_level("routing", "the trainer replays the rollout's routes", batch, trainer))
+        last = trainer
+    if dtype != config.model.dtype or config.train.autocast != "off":
+        how = f"the trainer's forward on weights and activations in {dtype}, without autocast"
+        steps.append(_level("precision", how, batch, packed))
+        last = packed
+    if quant is not None:
+        rounded = variant(learner, model=load_copy(weights.model, rollout, learner.device), autocast="off")
+        how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
+        last = score(rounded)
+        steps.append(_level("quantisation", how, batch, last))
+    if alone.same.any() and seen.shift == 0:
+        how = f"the engine samples one sequence at a time; {alone.share:.0%} of the tokens come out the same"
+        steps.append(_level("batch shape", how, batch.replace(logp_rollout=alone.logp), last))
+    each_alone = _alone(score, trainer, packed, same, weights.model, batch)
+    if alone.same.any():
+        how = "k3 between the engine sampling one sequence at a time and all together, same tokens"
+        noise = distance(alone.logp, alone.before, alone.same, seen.native.segment)
+        each_alone.insert(0, Alone("engine, one at a time", how, noise))
+    return waterfall(_level("", "", first.native), steps), each_alone
+
+
+def _alone(
+    score: Callable[[LocalLearner], Tensor],
+    trainer: Tensor,
+    packed: Tensor,
+    same: LocalLearner,
+    model: ModelConfig,
+    batch: TokenBatch,
+) -> list[Alone]:
+    """same: a learner of the copy in the engine's dtype, which scored `packed`; `trainer` is the trainer's score."""
+    engine, mask, segment = same.config.rollout.engine, batch.trainable, batch.segment
+    single = variant(same, model=same.model, tokens_per_micro_batch=1)
+    how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
+    noise = distance(score(single), packed, mask, segment)
+    out = [Alone(f"{engine.dtype}, other packing", how, noise)]
+    if engine.dtype != "float32" and engine.lm_head == "same" and plain(same.model.get_output_embeddings()):
+        rollout = same.config.rollout
+        headed = load_copy(model, rollout, same.device, lm_head="float32", quantised=False)
+        head = score(variant(same, model=headed))
+        how = f"how much nearer a {engine.dtype} forward comes to the trainer with rollout.engine.lm_head=float32"
+        out.append(Alone("lm_head in float32", how, excess(packed, head, trainer, mask, segment)))
+    return out
+
+
+def trainer_precision(scorer: Scorer, model: ModelConfig, batch: TokenBatch, *, replay: bool) -> Alone:
+    """What bf16 in the trainer adds to the gap: its weights in float32 against themselves or under autocast."""
+    learner, config = scorer.learner, scorer.learner.config
+
+    def score(other: LocalLearner) -> Tensor:
+        return logp_of(scorer.of(other)(batch, replay=replay))
+
+    if config.model.dtype == "float32":
+        low, high = (variant(learner, autocast=name) for name in ("bfloat16", "off"))
+        how = "what bf16 autocast in the trainer adds to the gap, against float32"
+    else:
+        low = variant(learner)
+        exact = load_model(model, torch.float32, learner.device)
+        prepare_for_training(exact, learner.device)
+        high = variant(learner, model=exact, autocast="off")
+        how = "what the trainer's bfloat16 weights and activations add to the gap, against a float32 forward of them"
+    nats = excess(score(low), score(high), batch.logp_rollout, batch.trainable, batch.segment)
+    return Alone("trainer in bfloat16", how, nats)
+
+
+def _level(name: str, how: str, batch: TokenBatch, logp: Tensor | None = None) -> Level:
+    scored = logp_of(batch) if logp is None else logp
+    return Level.of(name, how, scored, batch.logp_rollout, batch.trainable, batch.segment)
+
+
+def _shift_words(shift: int) -> str:
+    if shift == 0:
+        return "no shift by a slot or two comes nearer: nothing changed"
+    return f"the engine's log-probabilities moved by {-shift:+d} slot, over the tokens that then have one"
+
+
+def _support_words(scorer: Scorer) -> str:
+    if not scorer.support:
+        return "no top-k or top-p explains the gap: nothing changed"
+    return f"the trainer's distribution cut to {scorer.support} and normalised again"
+
+
+def _temperature_words(factor: float) -> str:
+    if factor == 1:
+        return "the best factor is 1: nothing changed"
+    return f"the trainer at {factor:.3f} times its temperature"

@@ -1,0 +1,91 @@
+"""`onepolicy measure --numerics on-policy`: how many log-probabilities differ in any bit, and where the first does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onepolicy.diagnose.engine_noise import ALONE, sample, sample_again
+from onepolicy.diagnose.first_difference import Difference, first_difference
+from onepolicy.invariant.fingerprint import cannot_claim
+from onepolicy.invariant.require_equal import differing, place
+from onepolicy.mismatch.routing import routing_disagreement
+from onepolicy.objective.advantages import outcomes
+from onepolicy.run.step import Parts
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.pack import pack
+from onepolicy.train.rescore import Scorer, logp_of, mismatch_of
+from onepolicy.types import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Bitwise:
+    model: str
+    dtype: str
+    sequences: int
+    tokens: int  # sampled
+    differing: int  # of these, log-probabilities that are not the same number on both sides
+    k3: float
+    routers: float | None  # share that chooses other experts; None: a dense model
+    trainer_again: int  # tokens that differ if the trainer packs the samples in another order
+    engine_alone: int  # of `alone` tokens: those that come out otherwise if the engine samples one sequence at a time
+    alone: int
+    fingerprint: dict[str, Any]  # of the trainer
+    cannot_claim: str | None  # why rollouts and trainer were not computed alike
+    where: str | None = None  # of the first log-probability that differs
+    first: Difference | None = None  # and the first number on the way to it; None: could not be found
+
+    @property
+    def holds(self) -> bool:
+        return not (self.differing or self.routers or self.trainer_again or self.engine_alone or self.cannot_claim)
+
+
+async def measure_bitwise(parts: Parts, model: str) -> Bitwise:
+    """Sample, score without replay, compare; then both sides again in other batches."""
+    learner = parts.learner
+    assert isinstance(learner, LocalLearner)
+    groups = await sample(parts)
+    limit = parts.config.rollout.sampling.max_tokens
+    batch = Scorer(learner)(pack(outcomes(groups, parts.config.objective, max_tokens=limit)))
+    wrong = differing(batch).nonzero()[:, 0].tolist()
+    order = list(range(batch.num_samples))[::-1]
+    again = Scorer(learner)(batch.select(order)).select(order)
+    alone = await sample_again(parts, groups, batch, alone=True)
+    size = parts.config.rollout.group_size
+    played = int((batch.trainable & (batch.segment < size * max(1, ALONE // size))).sum())
+    found = Bitwise(
+        model=model,
+        dtype=parts.config.model.dtype,
+        sequences=batch.num_samples,
+        tokens=batch.num_trainable,
+        differing=len(wrong),
+        k3=mismatch_of(batch).k3,
+        routers=_routers(batch),
+        trainer_again=int((logp_of(again) != logp_of(batch))[batch.trainable].sum()),
+        engine_alone=played - int((alone.same & (alone.logp == alone.before)).sum()),
+        alone=played,
+        fingerprint=json.loads(learner.fingerprint),
+        cannot_claim=cannot_claim(learner.fingerprint, batch.fingerprints),
+    )
+    if not wrong:
+        return found
+    number = int(batch.segment[wrong[0]])
+    first = await first_difference(parts, learner, batch, number)
+    return dataclasses.replace(found, where=place(batch, wrong[0], groups), first=first)
+
+
+def _routers(batch: TokenBatch) -> float | None:
+    if batch.routing is None or batch.routing_native is None:
+        return None
+    return routing_disagreement(batch.routing_native, batch.routing).routers
+
+
+def write(found: Bitwise, out: Path) -> Path:
+    """OUT/bitwise.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "bitwise.json"
+    path.write_text(json.dumps(dataclasses.asdict(found) | {"holds": found.holds}, indent=1), encoding="utf-8")
+    return path

@@ -1,0 +1,95 @@
+"""Where the gap sits: breakdowns of a scored batch, and its worst tokens in their text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.mismatch.breakdown import (
+    CLASSES,
+    ENTROPIES,
+    PLACES,
+    PROBABILITIES,
+    TURNS,
+    Row,
+    WorstToken,
+    by_edges,
+    by_label,
+    echoed,
+    inside_calls,
+    places,
+    turn_bins,
+    turn_name,
+)
+from onepolicy.mismatch.breakdown import token_class as class_of
+from onepolicy.train.rescore import logp_of
+from onepolicy.types import TokenBatch
+
+WORST = 20
+BEFORE, AFTER = 24, 8  # tokens shown around a worst one
+
+
+def where(
+    batch: TokenBatch, tokenizer: PreTrainedTokenizerBase, stop: Sequence[int]
+) -> tuple[dict[str, list[Row]], list[WorstToken]]:
+    """`batch` is scored. Breakdowns by name; a batch whose samples have one turn each is not broken down by turn."""
+    mask = batch.trainable
+    assert batch.entropy is not None
+    trainer, rollout, place = logp_of(batch)[mask], batch.logp_rollout[mask], places(mask, batch.segment)
+    texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
+    classes = torch.tensor(token_classes(batch, texts, stop))
+    breakdowns = {
+        "place in the response": by_edges(trainer, rollout, place, PLACES),
+        "rollout probability": by_edges(trainer, rollout, rollout.exp(), PROBABILITIES),
+        "trainer entropy, nats": by_edges(trainer, rollout, batch.entropy[mask], ENTROPIES),
+        "class of token": by_label(trainer, rollout, classes, CLASSES),
+    }
+    turn = batch.turn[mask].long()
+    if turn.any():
+        names = [f"turn {turn_name(start)}" for start in TURNS]
+        breakdowns["turn"] = by_label(trainer, rollout, turn_bins(turn), names)
+    return breakdowns, _worst(batch, tokenizer)
+
+
+def token_classes(batch: TokenBatch, texts: dict[int, str], stop: Sequence[int]) -> list[int]:
+    """Index into CLASSES of every trainable slot's token. texts: of every token id that is predicted."""
+    labels: list[int] = []
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in itertools.pairwise(bounds):
+        targets, trained = batch.target_ids[start:end].tolist(), batch.trainable[start:end].tolist()
+        path = [int(batch.input_ids[start]), *targets]
+        copied = echoed(path, [False, *trained])[1:]
+        called = inside_calls([texts[t] if own else "" for t, own in zip(targets, trained, strict=True)])
+        labels += [
+            class_of(texts[token], end=token in stop, call=call, echo=echo)
+            for token, own, call, echo in zip(targets, trained, called, copied, strict=True)
+            if own
+        ]
+    return labels
+
+
+def _worst(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstToken]:
+    slots = batch.trainable.nonzero()[:, 0]
+    place = places(batch.trainable, batch.segment)
+    rollout, trainer = batch.logp_rollout[slots], logp_of(batch)[slots]
+    out = []
+    for i in (trainer - rollout).abs().argsort(descending=True)[:WORST].tolist():
+        slot, sequence = int(slots[i]), int(batch.segment[slots[i]])
+        first, last = batch.cu_seqlens[sequence : sequence + 2].tolist()
+        before = batch.input_ids[max(first, slot + 1 - BEFORE) : slot + 1]
+        after = batch.target_ids[slot + 1 : min(last, slot + 1 + AFTER)]
+        parts = (before, batch.target_ids[slot : slot + 1], after)
+        text, token, rest = (text_of(tokenizer, ids.tolist()) for ids in parts)
+        odds = float(rollout[i].exp()), float(trainer[i].exp())
+        out.append(WorstToken(sequence, int(place[i]), text, token, rest, *odds))
+    return out
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """With special tokens: an end token or a tool call's markup is what one wants to see here."""
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

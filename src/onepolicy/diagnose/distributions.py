@@ -1,0 +1,106 @@
+"""`onepolicy measure --top N`: the engines' whole distributions as far as N tokens show them, and where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.config import UsageError
+from onepolicy.diagnose.breakdowns import BEFORE, WORST, text_of
+from onepolicy.interfaces import EngineCaps
+from onepolicy.mismatch.breakdown import places
+from onepolicy.mismatch.distribution import Distances, distances
+from onepolicy.types import TokenBatch
+
+EDGES = tuple(10 ** (tenth / 10) for tenth in range(-60, 1))
+SHOWN = 5  # likeliest tokens of each engine at a worst position
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    token: str
+    p_rollout: float | None  # None: not among the tokens the engine returned
+    p_trainer: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorstPosition:
+    sequence: int
+    place: int  # in its response, from 0
+    before: str
+    sampled: str
+    tv_low: float
+    tv_high: float
+    candidates: list[Candidate]  # the likeliest of either engine
+
+
+def check_top(top: int, caps: EngineCaps) -> None:
+    if not 1 <= top <= caps.top_logprobs:
+        most = f"this engine returns 1 to {caps.top_logprobs}" if caps.top_logprobs else "this engine returns none"
+        raise UsageError(f"--top: log-probabilities of the {top} likeliest tokens were asked for; {most}")
+
+
+def without_top(batch: TokenBatch) -> TokenBatch:
+    """For scorings that need not look at whole distributions."""
+    return batch.replace(top_ids=None, top_logp_rollout=None, top_logp_old=None, own_ids=None, own_logp=None)
+
+
+def compare(native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Of two scorings of a batch that has top_ids, JSON-ready: what report/causes.py draws and prints."""
+    both = {"without_replay": distances_of(native)}
+    if replayed is not None:
+        both["with_replay"] = distances_of(replayed)
+    return {
+        "top": both["without_replay"].top,
+        "metrics": {name: each.metrics() for name, each in both.items()},
+        "edges": list(EDGES),
+        "above": {name: dict(zip(("low", "high"), each.above(EDGES), strict=True)) for name, each in both.items()},
+        "worst": [dataclasses.asdict(each) for each in worst_positions(native, both["without_replay"], tokenizer)],
+    }
+
+
+def distances_of(batch: TokenBatch) -> Distances:
+    fields = [batch.top_ids, batch.top_logp_rollout, batch.top_logp_old, batch.own_ids, batch.own_logp]
+    return distances(*(field[batch.trainable] for field in fields if field is not None))
+
+
+def worst_positions(batch: TokenBatch, found: Distances, tokenizer: PreTrainedTokenizerBase) -> list[WorstPosition]:
+    """Where the total variation is largest for certain; `found` is `distances_of(batch)`."""
+    slots, place = batch.trainable.nonzero()[:, 0], places(batch.trainable, batch.segment)
+    out = []
+    for i in found.tv_low.argsort(descending=True)[:WORST].tolist():
+        slot, sequence = int(slots[i]), int(batch.segment[slots[i]])
+        start = max(int(batch.cu_seqlens[sequence]), slot + 1 - BEFORE)
+        out.append(
+            WorstPosition(
+                sequence,
+                int(place[i]),
+                text_of(tokenizer, batch.input_ids[start : slot + 1].tolist()),
+                _token(tokenizer, int(batch.target_ids[slot])),
+                float(found.tv_low[i]),
+                float(found.tv_high[i]),
+                _candidates(batch, slot, tokenizer),
+            )
+        )
+    return out
+
+
+def _candidates(batch: TokenBatch, slot: int, tokenizer: PreTrainedTokenizerBase) -> list[Candidate]:
+    def pairs(ids: Tensor | None, logp: Tensor | None) -> dict[int, float]:
+        assert ids is not None
+        assert logp is not None
+        return dict(zip(ids[slot].tolist(), logp[slot].exp().tolist(), strict=True))
+
+    rollout = pairs(batch.top_ids, batch.top_logp_rollout)
+    own = pairs(batch.own_ids, batch.own_logp)
+    trainer = pairs(batch.top_ids, batch.top_logp_old) | own
+    shown = dict.fromkeys([*list(rollout)[:SHOWN], *list(own)[:SHOWN]])
+    return [Candidate(_token(tokenizer, t), rollout.get(t), trainer[t]) for t in shown]
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    return text_of(tokenizer, [token]) or f"token {token}"  # of an id the tokenizer does not know

@@ -1,0 +1,1 @@
+"""`onepolicy engine check`: is this engine fit for a run?"""

@@ -1,0 +1,213 @@
+"""`onepolicy engine check`: does an engine keep the contract of `RolloutEngine`? Asked with its trainer beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.build.components import Pair, build_pair, from_reprefill, open_tokenizer
+from onepolicy.build.learner import resolve_model
+from onepolicy.config import ModelConfig, TrainingError, UsageError
+from onepolicy.config.objective import MIN_AGREEMENT
+from onepolicy.diagnose.measure import measure_config
+from onepolicy.engine_check.checks import (
+    HOT,
+    Check,
+    Played,
+    likeliest,
+    malformed,
+    play,
+    probabilities,
+    random_prompts,
+    scored,
+)
+from onepolicy.engine_check.weight_sync import Copy, sync, vocabulary
+from onepolicy.mismatch.routing import routing_disagreement
+from onepolicy.replay.alignment import check_alignment
+from onepolicy.replay.checks import Misaligned, check_completion
+from onepolicy.train.learner import LocalLearner
+from onepolicy.types import Sampling, TokenBatch
+
+NAMES = ("tokens", "log-probabilities", "temperature", "support", "seeds", "routes", "layers", "weight sync")
+TOKENS, LONGEST = 48, 160
+"""Of a completion; of a prompt: enough to fill a block of a prefix cache."""
+NARROW = 3
+"""top_k of the requests that ask for a narrowed support."""
+
+
+def check_engine(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
+    """`tree`: a recipe's settings, or none. Its task is not played: prompts are random tokens."""
+    tree = {name: section for name, section in tree.items() if name not in ("objective", "correction")}
+    config = measure_config(tree, overrides, None)
+    model = resolve_model(config.model)
+    tokenizer, max_len = open_tokenizer(config, model)
+    return asyncio.run(check_pair(build_pair(config, model, max_len), tokenizer, model))
+
+
+async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
+    """One Check per name of NAMES, in that order."""
+    learner, engine = pair.learner, pair.engine
+    length = min(TOKENS, engine.caps.max_len // 2)
+    prompts = random_prompts(tokenizer, min(LONGEST, engine.caps.max_len - length))
+    numbers = range(len(prompts))
+    try:
+        await engine.reset_cache()
+        plain = await play(engine, prompts, Sampling(1.0, length), numbers)
+        greedy = await play(engine, prompts, Sampling(0.0, length), numbers)
+        few = await play(engine, prompts, Sampling(1.0, length, top_k=NARROW), numbers)
+        stopped = await play(engine, prompts, Sampling(1.0, length, stop=_stops(plain)), numbers)
+        await engine.reset_cache()
+        hot = await play(engine, prompts, Sampling(HOT, length), numbers)
+    except (UsageError, TrainingError) as error:
+        return _complete({"tokens": Check("tokens", False, f"a request failed: {error}", "mend the engine's answer")})
+    found = {"tokens": tokens((plain, hot, greedy, few, stopped), vocabulary(learner.model))}
+    found |= well_formed(pair, (plain, hot))
+    found["seeds"] = await seeds(pair, prompts, hot)
+    if (broken := malformed((plain, hot, few))) is not None:
+        mend = "return one finite log-probability per sampled token"
+        found["log-probabilities"] = Check("log-probabilities", False, broken, mend)
+    elif found["tokens"].passed:
+        copy = Copy(learner, model)
+        cold, warm = scored(learner, plain, routes="routes" not in found), scored(learner, hot)
+        found |= probabilities(learner, cold, warm, limits=(copy.limit(cold), copy.limit(warm)))
+        if found["tokens"].passed and "routes" not in found:
+            found |= agreement(pair, cold)
+        if "temperature" in found and found["temperature"].passed:
+            found["temperature"] = of_greedy(learner, scored(learner, greedy), found["temperature"])
+            found["support"] = of_narrow(learner, scored(learner, few), found["support"])
+        if (reported := found.get("log-probabilities")) is not None and reported.passed:
+            found["weight sync"] = await sync(pair, copy, plain)
+    return _complete(found)
+
+
+def _complete(found: dict[str, Check]) -> list[Check]:
+    return [found.get(name) or Check(name, None, "not judged: another check fails first") for name in NAMES]
+
+
+def _stops(played: Played) -> tuple[int, ...]:
+    """Tokens that are sampled early enough to end most of the same requests."""
+    return tuple({int(done.token_ids[len(done.token_ids) // 3]) for done in played.done[:3]})
+
+
+def tokens(played: Sequence[Played], vocabulary: int) -> Check:
+    """Ids of the vocabulary; a completion ends with its stop token or at max_tokens, and its finish says which."""
+    stops = total = 0
+    for each in played:
+        stop, most = each.sampling.stop, each.sampling.max_tokens
+        for i, done in enumerate(each.done):
+            ids = done.token_ids.tolist()
+            total, stops = total + len(ids), stops + (done.finish == "stop")
+            wrong = None
+            if not ids or min(ids) < 0 or max(ids) >= vocabulary:
+                wrong = f"ids {ids[:5]}..., expected at least one of 0..{vocabulary - 1}"
+            elif len(done.version) != len(ids):
+                wrong = f"{len(done.version)} weight versions for {len(ids)} tokens"
+            elif any(token in stop for token in ids[:-1]):
+                wrong = "tokens follow the stop token"
+            elif done.finish != ("stop" if ids[-1] in stop else "length"):
+                last = "is" if ids[-1] in stop else "is not"
+                wrong = f"finish is {done.finish}, but the last token {last} a stop token"
+            elif done.finish == "length" and len(ids) != most:
+                wrong = f"finish is length after {len(ids)} of {most} tokens"
+            elif len(ids) > most:
+                wrong = f"{len(ids)} tokens where {most} were asked for"
+            if wrong is not None:
+                mend = "return exactly the ids that were sampled, the stop token included and nothing after it"
+                return Check("tokens", False, f"temperature {each.sampling.temperature}, request {i}: {wrong}", mend)
+    answered = sum(len(each.done) for each in played)
+    return Check("tokens", True, f"{answered} requests, {total} ids; {stops} ended at their stop token, which is kept")
+
+
+async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
+    """The same seed draws the same tokens again; another seed draws others."""
+    if not pair.engine.caps.seeded:
+        return Check("seeds", None, "the engine says it does not draw random numbers from seeds")
+    await pair.engine.reset_cache()
+    again = await play(pair.engine, prompts, hot.sampling, range(len(prompts)))
+    others = await play(pair.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts)))
+    same, copied = _equal(hot, again), _equal(hot, others)
+    certain = [float(done.logp.sum()) > math.log(1e-3) for done in hot.done]  # could come twice by itself
+    judged = [i for i in range(len(prompts)) if not certain[i]]
+    if not judged:
+        return Check("seeds", None, "every completion is too certain to tell seeds apart")
+    counts = f"{sum(same[i] for i in judged)} of {len(judged)} the same with the same seed, "
+    counts += f"{sum(copied[i] for i in judged)} with another"
+    passed = 2 * sum(same[i] for i in judged) >= len(judged) and not any(copied[i] for i in judged)
+    return Check("seeds", passed, counts, "" if passed else "seed each request's random numbers with its own seed")
+
+
+def of_greedy(learner: LocalLearner, batch: TokenBatch, sampled: Check) -> Check:
+    """`sampled`, the passed check of the temperature, if temperature 0 takes the likeliest token as well."""
+    share, _ = likeliest(learner, batch, 1)
+    text = f"temperature 0 takes the trainer's likeliest token in {share:.0%}"
+    if not share >= 0.9:  # rounding decides between two that are equally likely
+        return Check("temperature", False, text, "take the argmax at temperature 0")
+    return replace(sampled, measured=f"{sampled.measured}; {text}")
+
+
+def of_narrow(learner: LocalLearner, batch: TokenBatch, whole: Check) -> Check:
+    """`whole`, the check of the whole vocabulary, if requests with top_k stay inside it and say so in their values."""
+    share, mass = likeliest(learner, batch, NARROW)
+    text = f"{share:.0%} of the tokens asked for with top_k={NARROW} are among the trainer's {NARROW} likeliest"
+    if not share >= 0.9:
+        return Check("support", False, text, "hand top_k and top_p to the engine, or refuse them")
+    assert batch.logp_old is not None
+    off = (batch.logp_rollout - batch.logp_old)[batch.trainable]
+    tells = not mass.abs().mean() <= 0.01
+    if tells and not (off + mass).abs().mean() <= off.abs().mean():  # also if a value is NaN
+        text = f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole vocabulary"
+        return Check("support", False, text, "return them after top-k and top-p (vLLM: processed_logprobs)")
+    return replace(whole, measured=f"{whole.measured}; {text}")
+
+
+def _equal(a: Played, b: Played) -> list[bool]:
+    return [x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a.done, b.done, strict=True)]
+
+
+def well_formed(pair: Pair, played: Sequence[Played]) -> dict[str, Check]:
+    """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
+    if pair.routes is None or from_reprefill(pair.config):
+        why = "a dense model has no routes" if pair.routes is None else "replay.source=reprefill needs none of its own"
+        return {name: Check(name, None, why) for name in ("routes", "layers")}
+    if not pair.engine.caps.routing:
+        mend = "start the engine so that it returns them, or set replay.source=reprefill"
+        return {"routes": Check("routes", False, "the engine returns none", mend)}
+    mend = "return one row per token that was fed, of every MoE layer, as the router chose them"
+    for each in played:
+        for i, (prompt, done) in enumerate(zip(each.prompts, each.done, strict=True)):
+            if done.routing is None:
+                return {"routes": Check("routes", False, f"request {i} has none", mend)}
+            try:
+                check_completion(done, prompt, pair.routes, f"request {i}")
+            except UsageError as error:
+                return {"routes": Check("routes", False, str(error), mend)}
+    return {}
+
+
+def agreement(pair: Pair, batch: TokenBatch) -> dict[str, Check]:
+    """Are the routes those of these tokens and layers? batch: scored, with the engine's routes."""
+    assert batch.routing is not None
+    assert batch.routing_native is not None
+    rows = f"{len(batch.routing)} rows, well formed"
+    try:
+        check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(pair))
+    except Misaligned as error:
+        if not error.of_layers:
+            return {"routes": Check("routes", False, str(error), "row i is of the token that was fed i-th")}
+        wrong = Check("layers", False, str(error), "hand over the model's MoE layers in their order")
+        return {"routes": Check("routes", True, rows), "layers": wrong}
+    differ = routing_disagreement(batch.routing_native, batch.routing)
+    worst = f"{len(batch.routing.layers)} layers, in the worst {float(differ.per_layer.max()):.2%} differ"
+    return {
+        "routes": Check("routes", True, f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"),
+        "layers": Check("layers", True, worst),
+    }
+
+
+def _least(pair: Pair) -> float:
+    return getattr(pair.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT

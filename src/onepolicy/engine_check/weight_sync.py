@@ -1,0 +1,106 @@
+"""Does an engine follow the weights it is given? And how far from the trainer its dtype alone brings it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from onepolicy.build.components import Pair
+from onepolicy.build.engines import load_copy
+from onepolicy.config import ModelConfig, TrainingError, UsageError
+from onepolicy.engine_check.checks import Check, Played, distance, play, scored
+from onepolicy.models import fp32_head
+from onepolicy.sync.check import MARGIN as NOISE
+from onepolicy.sync.check import checked_push, probe, push_weights
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.rescore import variant
+from onepolicy.types import TokenBatch
+
+FLOOR = {"float32": 5e-4, "bfloat16": 5e-3}
+"""`distance` nobody needs to explain [nats]."""
+MARGIN = 5.0
+"""Times the distance between the trainer and a copy of itself in the engine's dtype, on the same tokens."""
+CHANGE = 0.2
+"""Relative noise on the matrices of the weights that are pushed to see whether the engine follows."""
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+class Copy:
+    """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
+
+    def __init__(self, learner: LocalLearner, model: ModelConfig) -> None:
+        rollout = learner.config.rollout
+        self._learner, self._dtype = learner, rollout.engine.dtype
+        self._model = load_copy(model, rollout, learner.device)
+        self._scorer = variant(learner, model=self._model, autocast="off")
+
+    def follow(self) -> None:
+        """Take the learner's weights."""
+        fp32_head.load_weights(self._model, self._learner.named_weights())
+
+    def limit(self, batch: TokenBatch) -> float:
+        """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
+        rounded = self._scorer.score_without_replay(batch).logp_old
+        assert rounded is not None
+        apart = float(distance(batch.replace(logp_rollout=rounded)).max())
+        return max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
+
+
+async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
+    """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
+    engine, learner, numbers = pair.engine, pair.learner, range(len(plain.prompts))
+    size = vocabulary(learner.model)
+    mend = "load_weights takes over every tensor and forgets all cached keys, values and routes"
+    try:
+        await checked_push(learner, engine, vocab=size)
+        before, again = await probe(engine, size), await probe(engine, size)
+        await play(engine, plain.prompts, plain.sampling, numbers)  # leaves its prefixes cached
+        with changed(learner):
+            copy.follow()
+            await push_weights(learner, engine)
+            cached = await play(engine, plain.prompts, plain.sampling, numbers)
+            await engine.reset_cache()
+            fresh = await play(engine, plain.prompts, plain.sampling, numbers)
+            score = scored(learner, fresh)
+            limit, now, behind = copy.limit(score), distance(score).max(), distance(scored(learner, cached)).max()
+        await push_weights(learner, engine)
+        back = await probe(engine, size)
+    except (UsageError, TrainingError) as error:
+        return Check("weight sync", False, str(error), mend)
+    old = distance(scored(learner, fresh)).max()
+    wrong = None
+    if not now <= limit:
+        wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
+    elif not behind <= limit:
+        wrong = f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
+    elif not (back - before).abs().max() <= NOISE * (again - before).abs().max() < math.inf:
+        wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
+    if wrong is not None:
+        return Check("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", mend)
+    followed = f"{now:.2g} nats off, {old:.2g} from the ones before"
+    return Check("weight sync", True, f"the same weights move nothing; others are followed, cached or not: {followed}")
+
+
+@contextmanager
+def changed(learner: LocalLearner) -> Iterator[None]:
+    """Other weights, and another version, while it is held; a version newer than both afterwards."""
+    before = {name: tensor.detach().clone() for name, tensor in learner.model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    learner.version += 1
+    try:
+        with torch.no_grad():
+            for tensor in learner.model.parameters():
+                if tensor.dim() > 1:
+                    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+                    tensor.mul_(1 + CHANGE * noise)
+        yield
+    finally:
+        learner.model.load_state_dict(before)
+        learner.version += 1

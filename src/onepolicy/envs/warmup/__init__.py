@@ -1,0 +1,1 @@
+"""Examples that a tiny policy learns from before RL."""

@@ -1,0 +1,1 @@
+"""Ranks and engine replicas as Ray actors. The only place that imports ray."""

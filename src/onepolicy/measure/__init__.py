@@ -1,1 +1,0 @@
-"""How far apart are the two engines? Pure functions of their outputs; measuring never changes training."""

@@ -1,0 +1,1 @@
+"""Pure statistics of two engines' log-probabilities and routes."""

@@ -1,0 +1,1 @@
+"""Readers of engines' route payloads. They need no engine."""

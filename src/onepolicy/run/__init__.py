@@ -1,0 +1,1 @@
+"""One training run: the RL step, its repetition, evaluation, log and folder."""

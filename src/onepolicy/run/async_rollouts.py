@@ -1,0 +1,160 @@
+"""Sampling while learning: the next steps' episodes are played while the learner is busy with this one.
+
+Step s (from 0) updates version s of the weights to s + 1. Its episodes start when step s - max_staleness does, and each
+token is sampled by whatever weights the engine has by then; an update lets requests go on from their tokens. So no
+token that step s is trained on is older than version s - max_staleness: nothing can become too old, nothing is thrown
+away, and no more than max_staleness + 1 steps' episodes are ever in play or waiting. Steps have the problems, seeds and
+order of the synchronous loop; with max_staleness 0 they are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import TrainingError
+from onepolicy.run.recovery import outlive
+from onepolicy.run.step import Clock, Parts, Rollouts, StepResult, learn, sample, timed
+from onepolicy.run.step_metrics import per_staleness
+from onepolicy.sync.check import push_weights
+from onepolicy.types import Group
+
+LOG = logging.getLogger(__name__)
+
+
+class Ahead:
+    """Plays the episodes of steps `first`, first + 1, ... as far ahead of the learner as max_staleness allows."""
+
+    def __init__(self, parts: Parts, first: int) -> None:
+        assert parts.config.rollout.max_staleness is not None
+        self.parts, self.max_staleness = parts, parts.config.rollout.max_staleness
+        self._next = first  # step to be started
+        self._playing: dict[int, asyncio.Task[Rollouts]] = {}
+        self._ended: dict[int, int] = {}  # episodes of each step in play that have
+        self._show: dict[int, Callable[[], None]] = {}
+        self._steps, self._since, self._busy = 0, 0.0, 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.forget(self._next)
+
+    async def forget(self, step: int) -> None:
+        """End what is in play; `step` and what follows it is to be played again from its beginning, by `begin`."""
+        tasks = list(self._playing.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for of_step in (self._playing, self._ended, self._show):
+            of_step.clear()
+        self._next = step
+
+    def begin(self, step: int) -> None:
+        """`step` begins: with it and what follows it, as far as tokens of today's weights may be trained on there."""
+        last = min(step + self.max_staleness, self.parts.config.steps - 1)
+        for each in range(self._next, last + 1):
+            self._ended[each] = 0
+            self._playing[each] = asyncio.create_task(self._play(each))
+        self._next = max(self._next, last + 1)
+
+    async def take(self, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
+        """The episodes of `step` once all have ended; advance is called for each. Their errors come out here."""
+        for _ in range(self._ended[step]):
+            advance()
+        self._show[step] = advance
+        rollouts = await self._playing[step]
+        for of_step in (self._playing, self._ended, self._show):
+            del of_step[step]
+        if (oldest := int(versions(rollouts.groups).min())) < step - self.max_staleness:
+            raise TrainingError(
+                f"rollout.max_staleness: {self.max_staleness}, but the engine says that weights of version {oldest} "
+                f"sampled a token of step {step + 1}, whose weights are of version {step}; it did not take an update"
+            )
+        return rollouts
+
+    @property
+    def resting(self) -> bool:
+        """No episode is in play."""
+        return self._steps == 0
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which episodes were in play."""
+        return self._busy + (time.perf_counter() - self._since if self._steps else 0.0)
+
+    async def _play(self, step: int) -> Rollouts:
+        if self.resting:
+            self._since = time.perf_counter()
+        self._steps += 1
+        try:
+            return await sample(self.parts, step, lambda: self._episode_ended(step))
+        finally:
+            self._steps -= 1
+            if self.resting:
+                self._busy += time.perf_counter() - self._since
+
+    def _episode_ended(self, step: int) -> None:
+        self._ended[step] += 1
+        if step in self._show:
+            self._show[step]()
+
+
+async def asynchronous_step(
+    parts: Parts, ahead: Ahead, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
+) -> StepResult:
+    """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
+    clock, busy = Clock(), ahead.busy
+
+    async def episodes() -> Rollouts:
+        ahead.begin(step)
+        return await ahead.take(step, advance)
+
+    with clock("wait"):
+        rollouts = await outlive(parts, episodes, partial(ahead.forget, step))
+    with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
+        try:
+            result = await asyncio.to_thread(learn, parts, step, rollouts, clock, probe=probe)
+        except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
+            LOG.warning("stopping once the update in progress has ended")
+            raise
+    with clock("sync"):
+        push = partial(push_weights, parts.learner, *parts.samplers)
+        await outlive(parts, push, partial(ahead.forget, step + 1))
+    learning, busy = clock.seconds.pop("learn"), ahead.busy - busy
+    result = timed(parts, result, clock)
+    whole = result.metrics["time/step"]
+    result.metrics |= staleness(result.groups, step) | per_staleness(result.batch, step)
+    result.metrics |= {
+        "time/sampler_idle": max(0.0, whole - busy),
+        "async/learner_busy": learning / whole,
+        "async/sampler_busy": min(1.0, busy / whole),
+    }
+    return result
+
+
+def versions(groups: list[Group]) -> Tensor:
+    """[n] int32, of every trainable token."""
+    return torch.cat([sample.version[sample.trainable] for group in groups for sample in group.samples])
+
+
+def staleness(groups: list[Group], version: int) -> dict[str, float]:
+    """How much older than `version`, which is trained, the weights that sampled these tokens are."""
+    age = (version - versions(groups)).float()
+    samples = [sample.version[sample.trainable] for group in groups for sample in group.samples]
+    return {
+        "staleness/mean": float(age.mean()),
+        "staleness/max": float(age.max()),
+        "staleness/tokens": float((age > 0).float().mean()),
+        "staleness/spanning": sum(len(each.unique()) > 1 for each in samples) / len(samples),
+    }

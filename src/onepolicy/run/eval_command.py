@@ -1,0 +1,66 @@
+"""`onepolicy eval`: held-out evaluation of a model folder or of a run's checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from onepolicy.build import components as setup
+from onepolicy.build import engines
+from onepolicy.build.calibrate import calibrate
+from onepolicy.build.learner import resolve_model, use_threads
+from onepolicy.config import RunConfig
+from onepolicy.models.load import device_of
+from onepolicy.run.evaluate import attempts, evaluate
+from onepolicy.train import checkpoint
+
+
+def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dict[str, float]:
+    """Evaluate model.path, or (with `run`) the run's checkpoint of `step` (None: the newest). Prints a table, and one
+    JSON line for scripts."""
+    model = config.model
+    if run is not None:
+        folder = checkpoint.latest(run) if step is None else checkpoint.folder_of(run, step)
+        checkpoint.verify(folder)
+        model = model.model_copy(update={"path": str(folder)})
+    model = resolve_model(model)
+    use_threads(config)
+    environment, tokenizer, max_len = setup.open_environment(config, model)
+    device = device_of(config.train.device)
+    quant, own = config.rollout.quant, config.rollout.engine
+    if quant is not None and not config.eval.quantised:
+        engine = setup.build_unquantised(config, model, device, max_len)
+    else:
+        engine = engines.build_engine(
+            model, own, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
+        )
+    stop = (tokenizer.eos_token_id,)
+    asyncio.run(calibrate(config, engine, environment, stop, run))
+    with Progress(transient=True, console=Console(stderr=True)) as bars:
+        task = bars.add_task("evaluation", total=attempts(config.eval))
+        metrics = asyncio.run(
+            evaluate(
+                engine,
+                environment,
+                config.eval,
+                stop=stop,
+                max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
+                solved_at=getattr(config.task, "threshold", 1.0),
+                advance=lambda: bars.advance(task),
+            )
+        )
+    console = Console()
+    console.print(
+        f"{config.eval.problems} held-out problems, {model.path}", soft_wrap=True, highlight=False, markup=False
+    )
+    table = Table("metric", "value")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.3f}")
+    console.print(table)
+    console.print_json(json.dumps({"model": model.path, **metrics}), indent=None, ensure_ascii=True)
+    return metrics

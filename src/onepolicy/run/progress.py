@@ -1,0 +1,61 @@
+"""Progress of a run in the terminal: one bar for the steps, one for what the current step is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from onepolicy.config import printable
+from onepolicy.run.train import Progress as RunProgress
+
+SHOWN = (
+    ("reward", "train/reward", ".2f"),
+    ("k3", "mismatch/k3", ".1e"),
+    ("F(2)", "mismatch/f2", ".1e"),
+    ("entropy", "train/entropy", ".3f"),
+    ("tok/s", "train/tokens_per_second", ".0f"),
+)
+
+
+class TerminalProgress(RunProgress):
+    """In a terminal: live bars. Elsewhere (a log file): one line per step."""
+
+    def __init__(self, console: Console, bars: Progress, steps: int, first: int = 0) -> None:
+        self.console, self.bars = console, bars
+        self.steps = bars.add_task("steps", total=steps, completed=first, shown="")
+        self.inner = bars.add_task("", total=None, visible=False, shown="")
+
+    def phase(self, name: str, total: int) -> Callable[[], None]:
+        self.bars.reset(self.inner, total=total, description=name, visible=True)
+        return lambda: self.bars.advance(self.inner)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{label} {metrics[name]:{form}}" for label, name, form in SHOWN if name in metrics)
+        scores = "  ".join(f"{k} {v:.2f}" for k, v in metrics.items() if k.startswith("eval/") and "length" not in k)
+        self.bars.update(self.steps, completed=step, shown=shown)
+        self.bars.update(self.inner, visible=False)
+        if scores or not self.console.is_terminal:
+            self.console.print(f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self.console.print(
+            printable(text, keep="\n"), highlight=False, soft_wrap=True, markup=False
+        )  # it may quote a model
+
+
+@contextmanager
+def terminal_progress(steps: int, first: int = 0) -> Iterator[TerminalProgress]:
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[shown]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        yield TerminalProgress(console, bars, steps, first)

@@ -1,0 +1,271 @@
+"""Repeat rl_step: new runs, resumed runs, forks. The algorithm is in step.py, the run folder in folder.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from onepolicy.build import components as setup
+from onepolicy.build.calibrate import calibrate
+from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
+from onepolicy.config.place import check_new
+from onepolicy.config.stored import read_config
+from onepolicy.correct.predict import warning
+from onepolicy.engine_check.checks import checked_probabilities
+from onepolicy.envs.multiturn.render import decode
+from onepolicy.invariant.fingerprint import digest
+from onepolicy.launch import ranks
+from onepolicy.launch.launcher import HERE, Hosts
+from onepolicy.launch.restarts import BEGUN
+from onepolicy.run import run_folder as folder
+from onepolicy.run.async_rollouts import Ahead, asynchronous_step
+from onepolicy.run.evaluate import attempts, evaluate
+from onepolicy.run.learning_check import Watch
+from onepolicy.run.log import RunLog, read_metrics, truncate_after
+from onepolicy.run.recovery import nothing, outlive, wait_for_server
+from onepolicy.run.run_folder import START, Json, Origin
+from onepolicy.run.step import Parts, StepResult, rl_step
+from onepolicy.run.step_metrics import save_probe
+from onepolicy.run.summary import summarise
+from onepolicy.sync.check import checked_push, push_weights
+from onepolicy.train import checkpoint
+from onepolicy.train.learner import LocalLearner
+from onepolicy.verdict.bug_signatures import preflight
+
+
+class Progress:
+    """What a caller may show; every method does nothing here."""
+
+    def phase(self, name: str, total: int) -> Callable[[], None]:
+        return lambda: None
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE) -> Json:
+    """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
+    if isinstance(config.task, PromptsTask):
+        raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
+    config = ranks.effective(config)
+    out = Path(config.out)
+    check_new(out)
+    if origin.step >= config.steps:
+        raise UsageError(
+            f"steps: {config.steps} is not beyond step {origin.step}, where this run starts; set steps higher"
+        )
+    tokens, turns = config.longest
+    if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
+        progress.note(shrinks)
+    with ranks.started(config, hosts.launch) as others:
+        parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
+        sizes = getattr(parts.engine, "sizes", None)
+        if sizes is not None:
+            progress.note(sizes.words())
+        folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())
+        with folder.held(out):
+            return asyncio.run(_train(parts, tokenizer, out, origin, progress))
+
+
+def resume(
+    run: Path,
+    progress: Progress,
+    steps: int | None = None,
+    count: int | None = None,
+    hosts: Hosts = HERE,
+    config: RunConfig | None = None,
+) -> Json:
+    """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
+
+    steps: to train on to. count: another number of ranks. hosts: other ones. config: its settings, with what else may
+    change (where its processes and servers are); None: as they are in its folder. A run that was killed between its
+    last step and its summary gets its summary and report.
+    """
+    config = ranks.effective(config or read_config(run), count, resuming=True)
+    if steps is not None:
+        config = config.model_copy(update={"steps": steps})
+    with folder.held(run):
+        origin = folder.resume_origin(run)
+        if origin.step > config.steps or (origin.step == config.steps and _finished(config, run)):
+            raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
+        if origin.step == config.steps:
+            return _finish(config, run, origin)
+        asyncio.run(wait_for_server(config, progress.note))
+        with ranks.started(config, hosts.launch) as others:
+            parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
+            with folder.writing(run):
+                folder.write_config(run, config)
+            progress.note(_resuming(run, origin))
+            if other := folder.other_build(run, parts.learner.fingerprint):
+                progress.note(f"it began where other bits are computed (here, there): {other}")
+            return asyncio.run(_train(parts, tokenizer, run, origin, progress))
+
+
+def _resuming(run: Path, origin: Origin) -> str:
+    """From where a run goes on."""
+    if checkpoint.complete(run):
+        return f"resuming {run} after step {origin.step}"
+    if origin.parent is None:
+        return f"resuming {run}: it has no checkpoint, so it starts again at step 0"
+    return f"resuming {run}: it has no checkpoint, so it starts again at step {origin.step} of {origin.parent['run']}"
+
+
+async def _train(
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress
+) -> Json:
+    config, learner = parts.config, parts.learner
+    assert isinstance(learner, LocalLearner)
+    if origin.weights is not None:
+        learner.restore(origin.weights)
+        if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
+            with folder.writing(out):
+                checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
+    with folder.writing(out):
+        checkpoint.sweep(out)
+        truncate_after(out, origin.step)
+    folder.drop_probes_after(out, origin.step)
+    checked = progress.phase("engine warm-up and sync check", 1)
+    await calibrate(config, parts.engine, parts.environment, parts.stop, out)
+    await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
+    await push_weights(learner, *parts.samplers[1:])
+    await checked_probabilities(parts.engine, learner, tokenizer)
+    checked()
+    if not parts.engine.caps.seeded:
+        progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
+    with RunLog(out, tensorboard=config.log.tensorboard) as log:
+        await _repeat(parts, tokenizer, out, origin, progress, log)
+    with folder.writing(out):
+        learner.finish_saving()
+        checkpoint.prune(out, config.checkpoint.keep)
+        return _finish(config, out, origin)
+
+
+async def _repeat(
+    parts: Parts, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress, log: RunLog
+) -> None:
+    """Every step of the run, with what belongs to it: evaluation, log, probe, checkpoint."""
+    config, learner = parts.config, parts.learner
+    assert isinstance(learner, LocalLearner)
+    if config.eval.every and not read_metrics(out):
+        evaluated = await _evaluate(parts, progress)
+        with folder.writing(out):
+            log.write(origin.step, evaluated)
+    watch = Watch(config, out, progress.note)
+    async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
+        for step in range(origin.step, config.steps):
+            done = step + 1
+            every = config.log.counterfactual_every
+            with folder.writing(out):
+                folder.replace_text(out / BEGUN, str(done))
+            probing = every > 0 and (step % every == 0 or done == config.steps)
+            result = await _step(parts, ahead, step, progress, probe=probing)
+            if step == origin.step and (found := preflight(result.batch)).bug:
+                progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
+            if _due(done, config.eval.every, config.steps):
+                result.metrics |= await _evaluate(parts, progress, ahead, done)
+            with folder.writing(out):
+                log.write(done, result.metrics)
+                _write_samples(log, parts, result, tokenizer, done)
+                if probing:
+                    path = out / folder.PROBES / f"step_{done:05d}.safetensors"
+                    save_probe(path, result.batch, result.without_replay, learner.fingerprint)
+            progress.step(done, result.metrics)
+            watch.after(done, result.metrics)
+            if _due(done, config.checkpoint.every, config.steps):
+                with folder.writing(out):
+                    log.sync()  # a checkpoint never outlives the rows before it
+                    save = partial(checkpoint.save, out, learner, tokenizer, step=done, extra={"parent": origin.parent})
+                    if ahead is None:
+                        save()
+                    else:  # episodes are in play, and need the event loop
+                        await asyncio.to_thread(save)
+                    checkpoint.prune(out, config.checkpoint.keep)
+
+
+async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
+    """One after the other, or with episodes that are played ahead."""
+    config = parts.config
+    probe = probe and isinstance(config.replay, FromRollout)
+    advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
+    if ahead is None:
+        return await rl_step(parts, step, probe=probe, advance=advance)
+    return await asynchronous_step(parts, ahead, step, probe=probe, advance=advance)
+
+
+async def _evaluate(parts: Parts, progress: Progress, ahead: Ahead | None = None, done: int = 0) -> dict[str, float]:
+    """ahead: plays the episodes of step `done` (from 0) and later ones meanwhile."""
+    config, engine = parts.config, parts.engine
+    if parts.evaluator is not None:
+        engine = parts.evaluator
+        await push_weights(parts.learner, engine)
+    evaluation = partial(
+        evaluate,
+        engine,
+        parts.environment,
+        config.eval,
+        stop=parts.stop,
+        max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
+        solved_at=getattr(config.task, "threshold", 1.0),
+        advance=progress.phase("evaluation", attempts(config.eval)),
+    )
+    metrics = await outlive(parts, evaluation, nothing if ahead is None else partial(ahead.forget, done))
+    if ahead is None or ahead.resting or parts.evaluator is not None:
+        await outlive(parts, engine.reset_cache)  # or rollouts would reuse prefixes that a resumed run does not have
+    return metrics
+
+
+def _finished(config: RunConfig, out: Path) -> bool:
+    return (out / folder.SUMMARY).exists() and (not config.log.report or (out / "report.html").exists())
+
+
+def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
+    summary = summarise(config, read_metrics(out), out, origin.parent)
+    folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
+    if config.log.report:
+        from onepolicy.report.html import write_report  # plotly is an extra
+
+        summary["report"] = str(write_report(out))
+        folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
+    return summary
+
+
+def _due(done: int, every: int, steps: int) -> bool:
+    return every > 0 and (done % every == 0 or done == steps)
+
+
+def _write_samples(
+    log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
+) -> None:
+    """The first sample of the first groups as text, with both engines' mean log-probability.
+
+    The trainer's is null where nobody scored the sample before the weights moved: with the rollout as the anchor, those
+    that are not in the first mini-step.
+    """
+    batch, first_of_group = result.batch, 0
+    assert batch.logp_old is not None
+    for group in result.groups[: parts.config.log.samples_per_step]:
+        sample = group.samples[0]
+        slots = (batch.segment == first_of_group) & batch.trainable
+        first_of_group += len(group.samples)
+        first = int(sample.trainable.nonzero()[0, 0]) + 1
+        log.sample(
+            {
+                "step": step,
+                "problem": group.problem_id,
+                "prompt": decode(tokenizer, sample.tokens[:first].tolist()),
+                "response": decode(tokenizer, sample.tokens[first:].tolist()),
+                "answer": group.answer,
+                "reward": sample.reward,
+                "finish": sample.finish,
+                "mean_logp_rollout": sample.logp_rollout[sample.trainable].mean().item(),
+                "mean_logp_trainer": batch.logp_old[slots].mean().item(),
+                "fingerprint": "+".join(sorted(map(digest, sample.fingerprints))) or None,
+            }
+        )

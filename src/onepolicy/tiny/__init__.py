@@ -1,0 +1,1 @@
+"""The tiny policy that is made here."""

@@ -1,0 +1,1 @@
+"""Pure rules: bug or mismatch, which, and what to do."""
