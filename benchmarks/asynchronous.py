@@ -107,7 +107,7 @@ def train(out: Path, steps: int, settings: Sequence[str]) -> None:
     run = ["train", str(RECIPE), f"out={out}", f"steps={steps}", *SMALL, *QUIET, "checkpoint.every=1000", *settings]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     environment.pop("OMP_NUM_THREADS", None)
-    subprocess.run([sys.executable, "-m", "onepolicy.cli", *run], check=True, env=environment)
+    subprocess.run([sys.executable, "-m", "onepolicy", *run], check=True, env=environment)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def served(settings: Sequence[str], out: Path) -> Iterator[tuple[str, ...]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(port), "tiny", *settings]
+    command = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(port), "tiny", *settings]
     log = out / "server.log"
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=file, stderr=file)

@@ -86,7 +86,7 @@ def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int, overri
 
 def onepolicy(command: list[str], log: Path) -> None:
     with log.open("a") as file:
-        process = [sys.executable, "-m", "onepolicy.cli", *command]
+        process = [sys.executable, "-m", "onepolicy", *command]
         code = subprocess.run(process, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
         raise SystemExit(f"onepolicy {shlex.join(command)} failed with status {code}; see {log}")

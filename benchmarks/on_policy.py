@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import Components, build_parts
 from onepolicy.config import resolve
-from onepolicy.run.step import Parts, rl_step
+from onepolicy.run.step import rl_step
 from onepolicy.sync.check import push_weights
 
 PHASES = ("rollout", "score", "update", "step")
 SIDES = ("fast", "on-policy")
 
 
-def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Parts:
+def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
     settings = {
         "out": "unused",
         "steps": 1000,
@@ -48,7 +48,7 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Parts:
     return parts
 
 
-def step(parts: Parts, number: int) -> dict[str, float]:
+def step(parts: Components, number: int) -> dict[str, float]:
     metrics = asyncio.run(rl_step(parts, number, probe=False)).metrics
     return {phase: metrics[f"time/{phase}"] for phase in PHASES} | {"k3": metrics["mismatch/k3"]}
 

@@ -12,19 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import Components, build_parts
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.diagnose.engine_noise import sample, sample_again
-from onepolicy.diagnose.measure import measure_config
 from onepolicy.invariant.probe import start
 from onepolicy.objective.advantages import outcomes
-from onepolicy.run.step import Parts
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, mismatch_of
 from onepolicy.types import TokenBatch
 
 
-def parts_of(model: str, dtype: str) -> Parts:
+def parts_of(model: str, dtype: str) -> Components:
     engine = {"kind": "vllm", "dtype": dtype, "cache_gib": 0.25, "block_size": 32, "max_len": 128}
     rollout = {"engine": engine, "prompts_per_step": 8, "group_size": 2, "sampling": {"max_tokens": 80}}
     tree = {"model": {"path": model, "dtype": dtype}, "train": {"threads": 1}, "rollout": rollout}
@@ -36,7 +35,7 @@ def show(what: str, batch: TokenBatch) -> None:
     print(f"{what}: {found.differing} of {found.tokens} differ, k3 {found.k3:.2g}", flush=True)
 
 
-async def compare(parts: Parts) -> None:
+async def compare(parts: Components) -> None:
     learner = parts.learner
     assert isinstance(learner, LocalLearner)
     groups = await sample(parts)

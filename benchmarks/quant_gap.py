@@ -13,8 +13,9 @@ import asyncio
 
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import build_parts
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.correct.predict import predict
-from onepolicy.diagnose.measure import look, measure_config
+from onepolicy.diagnose.measure import look
 from onepolicy.train.rescore import mismatch_of
 
 FORMATS = {

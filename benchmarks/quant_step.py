@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from sync import big_model
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import Components, build_parts
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import alphabet
-from onepolicy.run.step import Parts, rl_step
+from onepolicy.run.step import rl_step
 from onepolicy.tiny.model import make_tokenizer
 
 TIMES = ("rollout", "score", "update", "sync", "step")
@@ -59,7 +59,7 @@ def save(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def build(folder: Path, quant: str, steps: int, length: int) -> Parts:
+def build(folder: Path, quant: str, steps: int, length: int) -> Components:
     tree = {
         "out": str(folder / "unused"),
         "steps": steps + 1,

@@ -15,6 +15,8 @@ import os
 import time
 from collections.abc import Iterator
 
+from onepolicy.interfaces import Progress
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -25,7 +27,6 @@ from transformers import PreTrainedModel
 from onepolicy.config import HFEngineConfig, ModelConfig, resolve
 from onepolicy.launch.ray.connect import opened
 from onepolicy.rollout.fleet.replicas import Replicas
-from onepolicy.run.train import Progress
 
 
 class Written:

@@ -47,7 +47,7 @@ POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "
 POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
 AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, unless there is a new step before it
 LIMIT_S = 1800.0  # without a new step
-COMMAND = [sys.executable, "-m", "onepolicy.cli"]
+COMMAND = [sys.executable, "-m", "onepolicy"]
 
 
 def arguments() -> argparse.Namespace:

@@ -84,7 +84,7 @@ def serving(folder: str, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     settings = ["--no-routes", "--port", str(port), folder, "cache_gib=0.125", f"max_len={MAX_LEN}"]
     with log.open("wb") as file:
-        command = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", *settings]
+        command = [sys.executable, "-m", "onepolicy", "engine", "serve", *settings]
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         while "ready after" not in log.read_text():

@@ -39,7 +39,7 @@ def run(setting: Setting, recipe: str, steps: int) -> list[dict[str, float]]:
         settings = [f"out={out}", f"steps={steps}", f"train.threads={threads}", f"rollout.engine.kind={kind}"]
         if kind == "vllm":
             settings.append("rollout.engine.cache_gib=0.25")
-        command = [sys.executable, "-m", "onepolicy.cli", "train", recipe, *settings, *SMALL]
+        command = [sys.executable, "-m", "onepolicy", "train", recipe, *settings, *SMALL]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -163,3 +163,14 @@ class Environment(Protocol):
         One sample, or several of one reward if the history was rewritten on the way. EpisodeError if it cannot end.
         """
         ...
+
+
+class Progress:
+    """What a caller may show; every method does nothing here."""
+
+    def phase(self, name: str, total: int) -> Callable[[], None]:
+        return lambda: None
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...

@@ -7,7 +7,7 @@ from vllm_support import recipe, rows, stock
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
-from onepolicy.run import async_rollouts as asynchronous
+from onepolicy.run import async_rollouts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS = 6
@@ -16,7 +16,7 @@ STEPS = 6
 @pytest.fixture
 def learned(monkeypatch):
     """step -> (weights it began with, groups it was given), of a run that is then made."""
-    taken, original = {}, asynchronous.learn
+    taken, original = {}, async_rollouts.learn
 
     def learn(parts, step, rollouts, clock, **more):
         assert parts.learner.version == step
@@ -24,7 +24,7 @@ def learned(monkeypatch):
         taken[step] = (weights, rollouts.groups)
         return original(parts, step, rollouts, clock, **more)
 
-    monkeypatch.setattr(asynchronous, "learn", learn)
+    monkeypatch.setattr(async_rollouts, "learn", learn)
     return taken
 
 

@@ -12,8 +12,8 @@ import os
 import pytest
 
 from onepolicy.build.components import build_parts
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.diagnose.engine_noise import sample, sample_again
-from onepolicy.diagnose.measure import measure_config
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, mismatch_of

@@ -12,7 +12,7 @@ import pytest
 
 from onepolicy.build.components import build_pair, open_tokenizer
 from onepolicy.build.learner import resolve_model
-from onepolicy.diagnose.measure import measure_config
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.engine_check.command import check_pair
 from onepolicy.sync.check import checked_push
 

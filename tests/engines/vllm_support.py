@@ -88,7 +88,7 @@ class ServerProcess:
             self.port = port or free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
-        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", "--port", str(self.port)]
+        serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
         serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
         with log.open("ab") as file:
             self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)

@@ -26,7 +26,7 @@ LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 
 def start(*arguments, **how):
     """`onepolicy train ...` in a process group of its own."""
-    command = [sys.executable, "-m", "onepolicy.cli", "train", *map(str, arguments)]
+    command = [sys.executable, "-m", "onepolicy", "train", *map(str, arguments)]
     pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
     return Popen(command, **pipes | how)
 

@@ -30,7 +30,7 @@ from relay import Relay
 from onepolicy.config import TrainingError, load
 from onepolicy.launch.launcher import Hosts
 from onepolicy.launch.ranks import launch_here
-from onepolicy.run import train as run
+from onepolicy.run import train
 from onepolicy.train.sharded.channel import advertised, read_advertised
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -40,7 +40,7 @@ def node(rank, port, recipe, out, log):
     """torchrun on one of two nodes; the far one is rank 1."""
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy.cli"]
+    torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy"]
     command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.ranks=2", "train.rank_timeout=40"]
     own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
@@ -78,7 +78,7 @@ def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whol
     assert_same_run(whole_on_ranks, out, 6)
 
 
-class StallsAfter(run.Progress):
+class StallsAfter(train.Progress):
     def __init__(self, step, relay, out):
         self.after, self.relay, self.out = step, relay, out
 
@@ -106,7 +106,7 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
 
         stalling = StallsAfter(3, relay, out)
         with pytest.raises(TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"):
-            run.start(config, stalling, hosts=Hosts(launch))
+            train.start(config, stalling, hosts=Hosts(launch))
         stalling.fault.ended()
     stalling.fault.resumed()
     assert_complete(out, 6)

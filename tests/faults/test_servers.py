@@ -48,7 +48,7 @@ class Far:
     def start(self):
         self.lives += 1
         path = self.log.with_suffix(f".{self.lives}")
-        serve = [sys.executable, "-m", "onepolicy.cli", "engine", "serve", str(self.policy), "--host", self.host]
+        serve = [sys.executable, "-m", "onepolicy", "engine", "serve", str(self.policy), "--host", self.host]
         serve += ["--port", str(self.port), "--token-env", TOKEN, *SETTINGS]
         with path.open("ab") as file:
             self.process = subprocess.Popen([*self.enter, *serve], stdout=file, stderr=file, start_new_session=True)

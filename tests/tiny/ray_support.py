@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import pytest
 from conftest import rows
 
-from onepolicy.launch.ray import connect as start
+from onepolicy.launch.ray import connect
 
-start.prepare(own=True)
+connect.prepare(own=True)
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from onepolicy.launch.ray import actors as hosts  # noqa: E402
+from onepolicy.launch.ray import actors  # noqa: E402
 from onepolicy.launch.ray.placement import Where  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 
@@ -41,7 +41,7 @@ def start_noting(monkeypatch):
         found[name] = where
         return where
 
-    monkeypatch.setattr(hosts.Where, "told", note)
+    monkeypatch.setattr(actors.Where, "told", note)
     return found
 
 

@@ -11,9 +11,10 @@ from test_measure_command import SETTINGS, Planted
 
 from onepolicy.audit.export import write_step
 from onepolicy.audit.run import audit
-from onepolicy.build import components as setup
+from onepolicy.build import components
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
-from onepolicy.diagnose.measure import _open, look, measure_config
+from onepolicy.diagnose.measure import _open, look
 from onepolicy.sync.check import push_weights
 
 EVERY_STEP = (
@@ -28,14 +29,14 @@ EVERY_STEP = (
 @pytest.fixture
 def audited(train, monkeypatch):
     """audited("a.b=c", late=1, ...) -> what `audit RUN` says of a run whose engine has this fault."""
-    build = setup.build_parts
+    build = components.build_parts
 
     def run(*overrides, **fault):
         def planted(*args, **more):
             parts, tokenizer = build(*args, **more)
             return dataclasses.replace(parts, engine=Planted(parts.engine, **fault)), tokenizer
 
-        monkeypatch.setattr(setup, "build_parts", planted)
+        monkeypatch.setattr(components, "build_parts", planted)
         return audit(train(None, *EVERY_STEP, *overrides), {})
 
     return run
@@ -103,7 +104,7 @@ def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train
     run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
     config = measure_config({}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None)
-    parts, _ = setup.build_parts(config)
+    parts, _ = components.build_parts(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
     async def sampled():

@@ -10,9 +10,9 @@ from engine_support import teacher_forced
 from test_measure_command import SETTINGS
 
 from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
-from onepolicy.diagnose.measure import measure_config
 from onepolicy.engine_check.checks import checked_probabilities
 from onepolicy.engine_check.command import NAMES, check_pair
 from onepolicy.models.load import load_model

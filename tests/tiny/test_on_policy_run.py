@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.own import bitwise
 from onepolicy.build.components import build_parts
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
 from onepolicy.diagnose.bitwise import measure_bitwise
-from onepolicy.diagnose.measure import measure_config
 from onepolicy.invariant.contract import agree
 from onepolicy.invariant.fingerprint import digest
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, said, summary
-from onepolicy.run import run_folder as folder
+from onepolicy.run import run_folder
 from onepolicy.run.step import rl_step
 
 ON = ("numerics=on-policy", "eval.every=0", "steps=2")
@@ -64,8 +64,8 @@ def test_every_step_is_exactly_on_policy(train):
         both = probe.metadata()
         assert json.loads(both["rollout"]) == [both["fingerprint"]]
         assert json.loads(both["fingerprint"]) == about["fingerprint"]
-    assert folder.other_build(run, json.dumps(about["fingerprint"])) is None
-    assert folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"})) == "cuda: x, unset"
+    assert run_folder.other_build(run, json.dumps(about["fingerprint"])) is None
+    assert run_folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"})) == "cuda: x, unset"
     assert "To the bit: 0 of" in bitwise(run)
     assert bitwise(run).endswith("computed alike")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])

@@ -40,7 +40,7 @@ def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
 
 
 def start(*arguments):
-    command = [sys.executable, "-m", "onepolicy.cli", "train", *map(str, arguments)]
+    command = [sys.executable, "-m", "onepolicy", "train", *map(str, arguments)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
@@ -92,7 +92,7 @@ def test_resumed_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
         "--standalone",
         "--nproc-per-node=3",
         "-m",
-        "onepolicy.cli",
+        "onepolicy",
     ]
     subprocess.run([*torchrun, "train", "--resume", str(out), "steps=2"], check=True, timeout=280)
     assert main(["train", "--resume", str(out), "steps=3", "train.ranks=0"]) == 0

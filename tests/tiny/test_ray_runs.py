@@ -90,7 +90,7 @@ def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path
     local, out = train("local", *settings), tmp_path / "ray"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, "-m", "onepolicy.cli", "train", recipe, f"out={out}", *settings, *RAY],
+        [sys.executable, "-m", "onepolicy", "train", recipe, f"out={out}", *settings, *RAY],
         env=environment,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from test_learner import batch_of, learner_of, one_step
 from torch import Tensor
 
 from onepolicy import bind_routers
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import Components, build_parts
 from onepolicy.config import UsageError, resolve
 from onepolicy.mismatch.routing import routing_agreement
 from onepolicy.objective.advantages import outcomes
@@ -26,7 +26,7 @@ from onepolicy.replay.alignment import check_alignment, windows
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
 from onepolicy.run.log import is_known
-from onepolicy.run.step import Parts, rl_step
+from onepolicy.run.step import rl_step
 from onepolicy.run.step_metrics import measure, per_layer, repeat, variation
 from onepolicy.sync.check import push_weights
 from onepolicy.train.checks import _warn_of_collapse, check_routes
@@ -34,7 +34,7 @@ from onepolicy.train.pack import pack
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
 
 
-def parts_of(policy, *overrides: str) -> Parts:
+def parts_of(policy, *overrides: str) -> Components:
     recipe = {
         "out": "x",
         "steps": 1,
@@ -53,7 +53,7 @@ def parts_of(policy, *overrides: str) -> Parts:
     return build_parts(resolve(recipe, list(overrides)))[0]
 
 
-def rollout(parts: Parts, step: int = 0) -> TokenBatch:
+def rollout(parts: Components, step: int = 0) -> TokenBatch:
     async def play():
         await push_weights(parts.learner, parts.engine)
         return await collect(
@@ -71,7 +71,7 @@ def rollout(parts: Parts, step: int = 0) -> TokenBatch:
 
 
 @pytest.fixture(scope="module")
-def parts(policy) -> Parts:
+def parts(policy) -> Components:
     return parts_of(policy)
 
 
@@ -219,7 +219,7 @@ class Broken:
         return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))  # type: ignore[attr-defined]
 
 
-def step_with(parts: Parts, spoil: Callable[[Completion], Completion]):
+def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
     async def go():
         await push_weights(parts.learner, parts.engine)
         broken = dataclasses.replace(parts, engine=Broken(parts.engine, spoil))
@@ -324,7 +324,7 @@ def test_a_constant_layer_of_older_weights(policy, parts, batch, settings, age: 
             check_routes(scored, config, version)
 
 
-def collapse(parts: Parts, layer: int) -> None:
+def collapse(parts: Components, layer: int) -> None:
     """Give this layer a router that ranks its experts alike for whatever tokens the policy writes."""
     router = parts.learner.model.model.layers[layer].mlp.gate
     seen: list[Tensor] = []

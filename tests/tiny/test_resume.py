@@ -14,7 +14,7 @@ from conftest import rows, timeless
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.run import run_folder as folder
+from onepolicy.run import run_folder
 from onepolicy.train import checkpoint
 
 EVERY = ["checkpoint.every=1", "optim.lr=1e-5"]  # a hundred steps at 1e-3 and the routers collapse
@@ -45,7 +45,7 @@ def test_finished_run_has_nothing_to_resume(train, capsys):
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "onepolicy.cli", *arguments]
+    return [sys.executable, "-m", "onepolicy", *arguments]
 
 
 def run_and_kill(arguments, when):
@@ -164,7 +164,7 @@ def test_killed_before_its_summary_gets_it_on_resume(train, capsys):
 
 def test_two_processes_cannot_train_in_one_folder(train, capsys):
     run = train("run", "steps=1", "eval.every=0")
-    with folder.held(run):
+    with run_folder.held(run):
         assert main(["train", "--resume", str(run), "steps=2"]) == 2
     assert "another process" in capsys.readouterr().err
 
@@ -177,7 +177,7 @@ def test_resume_drops_later_probes_and_ignores_unfinished_files(train):
     (run / "probes" / "step_00002.writing").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "train/rew')
-    folder.drop_probes_after(run, 1)
+    run_folder.drop_probes_after(run, 1)
     assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == ["step_00001.safetensors"]
     assert main(["train", "--resume", str(run)]) == 0
     assert [row["step"] for row in rows(run)] == [1, 2]

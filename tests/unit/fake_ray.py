@@ -7,7 +7,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.launch.ray import replica_actor as replica
+from onepolicy.launch.ray import replica_actor
 from onepolicy.types import Completion
 
 
@@ -49,7 +49,7 @@ class Actor:
     def __init__(self, restarts=1, chance=None):
         self.chance = chance
         self.restarts, self.calls, self.pending, self.hung = restarts, [], [], False
-        self.process = replica.ReplicaProcess()
+        self.process = replica_actor.ReplicaProcess()
 
     def __getattr__(self, method):
         return type("Method", (), {"remote": lambda _, *args: self.call(method, args)})()
@@ -94,4 +94,4 @@ class Actor:
             asyncio.get_running_loop().call_later(0.05, self.restart)
 
     def restart(self):
-        self.process, self.pending, self.hung = replica.ReplicaProcess(), [], False
+        self.process, self.pending, self.hung = replica_actor.ReplicaProcess(), [], False

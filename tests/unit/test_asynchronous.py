@@ -9,7 +9,7 @@ import torch
 
 from onepolicy.build import learner
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.run import async_rollouts as asynchronous
+from onepolicy.run import async_rollouts
 from onepolicy.run.async_rollouts import Ahead, staleness
 from onepolicy.run.step import Rollouts
 from onepolicy.run.step_metrics import per_staleness
@@ -30,7 +30,7 @@ class Play:
 
     def __init__(self, monkeypatch):
         self.began, self.gates, self.version = [], {}, None
-        monkeypatch.setattr(asynchronous, "sample", self)
+        monkeypatch.setattr(async_rollouts, "sample", self)
 
     async def __call__(self, parts, step, advance):
         self.began.append(step)
@@ -118,7 +118,7 @@ def test_an_error_comes_out_at_its_own_step_and_the_rest_is_ended(monkeypatch):
         return Rollouts([Group(step, (sample(step),))], {})
 
     async def main():
-        monkeypatch.setattr(asynchronous, "sample", broken)
+        monkeypatch.setattr(async_rollouts, "sample", broken)
         async with Ahead(parts(2), first=0) as ahead:
             ahead.begin(0)
             await ahead.take(0)
@@ -137,11 +137,11 @@ def test_who_interrupts_an_update_is_told_why_it_takes_a_while(monkeypatch, capl
 
     async def main():
         play = Play(monkeypatch)
-        monkeypatch.setattr(asynchronous, "learn", learn)
+        monkeypatch.setattr(async_rollouts, "learn", learn)
         run = parts(1)
         run.config.rollout.engine, run.engine = None, None
         async with Ahead(run, first=0) as ahead:
-            step = asyncio.create_task(asynchronous.asynchronous_step(run, ahead, 0, probe=False))
+            step = asyncio.create_task(async_rollouts.asynchronous_step(run, ahead, 0, probe=False))
             await settle()
             play.gates[0].set()
             await asyncio.to_thread(learning.wait, 60)

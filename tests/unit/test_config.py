@@ -247,7 +247,7 @@ def test_config_into_a_closed_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "onepolicy.cli", "config", "preset"], stdout=writer, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "onepolicy", "config", "preset"], stdout=writer, stderr=subprocess.PIPE, check=False
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepolicy.build import components as setup
+from onepolicy.build import components
 from onepolicy.config import CorrectionConfig, UsageError, resolve
 from onepolicy.config.correction import presets
 from onepolicy.correct.predict import predict, warning
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.run import train as run
-from onepolicy.run.train import Progress
+from onepolicy.interfaces import Progress
+from onepolicy.run import train
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ class Notes(Progress):
 
 
 def test_a_run_says_so_before_it_loads_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "build_parts", lambda *_: None)
+    monkeypatch.setattr(components, "build_parts", lambda *_: None)
     tree = {"out": str(tmp_path / "run"), "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
     for name, expected in (("trl-default", 1), ("tis", 0)):
         notes = Notes()
         with pytest.raises(TypeError):  # build_parts returned nothing to train
-            run.start(resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]), notes)
+            train.start(resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]), notes)
         assert len(notes.notes) == expected
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from onepolicy.config import GymTask, UsageError
 from onepolicy.envs import alphabet, warmup_examples
-from onepolicy.envs.tasks import reasoning_gym as gym
+from onepolicy.envs.tasks import reasoning_gym
 from onepolicy.envs.tasks.reasoning_gym import Gym, extract
 from onepolicy.envs.tasks.seeding import digest, rng_of, split_of
 
@@ -36,7 +36,7 @@ def test_bad_settings_are_named(task, message):
 
 
 def test_missing_extra_is_named(monkeypatch):
-    monkeypatch.setattr(gym, "find_spec", lambda name: None)
+    monkeypatch.setattr(reasoning_gym, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install onepolicy\[envs\]"):
         Gym(GymTask(name="gcd"))
 
@@ -90,7 +90,7 @@ def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
 
 
 def test_too_few_questions_to_train_on(monkeypatch):
-    monkeypatch.setattr(gym, "split_of", lambda question: "held_out")
+    monkeypatch.setattr(reasoning_gym, "split_of", lambda question: "held_out")
     with pytest.raises(UsageError, match=r"task\.params: chain_sum .* too few different questions"):
         Gym(SMALL).train_problem(0)
 
@@ -126,7 +126,7 @@ def test_grade_is_the_library_s():
 def test_a_response_the_library_stumbles_over_earns_nothing(name, response):
     task = Gym(GymTask(name=name))
     asked = task.train_problem(0)
-    with pytest.raises(gym.LIBRARY_ERRORS):
+    with pytest.raises(reasoning_gym.LIBRARY_ERRORS):
         task._dataset("train", 0).score_answer(response, asked.entry)
     assert task.grade(asked, response) == 0.0
 
@@ -136,7 +136,7 @@ def test_evaluated_responses_pass_the_gate(tmp_path):
     asked = task.train_problem(0)
     assert task.grade(asked, asked.answer) == 1.0
     assert task.grade(asked, "99999999!") == 0.0
-    for name in gym.EVALUATED - gym.HASH_ORDERED:
+    for name in reasoning_gym.EVALUATED - reasoning_gym.HASH_ORDERED:
         task = Gym(GymTask(name=name))
         problems = [task.train_problem(i) for i in range(3)]
         assert all(task.grade(p, p.answer) == 1.0 for p in problems)

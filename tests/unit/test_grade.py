@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from onepolicy.envs.tasks import grading as grade
+from onepolicy.envs.tasks import grading
 from onepolicy.envs.tasks.grading import MathGrader, answer_text, exact
 from onepolicy.envs.tasks.safe_expression import harmless
 from waiting import LIMIT_S
@@ -192,15 +192,15 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
     grader, asked = hopeless
     for _ in range(2):
         assert [grader.grade(f"9^{{9^{n}}}", "7") for n in range(512)] == [0.0] * 512
-        assert len(asked) == grade.MOST_TIMEOUTS
+        assert len(asked) == grading.MOST_TIMEOUTS
         assert grader.grade("7", "7") == 1.0  # the reference itself needs no reading
         assert grader.take_metrics() == {
-            "rollout/grader_timeouts": grade.MOST_TIMEOUTS,
-            "rollout/grader_skipped": 512 - grade.MOST_TIMEOUTS,
+            "rollout/grader_timeouts": grading.MOST_TIMEOUTS,
+            "rollout/grader_skipped": 512 - grading.MOST_TIMEOUTS,
         }
         assert grader.take_metrics() == {}
         assert [record.message for record in caplog.records if "earn 0 unread" in record.message] == [
-            f"{grade.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
+            f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
             "left and are not the reference itself earn 0 unread (rollout/grader_skipped counts them)"
         ]
         asked.clear()

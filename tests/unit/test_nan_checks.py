@@ -10,12 +10,11 @@ import torch
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.diagnose.measure import _beyond, _stale
-from onepolicy.engine_check import command as engine_check
-from onepolicy.engine_check import weight_sync as engine_sync
+from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import Check
 from onepolicy.rollout.servers.logprob_check import check_probabilities
 from onepolicy.sync import check as sync_check
-from onepolicy.train import rescore as scorer
+from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
 from onepolicy.verdict.rules import Gap, verdict
 
@@ -87,12 +86,12 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
 
 def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
-    copy = object.__new__(engine_sync.Copy)
+    copy = object.__new__(weight_sync.Copy)
     copy._dtype = "bfloat16"
     copy._scorer = SimpleNamespace(score_without_replay=lambda batch: SimpleNamespace(logp_old=torch.zeros(1)))
-    monkeypatch.setattr(engine_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
-    assert copy.limit(batch) == engine_sync.FLOOR["bfloat16"]
-    monkeypatch.setattr(engine_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))
+    monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
+    assert copy.limit(batch) == weight_sync.FLOOR["bfloat16"]
+    monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))
     assert copy.limit(batch) == pytest.approx(1.0)
 
 
@@ -104,15 +103,15 @@ def narrow_batch(rollout):
 
 @pytest.mark.parametrize(("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)])
 def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
-    monkeypatch.setattr(engine_check, "likeliest", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
+    monkeypatch.setattr(command, "likeliest", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
     whole = Check("support", True, "whole vocabulary")
-    assert engine_check.of_narrow(None, narrow_batch(rollout), whole).passed is passed
+    assert command.of_narrow(None, narrow_batch(rollout), whole).passed is passed
 
 
 def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
-    monkeypatch.setattr(engine_check, "likeliest", lambda *_: (NAN, torch.tensor([-1.0])))
-    assert engine_check.of_greedy(None, None, Check("temperature", True, "")).passed is False
-    assert engine_check.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed is False
+    monkeypatch.setattr(command, "likeliest", lambda *_: (NAN, torch.tensor([-1.0])))
+    assert command.of_greedy(None, None, Check("temperature", True, "")).passed is False
+    assert command.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed is False
 
 
 def pairs(count=400):
@@ -171,9 +170,9 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
     start = SimpleNamespace(
         logp_old=torch.tensor([-1.0, -1.0]), logp_rollout=torch.tensor([-2.0, -2.0]), trainable=trainable
     )
-    monkeypatch.setattr(scorer, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
+    monkeypatch.setattr(rescore, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
     first = Fake(1.0)
-    assert scorer.fit_temperature(first, start) == (first, start)
+    assert rescore.fit_temperature(first, start) == (first, start)
 
 
 def test_findings_stay_where_the_refit_is_nan(monkeypatch):

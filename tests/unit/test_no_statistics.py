@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from onepolicy.launch.ray import connect as start
+from onepolicy.launch.ray import connect
 from onepolicy.no_statistics import OFF
 from onepolicy.rollout.vllm import serve
 
@@ -55,17 +55,17 @@ def test_a_vllm_server(monkeypatch):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ray(monkeypatch, own):
-    for name in (*OFF, *start.QUIET, *start.ON_LOOPBACK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+    for name in (*OFF, *connect.QUIET, *connect.ON_LOOPBACK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    start.prepare(own=own)
+    connect.prepare(own=own)
     assert {name: os.environ[name] for name in OFF} == OFF
 
 
 def test_exported_settings_do_not_open_a_ray_that_is_started_for_the_run(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    start.prepare(own=True)
+    connect.prepare(own=True)
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from onepolicy.launch.ray import connect as start
+from onepolicy.launch.ray import connect
 
-start.prepare(own=True)  # for tests in this process that start Ray
+connect.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
@@ -45,16 +45,16 @@ def test_vllm_beside_ranks_is_fine_in_a_process_of_its_own():
 @pytest.mark.parametrize("address", ["http://a:1", "ray://a:1", "somewhere", "a:b"])
 def test_no_address(address):
     with pytest.raises(UsageError, match=r"cluster\.address: .* is not host:port of a running Ray"):
-        start.check_address(address, "none")
+        connect.check_address(address, "none")
 
 
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    start.check_address("auto", "none")
+    connect.check_address("auto", "none")
     with pytest.raises(UsageError, match=r"cluster\.auth: a Ray without token authentication"):
-        start.check_address("10.0.0.1:6379", "token")
+        connect.check_address("10.0.0.1:6379", "token")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    start.check_address("10.0.0.1:6379", "token")
+    connect.check_address("10.0.0.1:6379", "token")
 
 
 def settings(*overrides) -> RunConfig:

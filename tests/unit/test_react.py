@@ -12,7 +12,7 @@ from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
 from onepolicy.envs import alphabet, build
 from onepolicy.envs.multiturn.tool_dialogue import Call, ChatReAct, PlainReAct
 from onepolicy.envs.tools import build_tools
-from onepolicy.envs.warmup import react as react_warmup
+from onepolicy.envs.warmup import react
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group
@@ -29,7 +29,7 @@ def environment(template=None, *, max_len=2000, problems=PRODUCTS, **settings):
 def test_a_tool_is_called_and_the_answer_graded():
     env = environment()
     problem = env.train_problem(0)
-    expression = react_warmup.calls_of(problem, "products", None)[0]
+    expression = react.calls_of(problem, "products", None)[0]
     (sample,), script = play(env, [f"Action: calculator[{expression}]", f"Answer: {problem.answer}"])
     assert sample.reward == 1.0
     assert sample.finish == "stop"
@@ -314,9 +314,7 @@ def test_settings_are_checked(tmp_path):
     (sample,), _ = play(env, ["Answer: b"])
     assert sample.reward == 1.0
     with pytest.raises(UsageError, match="reasoning-gym data sets and a calculator only"):
-        next(
-            react_warmup.warmup_examples(ReActTask(problems=JsonlTask(path="x"), tools=CALCULATOR), mistakes=0, seed=0)
-        )
+        next(react.warmup_examples(ReActTask(problems=JsonlTask(path="x"), tools=CALCULATOR), mistakes=0, seed=0))
 
 
 def test_worked_episodes_are_what_the_environment_plays():
@@ -330,8 +328,8 @@ def test_worked_episodes_are_what_the_environment_plays():
     )
     tokenizer = make_tokenizer(alphabet(config))
     env = build(config, tokenizer, max_len=1000)
-    examples = react_warmup.warmup_examples(config, mistakes=0.0, seed=3)
-    start = react_warmup.digest("react warm-up", 3) % 2**31
+    examples = react.warmup_examples(config, mistakes=0.0, seed=3)
+    start = react.digest("react warm-up", 3) % 2**31
     for index in range(6):
         prompt, *rest = next(examples)
         samples, script = play(env, rest[::2], env.train_problem(start + index))
@@ -342,16 +340,16 @@ def test_worked_episodes_are_what_the_environment_plays():
 
 
 def test_one_operation_at_a_time_needs_divisions_that_come_out():
-    assert react_warmup._one_by_one("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
+    assert react._one_by_one("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
     with pytest.raises(UsageError, match=r"10 / 3 = 10/3, not a number"):
-        react_warmup._one_by_one("10 / 3 * 3")
+        react._one_by_one("10 / 3 * 3")
 
 
 def test_planted_guesses_are_wrong_and_as_long_as_the_answer():
     config = ReActTask(problems=PRODUCTS, tools=CALCULATOR, instructions="", max_turns=2)
-    examples = react_warmup.warmup_examples(config, mistakes=0.5, seed=0)
+    examples = react.warmup_examples(config, mistakes=0.5, seed=0)
     env = build(config, make_tokenizer(alphabet(config)), max_len=1000)
-    start, guesses = react_warmup.digest("react warm-up", 0) % 2**31, 0
+    start, guesses = react.digest("react warm-up", 0) % 2**31, 0
     for index in range(60):
         _, *rest = next(examples)
         answer = env.train_problem(start + index).answer

@@ -8,15 +8,12 @@ import torch
 from fake_vllm import GENERATE, VOCAB, connected, embedding
 from http_support import Reply, Server
 
-from onepolicy.build import components as setup
+from onepolicy.build import components
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
 from onepolicy.rollout.collect import together
 from onepolicy.rollout.servers.http import EngineLost
-from onepolicy.run import async_rollouts as asynchronous
-from onepolicy.run import recovery as recover
-from onepolicy.run import run_folder as folder
-from onepolicy.run import train as run
+from onepolicy.run import async_rollouts, recovery, run_folder, train
 from onepolicy.run.async_rollouts import Ahead
 from onepolicy.run.recovery import outlive, wait_for_server
 from onepolicy.run.step import Rollouts
@@ -32,7 +29,7 @@ PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix
 @pytest.fixture
 def parts(fake, checkpoints, monkeypatch):
     """A run at step 3, with other weights than the server was started with."""
-    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
     engine = {"kind": "vllm-server", "url": fake.server.url, "dtype": "float32", "patience_s": LIMIT_S}
     tree = {"out": "x", "steps": 9, "model": {"path": fake.model}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
     config = resolve(tree | {"rollout": {"engine": engine}})
@@ -83,7 +80,7 @@ def clock(monkeypatch):
         now[0] += 1.0
         return now[0]
 
-    monkeypatch.setattr(recover, "time", SimpleNamespace(monotonic=look))
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=look))
     return now
 
 
@@ -129,8 +126,8 @@ def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
         finally:
             ended.append(step)
 
-    monkeypatch.setattr(asynchronous, "sample", play)
-    monkeypatch.setattr(asynchronous, "versions", lambda done: torch.cat([each.version for each in done]))
+    monkeypatch.setattr(async_rollouts, "sample", play)
+    monkeypatch.setattr(async_rollouts, "versions", lambda done: torch.cat([each.version for each in done]))
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
     )
@@ -190,7 +187,7 @@ def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
 
     with pytest.raises(EngineLost, match="gone"):
         asyncio.run(outlive(parts, work))
-    assert len(tries) == recover.TIMES + 1
+    assert len(tries) == recovery.TIMES + 1
 
 
 def test_one_that_comes_back_as_another_is_refused(parts, fake):
@@ -226,7 +223,7 @@ def run_of(url, **engine):
 
 def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, monkeypatch):
     """Machine gone, both started again: the driver is there long before the server answers."""
-    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
     asked, notes = [], []
 
     def health(request):
@@ -236,20 +233,20 @@ def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, mon
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
 
-    monkeypatch.setattr(setup, "build_parts", built)
+    monkeypatch.setattr(components, "build_parts", built)
     with Server({"GET /health": health}) as server:
-        folder.create(tmp_path / "run", run_of(server.url), folder.START, "{}")
+        run_folder.create(tmp_path / "run", run_of(server.url), run_folder.START, "{}")
         progress = SimpleNamespace(note=notes.append)
         with pytest.raises(TrainingError, match="built after 5"):
-            run.resume(tmp_path / "run", progress)
+            train.resume(tmp_path / "run", progress)
     assert len(notes) == 1
     assert notes[0].endswith("Waiting up to 300 s for it")
 
 
 def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
-    folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), folder.START, "{}")
+    run_folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.START, "{}")
     moved = []
-    monkeypatch.setattr(run, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9})
+    monkeypatch.setattr(train, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9})
     settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
     assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0
     expected = run_of("https://elsewhere:8000", token_env="TOKEN")
@@ -259,7 +256,7 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
 
 
 def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch, clock):
-    monkeypatch.setattr(recover, "POLL_S", 0.01)
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
     with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
         asyncio.run(wait_for_server(run_of(server.url, patience_s=10, retries=0), lambda text: None))
         assert len(server.asked) == 10

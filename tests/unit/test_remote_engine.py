@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onepolicy.launch.ray import connect as start
+from onepolicy.launch.ray import connect
 
-start.prepare(own=True)  # for tests in this process that start Ray
+connect.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 from fake_ray import Actor, Engine  # noqa: E402
 
@@ -18,7 +18,7 @@ from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
-from onepolicy.launch.ray import replica_actor as replica  # noqa: E402
+from onepolicy.launch.ray import replica_actor  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 from onepolicy.launch.ray.wire import Request, decode_answers, encode_requests  # noqa: E402
 from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
@@ -38,7 +38,7 @@ def engines(monkeypatch):
         built.append(Engine())
         return built[-1]
 
-    monkeypatch.setattr(replica, "build_engine", build)
+    monkeypatch.setattr(replica_actor, "build_engine", build)
     monkeypatch.setattr(remote, "AGAIN", 0.01)
     monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart=True: actor.die())
     return built
@@ -92,7 +92,7 @@ class BreaksOff:
 
 def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(written, monkeypatch):
     stopping = Stopping()
-    monkeypatch.setattr(replica, "build_engine", lambda _: stopping)
+    monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
     engine = opened(actor := Actor())
 
     async def go():
@@ -291,7 +291,7 @@ def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines,
 
 def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
     async def run():
-        process = replica.ReplicaProcess()
+        process = replica_actor.ReplicaProcess()
         await process.build("{}", 0)
         await process.submit(0, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)}))
         first, second = await process.collect(0, 5, []), await process.collect(0, 5, [])
@@ -303,13 +303,13 @@ def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
 
 def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
     async def run():
-        process = replica.ReplicaProcess()
+        process = replica_actor.ReplicaProcess()
         await process.build("{}", 2)
-        with pytest.raises(replica.NotBuilt):
+        with pytest.raises(replica_actor.NotBuilt):
             await process.submit(1, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)}))
-        with pytest.raises(replica.NotBuilt):
+        with pytest.raises(replica_actor.NotBuilt):
             await process.collect(1, 0.01, [])
-        with pytest.raises(replica.NotBuilt):  # it would drop what was asked since
+        with pytest.raises(replica_actor.NotBuilt):  # it would drop what was asked since
             await process.build("{}", 1)
         assert not engines[0].started
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,6 +20,7 @@ from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
+from onepolicy.files import write_text
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -141,7 +141,7 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
         trees = [as_tree(each) for each in audited]
         tree = trees[0] if len(trees) == 1 else _both(audited, trees)
         text = json.dumps(tree, indent=1, allow_nan=False)
-        written = [_write(folder / "audit.json", text), _write(folder / "audit.html", _page(audited))]
+        written = [write_text(folder / "audit.json", text), write_text(folder / "audit.html", _page(audited))]
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
     except OSError as error:
@@ -151,13 +151,6 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
 def _both(audited: Sequence[Audited], trees: list[dict[str, Any]]) -> dict[str, Any]:
     found = {name: dataclasses.asdict(each) for name, each in differences(*audited).items()}
     return {"dumps": trees, "differences": plain(found)}
-
-
-def _write(path: Path, text: str) -> Path:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, path)
-    return path
 
 
 def _page(audited: Sequence[Audited]) -> str:

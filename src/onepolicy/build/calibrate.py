@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
+from onepolicy.files import write_text
 from onepolicy.interfaces import Environment, RolloutEngine
 from onepolicy.models.quant.install import Quantised
 from onepolicy.rollout.collect import play, seed_of
-from onepolicy.run.run_folder import replace_text
 from onepolicy.types import Sampling
 
 FILE = "calibration.json"
@@ -39,7 +39,7 @@ async def calibrate(
     quantised.calibrate()
     await engine.reset_cache()
     if path is not None:
-        replace_text(path, json.dumps(quantised.scales(), indent=1))
+        write_text(path, json.dumps(quantised.scales(), indent=1))
 
 
 async def play_episodes(

@@ -23,9 +23,8 @@ from onepolicy.config import (
 )
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import build
-from onepolicy.interfaces import Environment, RolloutEngine
+from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
 from onepolicy.invariant.contract import agree
-from onepolicy.launch.ranks import Ranks
 from onepolicy.models.load import (
     context_length,
     device_of,
@@ -39,8 +38,8 @@ from onepolicy.rollout.fleet.replicas import Replicas
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.vllm import quant as vllm_quant
-from onepolicy.run.step import Parts
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.sharded.team import Ranks
 
 
 def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
@@ -69,6 +68,26 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
 
 
 @dataclass(frozen=True, slots=True)
+class Components:
+    """The objects of a run, built once."""
+
+    config: RunConfig
+    engine: RolloutEngine
+    learner: Learner
+    environment: Environment
+    stop: tuple[int, ...]  # token ids that end a completion
+    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
+    reprefill: Reprefill | None = None  # records routes for an engine that returns none
+    top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
+    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
+
+    @property
+    def samplers(self) -> list[HoldsWeights]:
+        """Everything that has to follow the learner's weights."""
+        return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """The engine that samples and the trainer that learns."""
 
@@ -83,7 +102,7 @@ def build_parts(
     weights: Path | None = None,
     ranks: Ranks | None = None,
     engine_builder: BuildEngine | None = None,
-) -> tuple[Parts, PreTrainedTokenizerBase]:
+) -> tuple[Components, PreTrainedTokenizerBase]:
     """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner.
 
     engine_builder: of the engine that samples; None: `build_engine`.
@@ -103,7 +122,7 @@ def build_parts(
     stop = (tokenizer.eos_token_id,)
     evaluator = build_evaluator(config, model, pair.learner.device, max_len)
     routes = pair.routes
-    parts = Parts(config, pair.engine, pair.learner, environment, stop, routes, reprefill, top_logprobs, evaluator)
+    parts = Components(config, pair.engine, pair.learner, environment, stop, routes, reprefill, top_logprobs, evaluator)
     return parts, tokenizer
 
 

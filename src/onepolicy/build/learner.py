@@ -12,7 +12,6 @@ from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.invariant.probe import start
-from onepolicy.launch.ranks import Ranks
 from onepolicy.models import fp32_head
 from onepolicy.models.load import device_of, empty_model, load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
@@ -24,6 +23,7 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.fsdp import Spread
 from onepolicy.train.sharded.learner import RankedLearner
 from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.team import Ranks
 from onepolicy.train.sharded.wire import Message
 
 

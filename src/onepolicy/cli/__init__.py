@@ -362,11 +362,11 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     check_task(config.task, config.eval.problems if config.eval.every else 0)
     prepare_process(None)
     say(f"loading a checkpoint of {source}")
-    from onepolicy.run import run_folder as folder
+    from onepolicy.run import run_folder
     from onepolicy.run import train as run
     from onepolicy.run.progress import terminal_progress
 
-    _, origin = folder.fork_origin(source)
+    _, origin = run_folder.fork_origin(source)
     with terminal_progress(config.steps, origin.step) as progress, hosts_of(config, progress) as hosts:
         summary = run.start(config, progress, origin, hosts)
     return _show(summary)

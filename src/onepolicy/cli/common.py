@@ -14,8 +14,8 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, RunConfig, printable
 
 if TYPE_CHECKING:
+    from onepolicy.interfaces import Progress
     from onepolicy.launch.launcher import Hosts
-    from onepolicy.run.train import Progress
 
 RUN_ONLY = ("out", "steps")
 """Settings that only a training run has a use for."""

@@ -101,8 +101,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
     prepare_process(config.train.threads)
     from rich.console import Console
 
-    from onepolicy.diagnose import measure
-    from onepolicy.diagnose import result as measured
+    from onepolicy.diagnose import measure, result
     from onepolicy.diagnose.bitwise import Bitwise
     from onepolicy.report.measure import summary, write_report
 
@@ -122,9 +121,9 @@ def run_measure(arguments: argparse.Namespace) -> int:
         return _show_bitwise(found, out, console)
     written = None
     if out is not None:
-        measured.write(found, out)
+        result.write(found, out)
         written = write_report(out, png=arguments.png)
-    for part in summary(measured.to_tree(found)):
+    for part in summary(result.to_tree(found)):
         console.print(part, highlight=False)
     if written is not None:
         console.print(f"written: {written}", soft_wrap=True, highlight=False)

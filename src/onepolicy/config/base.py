@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import unicodedata
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +36,15 @@ def printable(text: str, keep: str = "") -> str:
 
 def _is_shown(character: str) -> bool:
     return character.isprintable() or unicodedata.category(character) == "Zs"  # a space
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 100, 100
+
+
+def shown(value: Any) -> str:
+    """Return a short text of what came, however large or deep it is."""
+    return _SHORT.repr(value)[:200]
 
 
 class _Told(Exception):

@@ -1,4 +1,4 @@
-"""The whole run, and every rule that spans sections."""
+"""The whole run: every section, and the defaults that depend on others."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from onepolicy.config.asynchronous import check_asynchronous
 from onepolicy.config.base import MOST, Count, Frozen, Seed
-from onepolicy.config.cluster import ClusterConfig, LocalCluster, RayCluster
+from onepolicy.config.cluster import ClusterConfig, LocalCluster
 from onepolicy.config.correction import CorrectionConfig
-from onepolicy.config.engine import HFEngineConfig, VLLMEngineConfig
 from onepolicy.config.model import ModelConfig, OptimConfig, TrainConfig
-from onepolicy.config.numerics import ON_POLICY, Numerics, check_numerics, dependent_defaults
+from onepolicy.config.numerics import Numerics, dependent_defaults
 from onepolicy.config.objective import (
-    R2,
     R3,
-    CriticConfig,
     FromRollout,
     ObjectiveConfig,
     ReplayConfig,
-    WeightsReplay,
-    check_pair,
 )
-from onepolicy.config.quant import Int8
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
+from onepolicy.config.rules import check_sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
@@ -93,73 +87,8 @@ class RunConfig(Frozen):
         return data
 
     @model_validator(mode="after")
-    def _settings_take_effect(self) -> Self:
-        sampling = self.rollout.sampling
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise ValueError(
-                f"rollout.sampling: top_p={sampling.top_p} top_k={sampling.top_k} narrow what is sampled, but the "
-                "trainer's softmax has full support, so every importance ratio would be wrong; train with top_p=1 "
-                "top_k=0 (eval.top_p and eval.top_k may narrow evaluation)"
-            )
-        if self.rollout.group_size < 2 and self.objective.baseline in ("group", "leave-one-out"):
-            raise ValueError(
-                "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more, or "
-                "objective.baseline = none or critic"
-            )
-        if self.rollout.prompts_per_step % self.objective.mini_steps:
-            raise ValueError(
-                f"objective.mini_steps: {self.objective.mini_steps} does not divide rollout.prompts_per_step "
-                f"{self.rollout.prompts_per_step}; groups are never split"
-            )
-        if self.eval.quantised and self.rollout.quant is None:
-            raise ValueError("eval.quantised: has no effect without rollout.quant; leave it out")
-        replay = self.replay
-        if isinstance(replay, FromRollout) and replay.source == "reprefill" and replay.missing != "error":
-            raise ValueError(
-                "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
-            )
-        engine = self.rollout.engine
-        other = None if isinstance(engine, HFEngineConfig) else "SGLang" if engine.kind == "sglang" else "vLLM"
-        if other and isinstance(replay, WeightsReplay) and replay.source == "engine":
-            raise ValueError(f"replay.mode: weights needs the combine weights, which {other} does not return; use r3")
-        if other and (self.model.dtype, engine.dtype) == ("bfloat16", "float32"):
-            raise ValueError(
-                f"rollout.engine.dtype: a float32 {other} reads the checkpoint unrounded, but model.dtype = bfloat16 "
-                "trains it rounded; set it to bfloat16"
-            )
-        if isinstance(self.replay, R2) and self.objective.mini_steps == 1:
-            raise ValueError(
-                "replay.mode: r2 does nothing with objective.mini_steps = 1, where scoring and update have the same "
-                "weights and choose the same experts; raise objective.mini_steps, or replay the rollout's routes (r3)"
-            )
-        if isinstance(self.replay, R2) and self.train.reuse_scoring_forward:
-            raise ValueError(
-                "train.reuse_scoring_forward: leaves no second forward for replay.mode = r2 to replay in; choose one"
-            )
-        if self.train.reuse_scoring_forward and self.objective.mini_steps > 1:
-            raise ValueError(
-                "train.reuse_scoring_forward: needs objective.mini_steps = 1; later mini-steps have other weights"
-            )
-        if self.train.reuse_scoring_forward and self.train.activation_checkpointing:
-            raise ValueError(
-                "train.reuse_scoring_forward keeps the activations train.activation_checkpointing drops; choose one"
-            )
-        if self.model.lm_head == "float32" and self.model.dtype == "float32" and self.train.autocast == "off":
-            raise ValueError(
-                "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
-            )
-        check_pair(self.objective, self.correction)
-        check_numerics(self)
-        check_asynchronous(self)
-        self._check_turns()
-        self._check_clips()
-        self._check_anchor()
-        self._check_ranks()
-        self._check_cluster()
-        if self.train.autocast != "off" and self.model.dtype == "bfloat16":
-            raise ValueError(
-                "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
-            )
+    def _sections_agree(self) -> Self:
+        check_sections(self)
         return self
 
     @property
@@ -176,101 +105,3 @@ class RunConfig(Frozen):
     def scores_old(self) -> bool:
         """Whether the trainer scores a batch before the update. Not if the rollout is the anchor: there is no old."""
         return self.correction.ratio == "old/rollout"
-
-    def _check_clips(self) -> None:
-        """Bounds on how far one update has moved from the last, where there is no second update on a batch.
-
-        With one mini-step all of a batch is evaluated with the weights it was scored with: new / old is 1, and the
-        critic's new value is its old one. What a preset brings may stand: it is right for more mini-steps.
-        """
-        objective = self.objective
-        if objective.mini_steps > 1:
-            return
-        preset = ObjectiveConfig(preset=objective.preset)
-        mend = "raise objective.mini_steps, or leave it out"
-        equal = self.numerics == ON_POLICY  # so new / rollout is 1 as well
-        if self.scores_old or equal:
-            other = "" if equal else " (correction.preset = ppo-is bounds new / rollout)"
-            for name in ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative"):
-                if (value := getattr(objective, name)) != getattr(preset, name):
-                    raise ValueError(
-                        f"objective.{name}: {value} has no effect with objective.mini_steps = 1, where the ratio "
-                        f"new / old is 1 in the only update of a batch; {mend}{other}"
-                    )
-        if objective.critic is not None and objective.critic.clip != CriticConfig().clip:
-            raise ValueError(
-                f"objective.critic.clip: {objective.critic.clip} has no effect with objective.mini_steps = 1, where no "
-                f"value has moved before the only update of a batch; {mend}"
-            )
-
-    def _check_turns(self) -> None:
-        """What means another thing, or nothing, by whether episodes have one turn or several."""
-        several = isinstance(self.task, EpisodeTask)
-        if several and self.objective.overlong_buffer:
-            raise ValueError(
-                "objective.overlong_buffer: measures one response against rollout.sampling.max_tokens, but an episode "
-                f"of task.kind = {self.task.kind} has several; set it to 0 (task.max_tokens limits an episode)"
-            )
-        fed_once = not several and isinstance(self.rollout.engine, HFEngineConfig | VLLMEngineConfig)
-        if fed_once and isinstance(self.replay, FromRollout) and self.replay.rows != "as-sampled":
-            raise ValueError(
-                f"replay.rows: {self.replay.rows} has no effect, because episodes of one turn on an engine in this "
-                "process feed every token once; leave it out"
-            )
-
-    def _check_anchor(self) -> None:
-        """What would need the policy before the update, which correction.ratio = new/rollout does not score."""
-        if self.scores_old:
-            return
-        name = self.correction.name
-        if self.train.reuse_scoring_forward:
-            raise ValueError(f"train.reuse_scoring_forward: {name} has no scoring forward to reuse; leave it out")
-        if isinstance(self.replay, R2):
-            raise ValueError(f"replay.mode: r2 replays the routes of the scoring forward, which {name} leaves out")
-        if self.objective.kl.where == "reward":
-            raise ValueError(
-                "objective.kl.where: reward is set before the update from the trainer's log-probabilities, which "
-                f"{name} does not compute; use loss"
-            )
-        if self.objective.kl.importance == "old":
-            raise ValueError(f"objective.kl.importance: with {name} there is no old policy; use rollout")
-
-    def _check_ranks(self) -> None:
-        """What cannot be on a learner of several processes."""
-        if not self.train.ranks:
-            return
-        if self.rollout.engine.kind == "vllm" and self.cluster.kind == "local":
-            raise ValueError(
-                "rollout.engine.kind: vllm has its own process groups in this process, which clash with those of "
-                "train.ranks; use vllm-server or hf, or cluster.kind = ray, which gives it a process of its own"
-            )
-        if self.numerics == ON_POLICY:
-            raise ValueError(
-                "train.ranks: invariant operators do not work on sharded parameters; set it to 0, or numerics to fast"
-            )
-        if self.model.dtype == "bfloat16":
-            raise ValueError(
-                "model.dtype: the shards of train.ranks are float32; set train.compute = bfloat16 instead, which "
-                "gathers them rounded"
-            )
-
-    def _check_cluster(self) -> None:
-        """What cannot be where Ray places the engine."""
-        cluster, engine = self.cluster, self.rollout.engine
-        if not isinstance(cluster, RayCluster):
-            return
-        if not isinstance(engine, HFEngineConfig | VLLMEngineConfig):
-            raise ValueError(
-                f"rollout.engine.kind: {engine.kind} is a server of its own, which cluster.kind = ray does not place; "
-                "use hf or vllm, or cluster.kind = local"
-            )
-        if isinstance(self.rollout.quant, Int8) and self.rollout.quant.activations == "static":
-            raise ValueError(
-                "rollout.quant.activations: static scales are calibrated in this process only, not in the replicas of "
-                "cluster.kind = ray; leave it out (dynamic), or cluster.kind = local"
-            )
-        if ":" in self.train.device:
-            raise ValueError(
-                f"train.device: {self.train.device}, but with cluster.kind = ray it is Ray that says which device a "
-                "process gets; use auto, cpu or cuda"
-            )

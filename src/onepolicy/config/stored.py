@@ -11,6 +11,7 @@ from onepolicy.config.load import describe
 from onepolicy.config.run import RunConfig
 
 CONFIG = "config.json"
+BEGUN = ".step"  # in the run's folder: the step that its process began last
 
 
 def read_config(run: Path) -> RunConfig:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onepolicy.build.components import Components
 from onepolicy.diagnose.engine_noise import ALONE, sample, sample_again
 from onepolicy.diagnose.first_difference import Difference, first_difference
 from onepolicy.invariant.fingerprint import cannot_claim
 from onepolicy.invariant.require_equal import differing, place
 from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.objective.advantages import outcomes
-from onepolicy.run.step import Parts
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, logp_of, mismatch_of
@@ -43,7 +43,7 @@ class Bitwise:
         return not (self.differing or self.routers or self.trainer_again or self.engine_alone or self.cannot_claim)
 
 
-async def measure_bitwise(parts: Parts, model: str) -> Bitwise:
+async def measure_bitwise(parts: Components, model: str) -> Bitwise:
     """Sample, score without replay, compare; then both sides again in other batches."""
     learner = parts.learner
     assert isinstance(learner, LocalLearner)

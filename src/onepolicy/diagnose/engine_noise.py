@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onepolicy.build.components import Components
 from onepolicy.interfaces import RolloutEngine, Weights
 from onepolicy.mismatch.logprob import mismatch
 from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.rollout.collect import collect
-from onepolicy.run.step import Parts
 from onepolicy.types import Completion, Group, RoutingTrace, Sample, Sampling, TokenBatch
 
 ALONE = 32
@@ -32,7 +32,9 @@ class Again:
     metrics: dict[str, float]  # repeat/..., of the slots both have
 
 
-async def sample(parts: Parts, *, most: int | None = None, advance: Callable[[], None] = lambda: None) -> list[Group]:
+async def sample(
+    parts: Components, *, most: int | None = None, advance: Callable[[], None] = lambda: None
+) -> list[Group]:
     """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them.
 
     advance: called per episode.
@@ -54,7 +56,7 @@ async def sample(parts: Parts, *, most: int | None = None, advance: Callable[[],
     return groups
 
 
-async def sample_again(parts: Parts, first: Sequence[Group], batch: TokenBatch, *, alone: bool) -> Again:
+async def sample_again(parts: Components, first: Sequence[Group], batch: TokenBatch, *, alone: bool) -> Again:
     """`batch` is `first` packed. alone: one request at a time, nothing cached, instead of all together; of more than
     ALONE sequences only the first ones, because that is slow."""
     await parts.engine.reset_cache()

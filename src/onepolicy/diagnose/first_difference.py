@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepolicy.build.components import Components
 from onepolicy.diagnose.engine_noise import common_prefix, sample
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.slab_batch import SlabBatch
-from onepolicy.run.step import Parts
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.rescore import Scorer
@@ -36,7 +36,9 @@ class Difference:
     largest: float  # |trainer - engine| among its numbers of this slot
 
 
-async def first_difference(parts: Parts, learner: LocalLearner, batch: TokenBatch, number: int) -> Difference | None:
+async def first_difference(
+    parts: Components, learner: LocalLearner, batch: TokenBatch, number: int
+) -> Difference | None:
     """Of sample `number` of the scored batch. None: this time nothing on the way differs."""
     engine = parts.engine
     assert isinstance(engine, HFEngine)

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import Components, build_parts
 from onepolicy.build.learner import resolve_model
-from onepolicy.config import FromRollout, ModelConfig, RunConfig, UsageError, resolve
-from onepolicy.config.measure import measure_settings
+from onepolicy.build.measure_settings import measure_config
+from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.diagnose.attribution import Weights, attribute, explain, trainer_precision
@@ -29,9 +29,8 @@ from onepolicy.diagnose.result import Look, Measurement
 from onepolicy.models.load import load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
-from onepolicy.replay.checks import RoutingError, is_moe
+from onepolicy.replay.checks import RoutingError
 from onepolicy.run.make_policy import random_dense, tiny_policy
-from onepolicy.run.step import Parts
 from onepolicy.run.step_metrics import repeat, variation
 from onepolicy.sync.check import push_weights
 from onepolicy.train.learner import LocalLearner
@@ -101,20 +100,8 @@ def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunC
     return config
 
 
-def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
-    """A run's settings, as `measure_settings` has them. A dense model is measured without replay."""
-    tree, config = measure_settings(tree, overrides, path)
-    if not is_moe(read_config(resolve_model(config.model))):
-        return resolve(tree | {"replay": {"mode": "off"}}, overrides)
-    if not isinstance(config.replay, FromRollout):
-        raise UsageError(
-            f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and without; leave it out"
-        )
-    return config
-
-
 async def measure_parts(
-    parts: Parts,
+    parts: Components,
     tokenizer: PreTrainedTokenizerBase,
     model: ModelConfig,
     *,
@@ -168,7 +155,7 @@ async def measure_parts(
     return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole)
 
 
-async def look(parts: Parts, learner: LocalLearner, say: Say = lambda text: None) -> Look:
+async def look(parts: Components, learner: LocalLearner, say: Say = lambda text: None) -> Look:
     """Sample the same problems with the same seeds, and score them. `say` hears how far the sampling is."""
     rollout = parts.config.rollout
     groups = await sample(parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size))
@@ -203,7 +190,7 @@ def _telling(say: Say, total: int) -> Callable[[], None]:
     return advance
 
 
-def _local(parts: Parts) -> LocalLearner:
+def _local(parts: Components) -> LocalLearner:
     assert isinstance(parts.learner, LocalLearner)
     return parts.learner
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.components import Pair, build_pair, from_reprefill, open_tokenizer
 from onepolicy.build.learner import resolve_model
+from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
-from onepolicy.diagnose.measure import measure_config
 from onepolicy.engine_check.checks import (
     HOT,
     Check,

@@ -27,15 +27,13 @@ from onepolicy.envs.adapters.textarena import TextArena
 from onepolicy.envs.adapters.verifiers import Verifiers
 from onepolicy.envs.multiturn.react import ReAct
 from onepolicy.envs.multiturn.render import ASCII
-from onepolicy.envs.tasks import chain, jsonl
-from onepolicy.envs.tasks import reasoning_gym as gym
+from onepolicy.envs.tasks import chain, jsonl, reasoning_gym
 from onepolicy.envs.tasks.chain import Chain
 from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
 from onepolicy.envs.tasks.reasoning_gym import Gym
 from onepolicy.envs.tasks.single_turn import SingleTurn, Task
 from onepolicy.envs.tools.search import read_corpus
-from onepolicy.envs.warmup import gridworlds as planned
-from onepolicy.envs.warmup import react as react_warmup
+from onepolicy.envs.warmup import gridworlds, react
 from onepolicy.interfaces import Environment
 
 
@@ -101,15 +99,15 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
         case ChainTask():
             return chain.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymTask():
-            return gym.warmup_examples(config, mistakes=mistakes, seed=seed)
+            return reasoning_gym.warmup_examples(config, mistakes=mistakes, seed=seed)
         case JsonlTask():
             return jsonl.warmup_examples(config, mistakes=mistakes, seed=seed)
         case PromptsTask():
             raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
         case ReActTask():
-            return react_warmup.warmup_examples(config, mistakes=mistakes, seed=seed)
+            return react.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymnasiumTask():
-            return planned.warmup_examples(config, mistakes=mistakes, seed=seed)
+            return gridworlds.warmup_examples(config, mistakes=mistakes, seed=seed)
         case TextArenaTask() | VerifiersTask():
             raise _nothing_to_learn_from(config.kind)
 

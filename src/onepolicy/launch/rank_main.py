@@ -10,11 +10,11 @@ from typing_extensions import TypedDict
 
 from onepolicy.build.learner import build_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, Place, Ranks, rendezvous
+from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, Place, rendezvous
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.team import error_message
+from onepolicy.train.sharded.team import Ranks, error_message
 from onepolicy.train.sharded.wire import Message
 
 JOIN_LIMIT = 300.0

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from onepolicy.config import RunConfig, UsageError, resolve
 from onepolicy.models.load import device_of
 from onepolicy.train.sharded.channel import Listener, RankLost, advertised
-from onepolicy.train.sharded.team import WAKE, Team
+from onepolicy.train.sharded.team import WAKE, Ranks, Team
 from onepolicy.train.sharded.wire import Message
 
 DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
@@ -76,15 +76,6 @@ class Place:
             timeout=timedelta(seconds=limit),
         )
         return init_device_mesh(device.type, (self.ranks,))
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """What this process has of a run's ranks."""
-
-    device: torch.device  # its own
-    mesh: DeviceMesh
-    team: Team | None  # the other ranks; None: this is one of those
 
 
 def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = False) -> RunConfig:

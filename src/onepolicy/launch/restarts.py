@@ -17,9 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onepolicy.config import NotThere
-from onepolicy.config.stored import CONFIG
+from onepolicy.config.stored import BEGUN, CONFIG
 
-BEGUN = ".step"  # in the run's folder: the step that its process began last
 SAME_STEP = 3  # ends in one step, after which it is the step's fault
 STALLED = 6  # ends in a row, in whatever steps, of which none got further than any before, nor left a checkpoint
 UNSAVED = 20  # ends in a row, each further than the one before, without a checkpoint: all of them begin at the same

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from onepolicy.files import write_text
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures, staleness_figures
@@ -71,15 +71,7 @@ def write_report(run: Path) -> Path:
         config=json.dumps(loaded.config, indent=2, ensure_ascii=False),
         info=json.dumps(loaded.info, indent=2, ensure_ascii=False),
     )
-    return write_page(run / "report.html", page)
-
-
-def write_page(path: Path, page: str) -> Path:
-    """Whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, path)
-    return path
+    return write_text(run / "report.html", page)
 
 
 def document(title: str, body: str, figures: list[Figure], *, footer: str = FOOTER) -> str:

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
-from onepolicy.report import causes as distribution
+from onepolicy.files import write_text
+from onepolicy.report import causes
 from onepolicy.report.causes import breakdown_figures, fall_figure, interval, noise_figure, noise_rows
 from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
-from onepolicy.report.html import write_page
 from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
 from onepolicy.report.page import render
 from onepolicy.report.png import write_figures
@@ -81,7 +81,7 @@ def summary(tree: Tree) -> list[RenderableType]:
     if engine := engine_rows(tree):
         parts.append(_table("", ENGINE_HEADER, engine))
     if (whole := tree.get("distribution")) is not None:
-        parts.append(_table(distribution.title(whole), distribution.HEADER, distribution.rows(whole)))
+        parts.append(_table(causes.title(whole), causes.HEADER, causes.rows(whole)))
     parts.append(_table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree)))
     parts.append(_table("Each measured alone", ALONE_HEADER, alone_rows(tree)))
     parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
@@ -171,10 +171,10 @@ def write_report(out: Path, *, png: bool = False) -> Path:
     ]
     whole_tables: list[tuple[str, tuple[str, ...], Rows]] = []
     if (whole := tree.get("distribution")) is not None:
-        sections.insert(2, ("Distributions", f"{distribution.title(whole)}.", [distribution.figure(whole)]))
+        sections.insert(2, ("Distributions", f"{causes.title(whole)}.", [causes.figure(whole)]))
         whole_tables = [
-            ("Distributions", distribution.HEADER, distribution.rows(whole)),
-            ("Worst positions", distribution.WORST_HEADER, distribution.worst_rows(whole)),
+            ("Distributions", causes.HEADER, causes.rows(whole)),
+            ("Worst positions", causes.WORST_HEADER, causes.worst_rows(whole)),
         ]
     figures = [f for _, _, items in sections for f in items if isinstance(f, Figure)]
     page = render(
@@ -199,7 +199,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
     )
     write_figures(out / "figures", figures, png=png)
-    return write_page(out / "report.html", page)
+    return write_text(out / "report.html", page)
 
 
 def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[str, str, list[Figure | Absent]]]:

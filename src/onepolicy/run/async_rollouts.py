@@ -20,9 +20,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
 from onepolicy.run.recovery import outlive
-from onepolicy.run.step import Clock, Parts, Rollouts, StepResult, learn, sample, timed
+from onepolicy.run.step import Clock, Rollouts, StepResult, learn, sample, timed
 from onepolicy.run.step_metrics import per_staleness
 from onepolicy.sync.check import push_weights
 from onepolicy.types import Group
@@ -33,7 +34,7 @@ LOG = logging.getLogger(__name__)
 class Ahead:
     """Plays the episodes of steps `first`, first + 1, ... as far ahead of the learner as max_staleness allows."""
 
-    def __init__(self, parts: Parts, first: int) -> None:
+    def __init__(self, parts: Components, first: int) -> None:
         assert parts.config.rollout.max_staleness is not None
         self.parts, self.max_staleness = parts, parts.config.rollout.max_staleness
         self._next = first  # step to be started
@@ -111,7 +112,7 @@ class Ahead:
 
 
 async def asynchronous_step(
-    parts: Parts, ahead: Ahead, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
+    parts: Components, ahead: Ahead, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
 ) -> StepResult:
     """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
     clock, busy = Clock(), ahead.busy

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from onepolicy.build import components as setup
-from onepolicy.build import engines
+from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.learner import resolve_model, use_threads
 from onepolicy.config import RunConfig
@@ -30,11 +29,11 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         model = model.model_copy(update={"path": str(folder)})
     model = resolve_model(model)
     use_threads(config)
-    environment, tokenizer, max_len = setup.open_environment(config, model)
+    environment, tokenizer, max_len = components.open_environment(config, model)
     device = device_of(config.train.device)
     quant, own = config.rollout.quant, config.rollout.engine
     if quant is not None and not config.eval.quantised:
-        engine = setup.build_unquantised(config, model, device, max_len)
+        engine = components.build_unquantised(config, model, device, max_len)
     else:
         engine = engines.build_engine(
             model, own, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from onepolicy.config import UsageError
+from onepolicy.files import replaced
 from onepolicy.report.jsonl import METRICS as METRICS_FILE
 from onepolicy.report.jsonl import SAMPLES, read_metrics, read_samples
 
@@ -244,9 +245,8 @@ def truncate_after(folder: Path, step: int) -> None:
         if not path.exists():
             continue
         kept = [row for row in read(folder) if row["step"] <= step]
-        temporary = path.with_suffix(".jsonl.tmp")
-        temporary.write_bytes(b"".join(_line(row) for row in kept))
-        os.replace(temporary, path)
+        with replaced(path) as temporary:
+            temporary.write_bytes(b"".join(_line(row) for row in kept))
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

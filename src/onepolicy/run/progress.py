@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from onepolicy.config import printable
-from onepolicy.run.train import Progress as RunProgress
+from onepolicy.interfaces import Progress as RunProgress
 
 SHOWN = (
     ("reward", "train/reward", ".2f"),

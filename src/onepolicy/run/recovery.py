@@ -6,16 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from onepolicy.build.components import Components
 from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.interfaces import LastingEngine
 from onepolicy.rollout.servers.http import EngineLost, NoEngine, clients
 from onepolicy.sync.check import push_weights, readopt
 from onepolicy.train.learner import LocalLearner
-
-if TYPE_CHECKING:
-    from onepolicy.run.step import Parts
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -27,7 +25,9 @@ POLL_S = 1.0
 async def nothing() -> None: ...
 
 
-async def outlive(parts: Parts, work: Callable[[], Awaitable[T]], forget: Callable[[], Awaitable[None]] = nothing) -> T:
+async def outlive(
+    parts: Components, work: Callable[[], Awaitable[T]], forget: Callable[[], Awaitable[None]] = nothing
+) -> T:
     """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
 
     Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
@@ -83,7 +83,7 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
                 return  # somebody is there
 
 
-async def _back(parts: Parts, engine: LastingEngine, lost: EngineLost, end: float) -> None:
+async def _back(parts: Components, engine: LastingEngine, lost: EngineLost, end: float) -> None:
     """Once it is there: is it fit, does its reload work? Then the learner's weights."""
     assert isinstance(parts.learner, LocalLearner)
     vocab = parts.learner.model.config.get_text_config().vocab_size

@@ -25,6 +25,7 @@ from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.place import check_new, refused
 from onepolicy.config.shapes import About, read_object
 from onepolicy.config.stored import CONFIG, read_config
+from onepolicy.files import write_text
 from onepolicy.invariant.fingerprint import differences
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
@@ -65,14 +66,7 @@ def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant
 
 
 def write_config(run: Path, config: RunConfig) -> None:
-    replace_text(run / CONFIG, config.model_dump_json(indent=1))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """The file holds the old text or the new one, whenever the process is killed."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(run / CONFIG, config.model_dump_json(indent=1))
 
 
 def read_about(run: Path) -> Json:

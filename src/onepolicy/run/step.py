@@ -8,40 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from onepolicy.config import RunConfig
+from onepolicy.build.components import Components
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.correct.weights import reweight
-from onepolicy.interfaces import Environment, HoldsWeights, Learner, Metered, RolloutEngine
+from onepolicy.interfaces import Metered
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.objective.advantages import credit, has_signal, outcomes
-from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.collect import collect
-from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.run.recovery import outlive
 from onepolicy.run.step_metrics import counterfactual, measure, per_layer, repeat
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a step is made of."""
-
-    config: RunConfig
-    engine: RolloutEngine
-    learner: Learner
-    environment: Environment
-    stop: tuple[int, ...]  # token ids that end a completion
-    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
-    reprefill: Reprefill | None = None  # records routes for an engine that returns none
-    top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
-    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
-
-    @property
-    def samplers(self) -> list[HoldsWeights]:
-        """Everything that has to follow the learner's weights."""
-        return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
 
 
 @dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
@@ -58,7 +36,9 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None) -> StepResult:
+async def rl_step(
+    parts: Components, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
+) -> StepResult:
     """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
     them overlap is in asynchronous.py."""
     clock = Clock()
@@ -70,7 +50,7 @@ async def rl_step(parts: Parts, step: int, *, probe: bool, advance: Callable[[],
     return timed(parts, result, clock)
 
 
-async def sample(parts: Parts, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
+async def sample(parts: Components, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
     """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
     cfg = parts.config
     return Rollouts(
@@ -90,7 +70,7 @@ async def sample(parts: Parts, step: int, advance: Callable[[], None] = lambda: 
     )
 
 
-def learn(parts: Parts, step: int, rollouts: Rollouts, clock: Clock, *, probe: bool) -> StepResult:
+def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock, *, probe: bool) -> StepResult:
     """One update of the learner's weights by the rollouts of a step."""
     cfg, learner, groups = parts.config, parts.learner, rollouts.groups
     if parts.reprefill is not None:
@@ -133,7 +113,7 @@ def learn(parts: Parts, step: int, rollouts: Rollouts, clock: Clock, *, probe: b
     return result
 
 
-def timed(parts: Parts, result: StepResult, clock: Clock) -> StepResult:
+def timed(parts: Components, result: StepResult, clock: Clock) -> StepResult:
     """With what is known at the end of the step."""
     times = clock.metrics()
     slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)

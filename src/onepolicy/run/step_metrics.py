@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from onepolicy.files import replaced
 from onepolicy.interfaces import Learner
 from onepolicy.mismatch.attribution import k3_terms
 from onepolicy.mismatch.breakdown import TURNS, turn_bins
@@ -143,10 +144,9 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None,
         tensors["logp_trainer_native"] = without_replay.logp_old[mask]
         tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".writing")
     prints = {"fingerprint": fingerprint, "rollout": json.dumps(sorted(batch.fingerprints))}
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=prints)
-    temporary.rename(path)
+    with replaced(path) as temporary:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=prints)
 
 
 def _routes(batch: TokenBatch) -> dict[str, Tensor]:

@@ -4,50 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build import components as setup
+from onepolicy.build import components
 from onepolicy.build.calibrate import calibrate
+from onepolicy.build.components import Components
 from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
 from onepolicy.config.place import check_new
-from onepolicy.config.stored import read_config
+from onepolicy.config.stored import BEGUN, read_config
 from onepolicy.correct.predict import warning
 from onepolicy.engine_check.checks import checked_probabilities
 from onepolicy.envs.multiturn.render import decode
+from onepolicy.files import write_text
+from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import digest
 from onepolicy.launch import ranks
 from onepolicy.launch.launcher import HERE, Hosts
-from onepolicy.launch.restarts import BEGUN
-from onepolicy.run import run_folder as folder
+from onepolicy.run import run_folder
 from onepolicy.run.async_rollouts import Ahead, asynchronous_step
 from onepolicy.run.evaluate import attempts, evaluate
 from onepolicy.run.learning_check import Watch
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.recovery import nothing, outlive, wait_for_server
 from onepolicy.run.run_folder import START, Json, Origin
-from onepolicy.run.step import Parts, StepResult, rl_step
+from onepolicy.run.step import StepResult, rl_step
 from onepolicy.run.step_metrics import save_probe
 from onepolicy.run.summary import summarise
 from onepolicy.sync.check import checked_push, push_weights
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
 from onepolicy.verdict.bug_signatures import preflight
-
-
-class Progress:
-    """What a caller may show; every method does nothing here."""
-
-    def phase(self, name: str, total: int) -> Callable[[], None]:
-        return lambda: None
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE) -> Json:
@@ -65,12 +55,12 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: 
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
     with ranks.started(config, hosts.launch) as others:
-        parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
+        parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
         sizes = getattr(parts.engine, "sizes", None)
         if sizes is not None:
             progress.note(sizes.words())
-        folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())
-        with folder.held(out):
+        run_folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())
+        with run_folder.held(out):
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
 
@@ -91,19 +81,19 @@ def resume(
     config = ranks.effective(config or read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
-    with folder.held(run):
-        origin = folder.resume_origin(run)
+    with run_folder.held(run):
+        origin = run_folder.resume_origin(run)
         if origin.step > config.steps or (origin.step == config.steps and _finished(config, run)):
             raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
         if origin.step == config.steps:
             return _finish(config, run, origin)
         asyncio.run(wait_for_server(config, progress.note))
         with ranks.started(config, hosts.launch) as others:
-            parts, tokenizer = setup.build_parts(config, origin.weights, others, hosts.build_engine)
-            with folder.writing(run):
-                folder.write_config(run, config)
+            parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
+            with run_folder.writing(run):
+                run_folder.write_config(run, config)
             progress.note(_resuming(run, origin))
-            if other := folder.other_build(run, parts.learner.fingerprint):
+            if other := run_folder.other_build(run, parts.learner.fingerprint):
                 progress.note(f"it began where other bits are computed (here, there): {other}")
             return asyncio.run(_train(parts, tokenizer, run, origin, progress))
 
@@ -118,19 +108,19 @@ def _resuming(run: Path, origin: Origin) -> str:
 
 
 async def _train(
-    parts: Parts, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress
+    parts: Components, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress
 ) -> Json:
     config, learner = parts.config, parts.learner
     assert isinstance(learner, LocalLearner)
     if origin.weights is not None:
         learner.restore(origin.weights)
         if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
-            with folder.writing(out):
+            with run_folder.writing(out):
                 checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
-    with folder.writing(out):
+    with run_folder.writing(out):
         checkpoint.sweep(out)
         truncate_after(out, origin.step)
-    folder.drop_probes_after(out, origin.step)
+    run_folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
     await calibrate(config, parts.engine, parts.environment, parts.stop, out)
     await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
@@ -141,45 +131,45 @@ async def _train(
         progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         await _repeat(parts, tokenizer, out, origin, progress, log)
-    with folder.writing(out):
+    with run_folder.writing(out):
         learner.finish_saving()
         checkpoint.prune(out, config.checkpoint.keep)
         return _finish(config, out, origin)
 
 
 async def _repeat(
-    parts: Parts, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress, log: RunLog
+    parts: Components, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress, log: RunLog
 ) -> None:
     """Every step of the run, with what belongs to it: evaluation, log, probe, checkpoint."""
     config, learner = parts.config, parts.learner
     assert isinstance(learner, LocalLearner)
     if config.eval.every and not read_metrics(out):
         evaluated = await _evaluate(parts, progress)
-        with folder.writing(out):
+        with run_folder.writing(out):
             log.write(origin.step, evaluated)
     watch = Watch(config, out, progress.note)
     async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
         for step in range(origin.step, config.steps):
             done = step + 1
             every = config.log.counterfactual_every
-            with folder.writing(out):
-                folder.replace_text(out / BEGUN, str(done))
+            with run_folder.writing(out):
+                write_text(out / BEGUN, str(done))
             probing = every > 0 and (step % every == 0 or done == config.steps)
             result = await _step(parts, ahead, step, progress, probe=probing)
             if step == origin.step and (found := preflight(result.batch)).bug:
                 progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress, ahead, done)
-            with folder.writing(out):
+            with run_folder.writing(out):
                 log.write(done, result.metrics)
                 _write_samples(log, parts, result, tokenizer, done)
                 if probing:
-                    path = out / folder.PROBES / f"step_{done:05d}.safetensors"
+                    path = out / run_folder.PROBES / f"step_{done:05d}.safetensors"
                     save_probe(path, result.batch, result.without_replay, learner.fingerprint)
             progress.step(done, result.metrics)
             watch.after(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
-                with folder.writing(out):
+                with run_folder.writing(out):
                     log.sync()  # a checkpoint never outlives the rows before it
                     save = partial(checkpoint.save, out, learner, tokenizer, step=done, extra={"parent": origin.parent})
                     if ahead is None:
@@ -189,7 +179,7 @@ async def _repeat(
                     checkpoint.prune(out, config.checkpoint.keep)
 
 
-async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
+async def _step(parts: Components, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
     """One after the other, or with episodes that are played ahead."""
     config = parts.config
     probe = probe and isinstance(config.replay, FromRollout)
@@ -199,7 +189,9 @@ async def _step(parts: Parts, ahead: Ahead | None, step: int, progress: Progress
     return await asynchronous_step(parts, ahead, step, probe=probe, advance=advance)
 
 
-async def _evaluate(parts: Parts, progress: Progress, ahead: Ahead | None = None, done: int = 0) -> dict[str, float]:
+async def _evaluate(
+    parts: Components, progress: Progress, ahead: Ahead | None = None, done: int = 0
+) -> dict[str, float]:
     """ahead: plays the episodes of step `done` (from 0) and later ones meanwhile."""
     config, engine = parts.config, parts.engine
     if parts.evaluator is not None:
@@ -222,17 +214,17 @@ async def _evaluate(parts: Parts, progress: Progress, ahead: Ahead | None = None
 
 
 def _finished(config: RunConfig, out: Path) -> bool:
-    return (out / folder.SUMMARY).exists() and (not config.log.report or (out / "report.html").exists())
+    return (out / run_folder.SUMMARY).exists() and (not config.log.report or (out / "report.html").exists())
 
 
 def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
     summary = summarise(config, read_metrics(out), out, origin.parent)
-    folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
+    write_text(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
     if config.log.report:
         from onepolicy.report.html import write_report  # plotly is an extra
 
         summary["report"] = str(write_report(out))
-        folder.replace_text(out / folder.SUMMARY, json.dumps(summary, indent=1))
+        write_text(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
     return summary
 
 
@@ -241,7 +233,7 @@ def _due(done: int, every: int, steps: int) -> bool:
 
 
 def _write_samples(
-    log: RunLog, parts: Parts, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
+    log: RunLog, parts: Components, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
     """The first sample of the first groups as text, with both engines' mean log-probability.
 

@@ -14,10 +14,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,9 +30,8 @@ from onepolicy.config import UsageError
 from onepolicy.config.shapes import State, read_object
 from onepolicy.train.optim import MASTER
 from onepolicy.train.sharded import shards
-
-if TYPE_CHECKING:
-    from onepolicy.train.learner import LocalLearner
+from onepolicy.train.sharded.fsdp import sharded_like
+from onepolicy.train.sharded.shards import Trained
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -49,8 +49,15 @@ def folder_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:05d}"
 
 
+class Checkpointable(Trained, Protocol):
+    """A learner that writes itself."""
+
+    def save(self, folder: Path, finish: Callable[[], None]) -> None: ...
+    def finish_saving(self) -> None: ...
+
+
 def save(
-    run: Path, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]
+    run: Path, learner: Checkpointable, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]
 ) -> Path:
     """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json.
 
@@ -88,7 +95,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     _sync(final.parent)
 
 
-def write(learner: LocalLearner, folder: Path) -> None:
+def write(learner: Trained, folder: Path) -> None:
     """Weights in transformers' layout, optimiser and critic, of a learner that is not sharded."""
     learner.model.save_pretrained(folder)
     _write_index(folder)
@@ -220,7 +227,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
     }
 
 
-def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
+def restore_optimizer(checkpoint: Path, learner: Trained) -> None:
     """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere.
 
     The critic's weights come from here; a fork of a run without one starts its critic anew.
@@ -233,7 +240,7 @@ def restore_optimizer(checkpoint: Path, learner: LocalLearner) -> None:
     learner.version, learner.updates, learner.skipped = state["step"], state["updates"], state.get("skipped", 0)
 
 
-def _restore_files(checkpoint: Path, learner: LocalLearner) -> None:
+def _restore_files(checkpoint: Path, learner: Trained) -> None:
     tensors = load_file(checkpoint / OPTIMIZER)
     torch.set_rng_state(tensors.pop("rng"))
     _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)
@@ -254,7 +261,7 @@ def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.opti
         if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
             continue
         value = value.to(parameter.device, torch.float32)
-        optimizer.state[parameter][key] = value if key == "step" else shards.sharded_like(parameter, value)
+        optimizer.state[parameter][key] = value if key == "step" else sharded_like(parameter, value)
 
 
 def _sync(path: Path) -> None:

@@ -14,8 +14,7 @@ from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
 from onepolicy.train.optim import adamw, clip_gradients
-from onepolicy.train.sharded.fsdp import Spread
-from onepolicy.train.sharded.shards import sharded_like
+from onepolicy.train.sharded.fsdp import Spread, sharded_like
 from onepolicy.types import TokenBatch
 
 

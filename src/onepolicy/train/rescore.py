@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onepolicy.config import FromRollout
 from onepolicy.mismatch.logprob import Mismatch, mismatch
+from onepolicy.models.narrow import WHOLE, narrow
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.hf.sampler import WHOLE, SamplingRows, narrow
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches
 from onepolicy.types import TokenBatch
@@ -60,8 +60,7 @@ class Scorer:
         def lower(logits: Tensor) -> Tensor:
             top_k = torch.full((len(logits), 1), self.top_k or WHOLE, device=logits.device)
             top_p = torch.full((len(logits), 1), self.top_p, device=logits.device)
-            rows = SamplingRows(None, None, top_k, top_p)
-            kept = narrow(logits.float() / temperature, rows).isfinite()
+            kept = narrow(logits.float() / temperature, top_k=top_k, top_p=top_p).isfinite()
             return torch.where(kept, logits, logits - OUTSIDE)
 
         with on_logits(self.learner.model, lower):

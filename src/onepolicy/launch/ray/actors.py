@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from onepolicy.config import EngineConfig, ModelConfig, NotThere, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, RolloutEngine
+from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
 from onepolicy.invariant.contract import Contract
 from onepolicy.launch.launcher import Hosts
 from onepolicy.launch.ranks import INTERFACE, Launched, Place, loopback, over_loopback
@@ -30,7 +30,6 @@ from onepolicy.models.quant.parts import PartSize, Sizes
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.fleet.replicas import Replica, Replicas
-from onepolicy.run.train import Progress
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, Written
 from onepolicy.train.sharded.channel import RankLost

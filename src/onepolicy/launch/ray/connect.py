@@ -21,8 +21,8 @@ from onepolicy.no_statistics import turn_off
 from onepolicy.rollout.servers.token import checked
 
 if TYPE_CHECKING:
+    from onepolicy.interfaces import Progress
     from onepolicy.launch.launcher import Hosts
-    from onepolicy.run.train import Progress
 
 QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or it warns of what it will not do one day

@@ -14,6 +14,7 @@ top-k order. Up to 0.30 a row that no forward wrote is all zeros: it comes out a
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,15 @@ import numpy as np
 import torch
 
 from onepolicy.config import UsageError
+from onepolicy.config.base import shown
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteRules
 from onepolicy.replay.payloads.npy import NotNpy, parse_npy
-from onepolicy.rollout.servers.replies import shown
-from onepolicy.rollout.vllm.compatibility import ALL_ZERO, NEWEST, Version, parse_version
 from onepolicy.types import RoutingTrace, spans_of
 
+Version = tuple[int, int]
+NEWEST = "0.33"
+ALL_ZERO = "https://github.com/vllm-project/vllm/issues/54730"
 LARGEST_ID = 2**31 - 1
 
 
@@ -47,6 +50,13 @@ class Contract:
     """Rows live in a buffer that starts as zeros."""
     loses_requests: bool = False
     """Routes of a request may be dropped without a sign, so that their absence is no mistake of the set-up."""
+
+
+def parse_version(version: str) -> Version:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UsageError(f"vllm {version}: not a released version; install one of 0.14 to {NEWEST}")
+    return int(match[1]), int(match[2])
 
 
 def contract_of(version: str) -> Contract:

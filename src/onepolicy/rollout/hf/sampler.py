@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.models.narrow import WHOLE, narrow
 from onepolicy.types import Sampling
 
-WHOLE = 1 << 62  # top_k of a row that keeps the whole vocabulary
 LOGP = "log_softmax of float32 logits / temperature, then gather"  # for the contract with the trainer
 
 
@@ -63,7 +63,7 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
     """One token of each row. logits [B, V] float32, uniform [B] float64."""
     tempered = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None or rows.top_p is not None:
-        tempered = narrow(tempered, rows)
+        tempered = narrow(tempered, top_k=rows.top_k, top_p=rows.top_p)
     logp = torch.log_softmax(tempered, -1)
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
@@ -72,18 +72,6 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     top_logp, top_ids = logp.topk(rows.top_logprobs, -1) if rows.top_logprobs else (None, None)
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp)
-
-
-def narrow(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """-inf outside the top-k tokens, then outside the smallest set of those whose probability reaches top-p."""
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    if rows.top_k is not None:
-        ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= rows.top_k, float("-inf"))
-    if rows.top_p is not None:
-        probability = ordered.softmax(-1)
-        before = probability.cumsum(-1, dtype=torch.float64) - probability
-        ordered = ordered.masked_fill((before >= rows.top_p) & (rows.top_p < 1), float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
 
 
 def check_sampling(sampling: Sampling) -> None:

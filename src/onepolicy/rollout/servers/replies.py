@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import reprlib
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import printable
+from onepolicy.config.base import shown
 from onepolicy.types import LARGEST_LOGP
 
 if TYPE_CHECKING:
@@ -95,15 +95,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise Malformed("not JSON (a key stands twice in one object)")
     return found
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 100, 100
-
-
-def shown(value: Any) -> str:
-    """Return a short text of what came, however large or deep it is."""
-    return _SHORT.repr(value)[:200]
 
 
 def made_printable(value: Any, depth: int = DEEPEST) -> Any:

@@ -7,7 +7,6 @@ them. Rows of prefixes from the cache are filled in. `weight_versions` are spans
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,10 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.config.base import shown
 from onepolicy.replay.axes import trace_from
 from onepolicy.replay.checks import RouteRules, check_trace
+from onepolicy.replay.payloads.sglang import ID_BYTES, route_ids
 from onepolicy.rollout.servers.replies import (
     SMALLEST_LOGP,
     Malformed,
@@ -27,12 +28,10 @@ from onepolicy.rollout.servers.replies import (
     likeliest,
     log_probabilities,
     most_bytes,
-    shown,
     token_ids,
 )
 from onepolicy.types import LARGEST_LOGP, RouteSource, RouteSpan, RoutingTrace, Sampling
 
-ID_BYTES = 4  # of an expert's id
 MOST_RETRACTIONS = 10**6  # of one request
 MASK_BYTES = 12  # of JSON for one token id of a sampling mask, at most
 
@@ -203,7 +202,10 @@ def _trace(
 ) -> RoutingTrace:
     prompt, n = len(asked.path), runs[-1][1]
     rows = prompt + n - 1 - asked.first_row
-    ids = _route_ids(meta, rows, model.depth, rules)
+    if "routed_experts" not in meta or meta["routed_experts"] is None:
+        raise Malformed(
+            "SGLang returned no routed_experts with status 200; restart it with --enable-return-routed-experts"
+        )
     retractions = count(meta, "num_retractions", MOST_RETRACTIONS)
     cached = count(meta, "cached_tokens", (prompt + n) * (retractions + 1))
     if cached > prompt and not retractions:
@@ -212,6 +214,7 @@ def _trace(
     valid = torch.ones(rows, dtype=torch.bool)
     valid[max(foreign[0] - asked.first_row, 0) : max(foreign[1] - asked.first_row, 0)] = False
     try:
+        ids = route_ids(meta["routed_experts"], rows=rows, depth=model.depth, top_k=rules.top_k)
         trace = trace_from(
             ids, layers=rules.layers, depth=model.depth, num_experts=rules.num_experts, axis="all", valid=valid
         )
@@ -224,31 +227,6 @@ def _trace(
         if first < last:
             spans.append(RouteSpan(first, last - first, source, version))
     return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, tuple(spans))
-
-
-def _route_ids(meta: dict, rows: int, depth: int, rules: RouteRules) -> Tensor:
-    """[rows, depth, K] int32. Rows of -1 were not captured; not all may be."""
-    text = meta.get("routed_experts")
-    if text is None:
-        raise Malformed(
-            "SGLang returned no routed_experts with status 200; restart it with --enable-return-routed-experts"
-        )
-    if type(text) is not str:
-        raise Malformed(f"routed_experts is {shown(text)}, expected base64")
-    try:
-        data = base64.b64decode(text, validate=True)
-    except ValueError as error:  # also characters that are not ASCII
-        raise Malformed(f"routed_experts is not base64 ({error})") from error
-    size = rows * depth * rules.top_k * ID_BYTES
-    if len(data) != size:
-        raise Malformed(
-            f"routed_experts has {len(data)} bytes; {rows} rows x {depth} decoder layers x {rules.top_k} experts "
-            f"in int32 have {size}"
-        )
-    ids = torch.frombuffer(bytearray(data), dtype=torch.int32).view(rows, depth, rules.top_k)
-    if (ids < -1).any() or not (ids >= 0).flatten(1).all(1).any():
-        raise Malformed("routed_experts: no row was captured, or a negative id other than -1")
-    return ids
 
 
 def _origin(

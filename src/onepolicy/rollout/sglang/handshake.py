@@ -12,9 +12,10 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from onepolicy.config import SGLangConfig, UsageError
+from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import Malformed, count, made_printable, shown
+from onepolicy.rollout.servers.replies import Malformed, count, made_printable
 
 NEVER_NAMED = "default"  # SGLang's name of the weights it started with
 FIRST = "first"  # ours

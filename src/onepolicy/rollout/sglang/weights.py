@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.config.base import shown
 from onepolicy.rollout.servers.http import EngineClient, place_of
-from onepolicy.rollout.servers.replies import Malformed, shown
+from onepolicy.rollout.servers.replies import Malformed
 from onepolicy.sync.group import finish, in_thread, open_store, own_address, process_group, start_broadcast
 
 T = TypeVar("T")

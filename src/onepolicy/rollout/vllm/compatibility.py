@@ -6,29 +6,19 @@ is caught on arrival by replay/checks.py and by the detector before the first up
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.config import UsageError
+from onepolicy.replay.payloads.vllm import ALL_ZERO, Version, parse_version
 
-Version = tuple[int, int]
 GITHUB = "https://github.com/"
 VLLM = GITHUB + "vllm-project/vllm/"
-ALL_ZERO = VLLM + "issues/54730"
 CPU: Version = (0, 30)
 """The one version whose CPU build records routes."""
-NEWEST = "0.33"
 PREFILL_DECODE = ("Nixl", "MoRIIO", "Mooncake")
 """Connectors of split prefill and decode, by the start of their names."""
-
-
-def parse_version(version: str) -> Version:
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        raise UsageError(f"vllm {version}: not a released version; install one of 0.14 to {NEWEST}")
-    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, slots=True)

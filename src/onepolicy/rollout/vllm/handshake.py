@@ -10,13 +10,14 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
 
 from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
+from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.quant.parts import Sizes
 from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.replay.payloads.vllm import contract_of, parse_version
 from onepolicy.rollout.servers.http import EngineClient
-from onepolicy.rollout.servers.replies import Malformed, field, made_printable, shown
-from onepolicy.rollout.vllm.compatibility import Deployment, parse_version, refuse_known_bad
+from onepolicy.rollout.servers.replies import Malformed, field, made_printable
+from onepolicy.rollout.vllm.compatibility import Deployment, refuse_known_bad
 from onepolicy.rollout.vllm.quant import Held, method_of, sizes_of
 from onepolicy.rollout.vllm.reply import Reader
 from onepolicy.rollout.vllm.start import check_version

@@ -16,7 +16,7 @@ from torch import nn
 
 from onepolicy.config import QuantFormat, Simulated, UsageError
 from onepolicy.models.quant.parts import ROUTER_NAMES, PartSize, Sizes, part_of, summed
-from onepolicy.rollout.vllm.compatibility import parse_version
+from onepolicy.replay.payloads.vllm import parse_version
 
 OLDEST = (0, 30)
 """First version whose source was read for this."""

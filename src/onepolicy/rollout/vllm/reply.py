@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.config.base import shown
 from onepolicy.replay.checks import RouteRules, check_trace
 from onepolicy.replay.payloads.vllm import Contract, trace_of
 from onepolicy.rollout.servers.replies import (
@@ -23,7 +24,6 @@ from onepolicy.rollout.servers.replies import (
     likeliest,
     log_probabilities,
     most_bytes,
-    shown,
     token_ids,
 )
 from onepolicy.types import LARGEST_LOGP, Completion, Finish, RoutingTrace, Sampling

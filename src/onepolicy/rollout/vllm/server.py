@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
+from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.quant.parts import Sizes
@@ -24,7 +25,7 @@ from onepolicy.rollout.request import joined
 from onepolicy.rollout.servers.concurrency import Traffic, here
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, clients
 from onepolicy.rollout.servers.logprob_check import check_probabilities
-from onepolicy.rollout.servers.replies import Malformed, field, shown
+from onepolicy.rollout.servers.replies import Malformed, field
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handover import by_broadcast, from_files, written
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of

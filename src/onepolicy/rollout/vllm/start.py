@@ -14,9 +14,9 @@ from torch import nn
 
 from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.no_statistics import OFF
-from onepolicy.replay.payloads.vllm import Contract, contract_of
+from onepolicy.replay.payloads.vllm import Contract, contract_of, parse_version
 from onepolicy.rollout.vllm import quant as vllm_quant
-from onepolicy.rollout.vllm.compatibility import CPU, Deployment, deployment_of, parse_version, refuse_known_bad
+from onepolicy.rollout.vllm.compatibility import CPU, Deployment, deployment_of, refuse_known_bad
 
 # In this process, so that weights are handed over without a copy; quiet; nothing sent anywhere.
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OFF}

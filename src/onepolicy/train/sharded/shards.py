@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from onepolicy.config import TrainingError, UsageError
-
-if TYPE_CHECKING:
-    from onepolicy.train.learner import LocalLearner
 
 FOLDER = "shards"
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
@@ -32,6 +29,30 @@ MODEL, CRITIC, RNG = "model", "critic.", "rng"
 WEIGHTS, REST = 1, 2  # numbers of a rank's files
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # we know
+
+
+class Valued(Protocol):
+    """A critic, as a checkpoint holds it."""
+
+    @property
+    def values(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    def load(self, weights: dict[str, Tensor], path: str) -> None: ...
+
+
+class Trained(Protocol):
+    """A learner, as a checkpoint holds it."""
+
+    model: PreTrainedModel
+    version: int
+    updates: int
+    skipped: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def critic(self) -> Valued | None: ...
 
 
 class Saving:
@@ -63,7 +84,7 @@ class Saving:
             ) from error
 
 
-def tensors_of(learner: LocalLearner, moments: Callable[[nn.Module, torch.optim.Optimizer], dict[str, Tensor]]) -> dict:
+def tensors_of(learner: Trained, moments: Callable[[nn.Module, torch.optim.Optimizer], dict[str, Tensor]]) -> dict:
     """Everything a rank keeps; the random state of rank 0 only."""
     found = _named(learner.model) | moments(learner.model, learner.optimizer)
     if (critic := learner.critic) is not None:
@@ -88,7 +109,7 @@ def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     return Saving(future)
 
 
-def restore(folder: Path, learner: LocalLearner) -> None:
+def restore(folder: Path, learner: Trained) -> None:
     """Moments, critic and (on the driver) random state into `learner`, sharded or not. Weights are loaded elsewhere."""
     sizes = sizes_in(folder)
     critic = learner.critic
@@ -135,10 +156,3 @@ def _known(tensors: dict[str, Any], name: str, folder: Path) -> Any:
     if name not in tensors:
         raise UsageError(f"{folder / FOLDER}: optimiser state for {name}, which the model does not have")
     return tensors[name]
-
-
-def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `parameter` is; the tensor itself if that is not sharded."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

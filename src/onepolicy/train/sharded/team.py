@@ -9,8 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from pydantic import ConfigDict
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
@@ -129,3 +132,12 @@ class Team:
         if not self._closed.wait(STUCK):
             print(f"onepolicy: {self.gone}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What this process has of a run's ranks."""
+
+    device: torch.device  # its own
+    mesh: DeviceMesh
+    team: Team | None  # the other ranks; None: this is one of those

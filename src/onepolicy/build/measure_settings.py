@@ -1,0 +1,23 @@
+"""Settings of a run that only measures: `onepolicy measure` and `onepolicy engine check`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onepolicy.build.learner import resolve_model
+from onepolicy.config import FromRollout, RunConfig, UsageError, resolve
+from onepolicy.config.measure import measure_settings
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import is_moe
+
+
+def measure_config(tree: dict[str, Any], overrides: list[str], path: str | None) -> RunConfig:
+    """A run's settings, as `measure_settings` has them. A dense model is measured without replay."""
+    tree, config = measure_settings(tree, overrides, path)
+    if not is_moe(read_config(resolve_model(config.model))):
+        return resolve(tree | {"replay": {"mode": "off"}}, overrides)
+    if not isinstance(config.replay, FromRollout):
+        raise UsageError(
+            f"replay.mode: {config.replay.mode}, but measure scores with the rollout's routes and without; leave it out"
+        )
+    return config

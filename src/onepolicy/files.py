@@ -1,0 +1,26 @@
+"""Write files whole or not at all: a reader, or a process that starts after a kill, never sees half of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, and rename it to `path` once the block has written it.
+
+    `path` keeps its old content if the block raises or the process is killed. The directory must exist.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    yield temporary
+    os.replace(temporary, path)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write `text` as UTF-8. A lone surrogate, which UTF-8 cannot hold, is written as its escape."""
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return path

@@ -1,0 +1,23 @@
+"""Top-k and top-p: restrict a distribution to its likeliest tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHOLE = 1 << 62  # top_k of a row that keeps the whole vocabulary
+
+
+def narrow(logits: Tensor, *, top_k: Tensor | None = None, top_p: Tensor | None = None) -> Tensor:
+    """Set logits [B, V] to -inf outside the top-k tokens, then outside the smallest set that reaches top-p.
+
+    top_k [B, 1] int64, WHOLE where a row keeps the whole vocabulary; top_p [B, 1] float32, 1 where it does.
+    """
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k, float("-inf"))
+    if top_p is not None:
+        probability = ordered.softmax(-1)
+        before = probability.cumsum(-1, dtype=torch.float64) - probability
+        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
