@@ -3,39 +3,35 @@
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 
-# A folder may import itself and any folder of a lower rank; siblings (same rank) meet only in loop/.
-RANK = {
-    "__main__": 10,
-    "cli": 9,
-    "cluster": 8,
-    "loop": 7,
-    "audit": 7,
-    "plan": 7,
-    "report": 6,
-    "rollout": 6,
-    "train": 6,
-    "envs": 6,
-    "sync": 5,
-    "invariant": 5,
-    "replay": 4,
-    "models": 4,
-    "measure": 3,
-    "correct": 3,
-    "objective": 3,
-    "interfaces": 2,
-    "layout": 2,
-    "types": 1,
-    "jsonl": 1,
-    "config": 0,
-    "no_statistics": 0,
-}
-ONLY_TORCH = {"measure", "correct", "objective"}
+# The house, from the roof down. A room may import itself and rooms further down; rooms of one line do not know each
+# other.
+FLOORS = """
+__main__
+cli
+diagnose plan
+run
+engine_check
+launch
+build
+audit rollout train envs tiny
+report invariant sync
+replay models
+verdict
+mismatch correct objective
+interfaces layout
+types
+config files
+no_statistics
+"""
+RANK = {room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()}
+ONLY_TORCH = {"mismatch", "correct", "objective", "verdict"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 
@@ -70,22 +66,52 @@ def test_direction(path):
         assert other == own or RANK[other] < RANK[own], f"{own} must not import {other} ({module})"
 
 
+def test_every_room_has_a_floor():
+    assert {folder_of(path) for path in FILES} == set(RANK)
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, also in functions and under TYPE_CHECKING."""
+    known = {module_of(path): path for path in FILES}
+    found: dict[str, set[str]] = {}
+    for name, path in known.items():
+        inner = imports(path)
+        found[name] = {m if m in known else m.rpartition(".")[0] for m in inner} & known.keys() - {name}
+    return found
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    TopologicalSorter(graph()).prepare()  # CycleError names the files
+
+
+def test_the_circle_test_sees_a_circle():
+    found = graph()
+    found["onepolicy.types"].add("onepolicy.run.step")
+    with pytest.raises(CycleError):
+        TopologicalSorter(found).prepare()
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if folder_of(p) in ONLY_TORCH], ids=lambda p: p.name)
 def test_math_needs_torch_only(path):
     heavy = {module.split(".")[0] for module in imports(path)} - LIGHT
     assert not heavy
 
 
-@pytest.mark.parametrize(("package", "folder"), [("vllm", "vllm"), ("ray", "cluster")])
+@pytest.mark.parametrize(("package", "folder"), [("vllm", "vllm"), ("ray", "ray")])
 def test_is_imported_in_one_folder_only(package, folder):
     users = {path.parent.name for path in FILES for module in imports(path) if module.split(".")[0] == package}
     assert users == {folder}
 
 
 def test_direction_test_sees_a_wrong_import(tmp_path):
-    (tmp_path / "bad.py").write_text("def f():\n    from onepolicy.loop import step\n")
+    (tmp_path / "bad.py").write_text("def f():\n    from onepolicy.run import step\n")
     assert imports(tmp_path / "bad.py") == ["onepolicy.run.step"]
-    assert RANK["loop"] > RANK["measure"]
+    assert RANK["run"] > RANK["mismatch"]
 
 
 @pytest.mark.parametrize("code", ["import onepolicy", "import onepolicy.config", "import onepolicy.cli"])
