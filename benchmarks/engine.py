@@ -23,7 +23,8 @@ from rich.table import Table
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import HFEngineConfig
-from onepolicy.rollout.hf.engine import DTYPES, HFEngine
+from onepolicy.models.load import DTYPES
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Sampling
 
 

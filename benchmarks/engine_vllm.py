@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from onepolicy.models.load import DTYPES
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -29,7 +31,7 @@ from onepolicy.config import HFEngineConfig, ModelConfig, VLLMEngineConfig
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_model, read_config
 from onepolicy.replay.checks import RouteRules
-from onepolicy.rollout.hf.engine import DTYPES, HFEngine
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm import engine as engine_module
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.types import Sampling

@@ -22,9 +22,10 @@ from onepolicy.build.components import open_environment, resolve_model
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, RunConfig, load
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import warmup_examples
+from onepolicy.envs.warmup.examples import warmup_examples
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.tiny.model import save_policy, warm_up
 from onepolicy.train.checkpoint import folder_of
 
@@ -73,7 +74,7 @@ def staleness(config: RunConfig, path: Path, scales: Path) -> dict[str, float]:
     model, quant = ModelConfig(path=str(path)), config.rollout.quant
     environment, tokenizer, max_len = open_environment(config, model)
     device, stop = torch.device("cpu"), (tokenizer.eos_token_id,)
-    engine = build_engine(model, config.rollout.engine, device, routes=None, max_len=max_len, quant=quant)
+    engine = build_engine(EngineSpec(model, config.rollout.engine, device, max_len, quant=quant))
     assert isinstance(engine, HFEngine)
     assert engine.quantised is not None
     asyncio.run(calibrate(config, engine, environment, stop, None))  # the same problems, each layer's largest value

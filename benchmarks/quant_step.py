@@ -20,7 +20,7 @@ from sync import big_model
 from onepolicy.build.components import Components, build_parts
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.run.step import rl_step
 from onepolicy.tiny.model import make_tokenizer
 

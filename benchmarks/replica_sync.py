@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from onepolicy.interfaces import Progress
+from onepolicy.rollout.spec import EngineSpec
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -49,7 +50,7 @@ def measured(folder: str, model: PreTrainedModel, count: int, rounds: int) -> di
     own = HFEngineConfig(dtype="bfloat16")
     found: dict[str, list[float]] = {"files": [], "together": [], "one each": [], "disk": []}
     with opened(config, Progress()) as hosts:
-        replicas = hosts.build_engine(ModelConfig(path=folder), own, CPU, routes=None, max_len=MAX_LEN)
+        replicas = hosts.build_engine(EngineSpec(ModelConfig(path=folder), own, CPU, MAX_LEN))
         assert isinstance(replicas, Replicas)
         together = replicas._broadcast
         disk = config.cluster.model_copy(update={"weights": "disk"})

@@ -15,6 +15,8 @@ import os
 import statistics
 import time
 
+from onepolicy.rollout.spec import EngineSpec
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -53,7 +55,7 @@ def main() -> None:
     text = read_config(model).get_text_config()
     rules = RouteRules(tuple(range(text.num_hidden_layers)), text.num_experts, text.num_experts_per_tok, "error")
     server, local = (
-        build_engine(model, config, torch.device("cpu"), routes=rules, max_len=PROMPT + NEW)
+        build_engine(EngineSpec(model, config, torch.device("cpu"), PROMPT + NEW, routes=rules))
         for config in (VLLMServerConfig(url=arguments.url, slots=256), VLLMEngineConfig(slots=96, cache_gib=0.25))
     )
     for batch in (64, 256):

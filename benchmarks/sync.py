@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from onepolicy.rollout.spec import EngineSpec
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -65,7 +67,7 @@ def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngin
     """By name: the engine, or the same server's two ways."""
 
     def build(config: EngineConfig) -> RolloutEngine:
-        return build_engine(ModelConfig(path=folder), config, CPU, routes=None, max_len=MAX_LEN)
+        return build_engine(EngineSpec(ModelConfig(path=folder), config, CPU, MAX_LEN))
 
     if kind == "hf":
         yield {kind: build(HFEngineConfig(dtype="bfloat16"))}

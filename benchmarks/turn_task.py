@@ -18,8 +18,8 @@ import torch
 
 from onepolicy.config import JsonlTask, ModelConfig, ReActTask, SearchTool
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet
 from onepolicy.envs.multiturn.tool_dialogue import observation
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.tiny.model import Example, make_model, make_tokenizer, save_policy, warm_up
 

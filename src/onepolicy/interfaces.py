@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from onepolicy.types import Completion, Sample, Sampling, TokenBatch
+from onepolicy.types import Completion, NumericsContract, Sample, Sampling, TokenBatch
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -25,6 +25,24 @@ class EpisodeError(Exception):
     """An episode could not be played to its end (a tool or an environment failed). It is retried, then dropped."""
 
 
+class WeightSizes(Protocol):
+    """How many bytes an engine's quantised weights take (models/quant/parts.py)."""
+
+    def words(self) -> str: ...
+    def report(self) -> dict[str, Any]: ...
+
+
+class StaticScales(Protocol):
+    """Activation scales that are measured once and kept (rollout.quant.activations = static)."""
+
+    def calibrate(self) -> None:
+        """Fix the scales at the largest values seen so far."""
+        ...
+
+    def scales(self) -> dict[str, Any]: ...
+    def use_scales(self, scales: dict[str, Any]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCaps:
     """What an engine can do, so that a setting it cannot honour is refused before work starts."""
@@ -34,6 +52,8 @@ class EngineCaps:
     routing_weights: bool = False  # and the combine weights of those experts
     top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
     seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
+    contract: NumericsContract | None = None  # how it computes log-probabilities, if it computes in this process
+    sizes: WeightSizes | None = None  # of its weights under rollout.quant
 
 
 class HoldsWeights(Protocol):
@@ -72,6 +92,14 @@ class Metered(Protocol):
     def take_metrics(self) -> dict[str, float]:
         """Of what it did since the last call (run/log.py)."""
         ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """An engine whose activations may have static scales."""
+
+    @property
+    def static_scales(self) -> StaticScales | None: ...
 
 
 @runtime_checkable

@@ -368,3 +368,17 @@ class TokenBatch:
         out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
         out["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
         return self.replace(**out)
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsContract:
+    """How one side computes log-probabilities. Equal bits need equal contracts (invariant/contract.py)."""
+
+    numerics: str  # on-policy, or fast
+    dtype: str  # of the parameters: all of them, or how many are of which
+    attention: str  # attention function, one for decoding, prefilling and packed samples
+    experts: str  # experts function, which fixes the order in which a token's experts are added
+    lm_head: str  # what computes the logits, and from which weights
+    modules: tuple[tuple[str, str], ...]
+    """Name of every module with parameters or buffers (routers, rotary frequencies): its forward, and their dtypes."""
+    logp: str  # from logits and temperature to the log-probability of a token

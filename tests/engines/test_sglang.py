@@ -22,7 +22,7 @@ from sglang_live import (
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.models.load import load_model
 from onepolicy.replay.checks import RouteRules, check_completion
 from onepolicy.sync.check import adopt, checked_push

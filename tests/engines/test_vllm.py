@@ -22,7 +22,7 @@ from vllm_support import (
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.vllm import weights as vllm_weights
 from onepolicy.rollout.vllm.engine import _VLLMBatch

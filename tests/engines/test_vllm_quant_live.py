@@ -88,11 +88,11 @@ def expert_codes(model):
 
 def test_experts_are_in_codes_and_routers_are_not(quantised):
     quant, engine, _ = quantised
-    parts = {part.part: part for part in engine.sizes.parts}
+    parts = {part.part: part for part in engine.caps.sizes.parts}
     assert parts["experts"].bytes_after < 0.7 * parts["experts"].bytes_before  # float32 scales of rows 32 and 64 wide
     assert (parts["attention"].bytes_after < 0.7 * parts["attention"].bytes_before) == (quant.format == "fp8")
     assert parts["router"].bytes_after == parts["router"].bytes_before == 2 * parts["router"].parameters
-    assert vllm_quant.METHODS[quant.format] in engine.sizes.words()
+    assert vllm_quant.METHODS[quant.format] in engine.caps.sizes.words()
 
 
 def test_a_sync_quantises_again(quantised, learners):

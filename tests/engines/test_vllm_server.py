@@ -34,6 +34,7 @@ from onepolicy.build.engines import build_engine
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm import handover
 from onepolicy.rollout.vllm import server as served
 from onepolicy.sync import broadcast as module
@@ -273,14 +274,9 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"):
         connect(server, tmp_path)
+    config = VLLMServerConfig(url=server.url, dtype="bfloat16")
     with pytest.raises(UsageError, match="bfloat16, but the server runs float32"):
-        build_engine(
-            ModelConfig(path=str(folders[0])),
-            VLLMServerConfig(url=server.url, dtype="bfloat16"),
-            torch.device("cpu"),
-            routes=None,
-            max_len=MAX_LEN,
-        )
+        build_engine(EngineSpec(ModelConfig(path=str(folders[0])), config, torch.device("cpu"), MAX_LEN))
 
 
 def test_what_would_end_the_engine_is_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):

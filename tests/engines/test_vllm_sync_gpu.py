@@ -15,6 +15,7 @@ import torch
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMServerConfig
 from onepolicy.models.load import load_model
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
@@ -25,7 +26,7 @@ def answers_of(way, weights, version):
     """Greedy log-probabilities after these weights were sent in this way."""
     config = VLLMServerConfig(url=os.environ["ONEPOLICY_VLLM_URL"], sync=way)
     model = ModelConfig(path=os.environ["ONEPOLICY_MODEL"])
-    engine = build_engine(model, config, CUDA, routes=None, max_len=64)
+    engine = build_engine(EngineSpec(model, config, CUDA, 64))
 
     async def ask():
         await engine.load_weights(weights, version)

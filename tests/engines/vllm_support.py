@@ -15,10 +15,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
@@ -117,7 +118,7 @@ def connect(server, path, **settings):
     config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
     model = ModelConfig(path=str(path))
     rules = rules_of(read_config(model))
-    return build_engine(model, config, torch.device("cpu"), routes=rules, max_len=MAX_LEN)
+    return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, routes=rules))
 
 
 def recipe(tmp_path, folder, server, more=""):

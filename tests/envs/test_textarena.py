@@ -9,8 +9,9 @@ import pytest
 from envs_support import play, tokenizer_of
 
 from onepolicy.config import TextArenaTask, UsageError
-from onepolicy.envs import build, warmup_examples
+from onepolicy.envs import build
 from onepolicy.envs.adapters.textarena import GlobalRandom
+from onepolicy.envs.warmup.examples import warmup_examples
 
 pytestmark = pytest.mark.envs
 USER = (

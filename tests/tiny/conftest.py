@@ -8,7 +8,7 @@ import torch
 
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 from small_recipe import write_recipe
 

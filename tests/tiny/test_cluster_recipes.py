@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.cli import main
 from onepolicy.config import load
-from onepolicy.envs import alphabet
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner, best
 from onepolicy.tiny.model import make_tokenizer

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from onepolicy.build.components import build_parts
-from onepolicy.build.engines import load_copy
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
 from onepolicy.models.fp32_head import Fp32Head, install, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
 from onepolicy.rollout.collect import collect
+from onepolicy.rollout.copies import load_copy
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm.start import refuse_rounded_head
 from onepolicy.train.forward import forward

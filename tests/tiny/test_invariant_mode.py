@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import experts
-from onepolicy.invariant.mode import Invariant, InvariantLinear, active, install
-from onepolicy.invariant.ops import TILE
+from onepolicy.invariant.mode import Invariant, InvariantLinear, install
 from onepolicy.invariant.probe import check_model
 from onepolicy.invariant.strict import NotInvariant
+from onepolicy.invariant.switch import TILE, active
 from onepolicy.models import decode_experts
 from onepolicy.models.packed_attention import Packing
 

@@ -10,7 +10,7 @@ from conftest import rows, timeless
 from onepolicy.cli import main
 from onepolicy.config import GymnasiumTask
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.envs import alphabet, warmup_examples
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
 LAKE = GymnasiumTask(id="FrozenLake-v1", params={"is_slippery": False}, returns=(0, 1), max_turns=6, instructions="")

@@ -179,9 +179,9 @@ def test_options_that_bits_have_no_use_for(recipe, option, capsys):
 
 def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
     parts = parts_of(recipe)
-    engine, learner = parts.engine.contract, parts.learner.contract
+    engine, learner = parts.engine.caps.contract, parts.learner.contract
     agree(engine, learner)
-    fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.contract
+    fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.caps.contract
     with pytest.raises(UsageError, match="same numerics on both sides, but the engine has fast and the trainer on-pol"):
         agree(fast, learner)
     for field in ("dtype", "attention", "experts", "lm_head", "logp"):

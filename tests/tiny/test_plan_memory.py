@@ -21,7 +21,8 @@ from onepolicy.plan.engine import slab_bytes, weights_of
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.mends import mends
 from onepolicy.plan.planner import Planner, best
-from onepolicy.rollout.hf.engine import HFEngine, quantise_policy
+from onepolicy.rollout.copies import quantise_policy
+from onepolicy.rollout.hf.engine import HFEngine
 
 TREE = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from onepolicy.config import Fp8, Fp8Weight, Int8
 from onepolicy.models import decode_experts
 from onepolicy.models.quant.formats import check_device, e4m3_product, e4m3_rows, int8_product, int8_rows
 from onepolicy.models.quant.install import check_kernels
-from onepolicy.rollout.hf.engine import quantise_policy
+from onepolicy.rollout.copies import quantise_policy
 
 pytestmark = pytest.mark.gpu
 FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight()]

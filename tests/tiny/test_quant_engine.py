@@ -8,13 +8,13 @@ from engine_support import check_against_stock, prompts, ragged, run
 from models import MOE, make
 from torch import nn
 
-from onepolicy.build.engines import load_copy
 from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, ModelConfig, RolloutConfig, Simulated, UsageError
 from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.install import check_kernels, quantise
 from onepolicy.models.quant.layers import Int8Linear
 from onepolicy.replay.layers import find_routers
-from onepolicy.rollout.hf.engine import HFEngine, quantise_policy
+from onepolicy.rollout.copies import load_copy, quantise_policy
+from onepolicy.rollout.hf.engine import HFEngine
 
 FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight(), Simulated(bits=4)]
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import ChainTask
-from onepolicy.envs import alphabet, warmup_examples
 from onepolicy.envs.tasks.chain import ALPHABET, Chain, corrupted_solution, problem, solution
 from onepolicy.envs.tasks.seeding import rng_of, split_of
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 
 
 @pytest.mark.parametrize(

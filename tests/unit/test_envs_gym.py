@@ -3,10 +3,10 @@ import itertools
 import pytest
 
 from onepolicy.config import GymTask, UsageError
-from onepolicy.envs import alphabet, warmup_examples
 from onepolicy.envs.tasks import reasoning_gym
 from onepolicy.envs.tasks.reasoning_gym import Gym, extract
 from onepolicy.envs.tasks.seeding import digest, rng_of, split_of
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 
 SMALL = GymTask(name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
 

@@ -9,9 +9,10 @@ from envs_support import HERMES, play, tokenizer_of
 from gymnasium import spaces
 
 from onepolicy.config import GymnasiumTask, UsageError
-from onepolicy.envs import build, warmup_examples
+from onepolicy.envs import build
 from onepolicy.envs.adapters.gymnasium import NoText, World, check_observation, describe, expected, in_words, parse
 from onepolicy.envs.adapters.seeded import scaled
+from onepolicy.envs.warmup.examples import warmup_examples
 from onepolicy.interfaces import EpisodeError
 
 LAKE = {"id": "FrozenLake-v1", "params": {"is_slippery": False}, "returns": (0, 1)}

@@ -7,8 +7,8 @@ import pytest
 
 from onepolicy.config import JsonlTask, UsageError, resolve
 from onepolicy.config.problems import read_rows
-from onepolicy.envs import alphabet, warmup_examples
 from onepolicy.envs.tasks.jsonl import Jsonl
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 
 GOOD = '{"prompt": "1+1", "answer": "2"}'
 

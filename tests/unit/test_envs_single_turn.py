@@ -5,9 +5,11 @@ import pytest
 from envs_support import TEMPLATE, make_tokenizer, scripted
 
 from onepolicy.config import ChainTask, GymTask, JsonlTask, UsageError
-from onepolicy.envs import SingleTurn, alphabet, build
+from onepolicy.envs import build
 from onepolicy.envs.multiturn.render import check_length, decode, render
 from onepolicy.envs.tasks.chain import solution
+from onepolicy.envs.tasks.single_turn import SingleTurn
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.interfaces import Environment, Problem
 
 

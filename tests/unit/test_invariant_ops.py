@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from onepolicy.config import UsageError
 from onepolicy.invariant import ops, probe
 from onepolicy.invariant.attention import attend
-from onepolicy.invariant.ops import TERMS, TILE
+from onepolicy.invariant.ops import TERMS
+from onepolicy.invariant.switch import TILE
 from onepolicy.models.bags import sum_rows, weighted_rows
 
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ from envs_support import make_tokenizer
 from onepolicy.config import PromptsTask, UsageError
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.measure import engine_settings, kinds, prompt_settings
-from onepolicy.envs import build, warmup_examples
+from onepolicy.envs import build
 from onepolicy.envs.tasks.jsonl import read_prompts
+from onepolicy.envs.warmup.examples import warmup_examples
 
 
 def test_an_engine_of_this_process():

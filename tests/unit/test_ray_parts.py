@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from onepolicy.launch.ray import connect
+from onepolicy.types import NumericsContract
 
 connect.prepare(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
-from onepolicy.invariant.contract import Contract  # noqa: E402
 from onepolicy.launch.ray.actors import contract_of  # noqa: E402
 from onepolicy.launch.ray.placement import Needs  # noqa: E402
 from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests  # noqa: E402
@@ -129,9 +129,9 @@ def assert_equal(found, expected):
 
 
 def test_contract_survives_json():
-    contract = Contract("on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d")
+    contract = NumericsContract("on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d")
     assert contract_of({**vars_of(contract), "modules": [["m", "x"], ["n", "y"]]}) == contract
 
 
 def vars_of(contract):
-    return {name: getattr(contract, name) for name in Contract.__dataclass_fields__}
+    return {name: getattr(contract, name) for name in NumericsContract.__dataclass_fields__}

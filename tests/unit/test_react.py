@@ -9,10 +9,11 @@ import pytest
 from envs_support import FORGETFUL, HERMES, make_tokenizer, play, tokenizer_of
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
-from onepolicy.envs import alphabet, build
+from onepolicy.envs import build
 from onepolicy.envs.multiturn.tool_dialogue import Call, ChatReAct, PlainReAct
 from onepolicy.envs.tools import build_tools
 from onepolicy.envs.warmup import react
+from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group

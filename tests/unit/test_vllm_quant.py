@@ -179,7 +179,7 @@ def test_a_server_must_hold_what_the_run_asks_for(tmp_path):
         with pytest.raises(UsageError, match=r"quant: fp8, but .* not quantised; .*engine serve MODEL` quant=fp8"):
             connect(Fp8())
         fake.told |= {"quantization": "fp8_per_channel"}
-        assert connect(Fp8()).sizes.parts[0].part == "experts"
+        assert connect(Fp8()).caps.sizes.parts[0].part == "experts"
         fake.told |= {"held": held_tensors(Worker(torch.int8))}
         with pytest.raises(UsageError, match="vLLM's fp8_per_channel left"):
             connect(Fp8())

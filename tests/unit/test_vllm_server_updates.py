@@ -12,6 +12,7 @@ from http_support import Reply
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.reply import continued
 from onepolicy.sync import broadcast
 from onepolicy.sync.buckets import split
@@ -173,7 +174,7 @@ def test_weights_that_do_not_fit_are_refused_in_the_words_of_who_found_it(fake):
 def test_nccl_needs_gpus_on_both_sides(fake, config):
     model = ModelConfig(path=fake.model)
     with pytest.raises(UsageError, match="nccl, but the trainer computes on the cpu"):
-        build_engine(model, config, torch.device("cpu"), routes=None, max_len=96)
+        build_engine(EngineSpec(model, config, torch.device("cpu"), 96))
     with pytest.raises(UsageError, match="nccl, but the server computes on cpu"):
         connected(fake, sync="nccl")
 

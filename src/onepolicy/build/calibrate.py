@@ -9,8 +9,7 @@ from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.files import write_text
-from onepolicy.interfaces import Environment, RolloutEngine
-from onepolicy.models.quant.install import Quantised
+from onepolicy.interfaces import Calibrated, Environment, RolloutEngine
 from onepolicy.rollout.collect import play, seed_of
 from onepolicy.types import Sampling
 
@@ -25,21 +24,21 @@ async def calibrate(
 
     New ones are the largest values while the first EPISODES training problems are sampled with a scale per token.
     """
-    quantised: Quantised | None = getattr(engine, "quantised", None)
-    if quantised is None or not quantised.static:
+    scales = engine.static_scales if isinstance(engine, Calibrated) else None
+    if scales is None:
         return
     path = None if run is None else run / FILE
     if path is not None and path.exists():
         try:
-            quantised.use_scales(json.loads(path.read_text(encoding="utf-8")))
+            scales.use_scales(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}: damaged ({error}); start the run anew") from error
         return
     await play_episodes(config, engine, environment, stop)
-    quantised.calibrate()
+    scales.calibrate()
     await engine.reset_cache()
     if path is not None:
-        write_text(path, json.dumps(quantised.scales(), indent=1))
+        write_text(path, json.dumps(scales.scales(), indent=1))
 
 
 async def play_episodes(

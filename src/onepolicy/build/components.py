@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.engines import BuildEngine, build_engine, check_engine, load_copy
+from onepolicy.build.engines import BuildEngine, build_engine, check_engine
 from onepolicy.build.learner import build_learner, resolve_model
 from onepolicy.config import (
     FromRollout,
@@ -31,13 +31,11 @@ from onepolicy.models.load import (
     load_tokenizer,
     read_config,
 )
-from onepolicy.models.quant.install import check_kernels
 from onepolicy.replay.checks import RouteRules, preflight, refuse_router_loss
 from onepolicy.replay.routers import Routers
-from onepolicy.rollout.fleet.replicas import Replicas
-from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.copies import load_copy
 from onepolicy.rollout.reprefill import Reprefill
-from onepolicy.rollout.vllm import quant as vllm_quant
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.team import Ranks
 
@@ -114,6 +112,8 @@ def build_parts(
     pair = build_pair(config, model, max_len, ranks, engine_builder)
     reprefill = None
     if from_reprefill(config):
+        from onepolicy.rollout.reprefill import Reprefill
+
         second = load_copy(model, config.rollout, pair.learner.device)
         combine = isinstance(config.replay, WeightsReplay)
         reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
@@ -137,7 +137,7 @@ def build_unquantised(config: RunConfig, model: ModelConfig, device: torch.devic
     """An embedded engine with the settings of the run's engine, but for rollout.quant."""
     engine = config.rollout.engine
     own = HFEngineConfig(dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len)
-    return build_engine(model, own, device, routes=None, max_len=max_len)
+    return build_engine(EngineSpec(model, own, device, max_len))
 
 
 def build_pair(
@@ -160,19 +160,20 @@ def build_pair(
     learner = build_learner(config, model, ranks)
     rules = route_rules(config, learner.routers) if learner.routers else None
     engine = engine_builder(
-        model,
-        config.rollout.engine,
-        learner.device,
-        routes=None if from_reprefill(config) else rules,
-        max_len=max_len,
-        weights=isinstance(config.replay, WeightsReplay),
-        numerics=config.numerics,
-        quant=config.rollout.quant,
+        EngineSpec(
+            model,
+            config.rollout.engine,
+            learner.device,
+            max_len,
+            routes=None if from_reprefill(config) else rules,
+            combine_weights=isinstance(config.replay, WeightsReplay),
+            numerics=config.numerics,
+            quant=config.rollout.quant,
+        )
     )
     if config.numerics == ON_POLICY:
-        assert isinstance(engine, HFEngine | Replicas)
-        assert engine.contract is not None
-        agree(engine.contract, learner.contract)
+        assert engine.caps.contract is not None
+        agree(engine.caps.contract, learner.contract)
     return Pair(config, engine, learner, rules)
 
 
@@ -186,10 +187,16 @@ def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
 def refuse_quant(config: RunConfig) -> None:
     """UsageError if the engine cannot run rollout.quant on this machine."""
     quant, device = config.rollout.quant, device_of(config.train.device)
-    if quant is not None and isinstance(config.rollout.engine, HFEngineConfig):
+    if quant is None:
+        return
+    if isinstance(config.rollout.engine, HFEngineConfig):
+        from onepolicy.models.quant.install import check_kernels
+
         check_kernels(quant, device)
     if isinstance(config.rollout.engine, VLLMEngineConfig):
-        vllm_quant.check(quant, cpu=device.type == "cpu")
+        from onepolicy.rollout.vllm.quant import check
+
+        check(quant, cpu=device.type == "cpu")
 
 
 def from_reprefill(config: RunConfig) -> bool:

@@ -13,11 +13,10 @@ from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
 from onepolicy.invariant.probe import start
 from onepolicy.models import fp32_head
-from onepolicy.models.load import device_of, empty_model, load_model, read_config
+from onepolicy.models.load import DTYPES, device_of, empty_model, load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import bind_routers
-from onepolicy.rollout.hf.engine import DTYPES
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.sharded.fsdp import Spread

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepolicy.build.engines import load_copy
 from onepolicy.config import ModelConfig
 from onepolicy.diagnose.engine_noise import Again
 from onepolicy.mismatch.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
 from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.rollout.copies import load_copy
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.rescore import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
 from onepolicy.types import TokenBatch

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.build.components import Pair
-from onepolicy.build.engines import load_copy
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.engine_check.checks import Check, Played, distance, play, scored
 from onepolicy.models import fp32_head
+from onepolicy.rollout.copies import load_copy
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe, push_weights
 from onepolicy.train.learner import LocalLearner

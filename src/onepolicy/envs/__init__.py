@@ -1,119 +1,47 @@
-"""What the policy is asked and how its responses are graded."""
+"""What the policy is asked and how its responses are graded. Each kind of task is imported when a run uses it."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from pathlib import Path
+import pkgutil
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import (
-    ChainTask,
-    GymnasiumTask,
-    GymTask,
-    JsonlTask,
-    PromptsTask,
-    ReActTask,
-    RowPolicy,
-    SearchTool,
-    TaskConfig,
-    TextArenaTask,
-    UsageError,
-    VerifiersTask,
-)
-from onepolicy.envs.adapters.gymnasium import Gymnasium
-from onepolicy.envs.adapters.textarena import TextArena
-from onepolicy.envs.adapters.verifiers import Verifiers
-from onepolicy.envs.multiturn.react import ReAct
-from onepolicy.envs.multiturn.render import ASCII
-from onepolicy.envs.tasks import chain, jsonl, reasoning_gym
-from onepolicy.envs.tasks.chain import Chain
-from onepolicy.envs.tasks.jsonl import Jsonl, Prompts
-from onepolicy.envs.tasks.reasoning_gym import Gym
+from onepolicy.config import ReActTask, RowPolicy, TaskConfig
 from onepolicy.envs.tasks.single_turn import SingleTurn, Task
-from onepolicy.envs.tools.search import read_corpus
-from onepolicy.envs.warmup import gridworlds, react
 from onepolicy.interfaces import Environment
+
+TASKS = {
+    "chain": "onepolicy.envs.tasks.chain:Chain",
+    "gym": "onepolicy.envs.tasks.reasoning_gym:Gym",
+    "jsonl": "onepolicy.envs.tasks.jsonl:Jsonl",
+    "prompts": "onepolicy.envs.tasks.jsonl:Prompts",
+}
+"""task.kind of one question and one response -> class (config, section)."""
+EPISODES = {
+    "react": "onepolicy.envs.multiturn.react:ReAct",
+    "gymnasium": "onepolicy.envs.adapters.gymnasium:Gymnasium",
+    "textarena": "onepolicy.envs.adapters.textarena:TextArena",
+    "verifiers": "onepolicy.envs.adapters.verifiers:Verifiers",
+}
+"""task.kind of several turns -> class (config, [task,] tokenizer, max_len=, rows=)."""
 
 
 def build(
     config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_len: int, rows: RowPolicy = "as-sampled"
 ) -> Environment:
     """max_len: tokens of a path. rows: see `Trajectory`."""
-    match config:
-        case ReActTask():
-            return ReAct(config, _task(config.problems, "task.problems"), tokenizer, max_len=max_len, rows=rows)
-        case GymnasiumTask():
-            return Gymnasium(config, tokenizer, max_len=max_len, rows=rows)
-        case TextArenaTask():
-            return TextArena(config, tokenizer, max_len=max_len, rows=rows)
-        case VerifiersTask():
-            return Verifiers(config, tokenizer, max_len=max_len, rows=rows)
-        case _:
-            return SingleTurn(_task(config), tokenizer)
+    if config.kind in TASKS:
+        return SingleTurn(task_of(config), tokenizer)
+    episodes = pkgutil.resolve_name(EPISODES[config.kind])
+    given = [task_of(config.problems, "task.problems")] if isinstance(config, ReActTask) else []
+    environment: Environment = episodes(config, *given, tokenizer, max_len=max_len, rows=rows)
+    return environment
 
 
-def _task(config: ChainTask | GymTask | JsonlTask | PromptsTask, section: str = "task") -> Task:
-    match config:
-        case ChainTask():
-            return Chain(config)
-        case GymTask():
-            return Gym(config, section)
-        case JsonlTask():
-            return Jsonl(config, section)
-        case PromptsTask():
-            return Prompts(config)
+def task_of(config: TaskConfig, section: str = "task") -> Task:
+    """section: where these settings stand in a recipe."""
+    task: Task = pkgutil.resolve_name(TASKS[config.kind])(config, section)
+    return task
 
 
-def alphabet(config: TaskConfig, section: str = "task") -> str:
-    """The characters a tokenizer made for this task must know, sorted, each once."""
-    match config:
-        case ChainTask():
-            return "".join(sorted(chain.ALPHABET))
-        case GymTask():
-            return "".join(sorted(set(ASCII).union(*Gym(config, section).texts())))
-        case JsonlTask():
-            return "".join(sorted(set(ASCII).union(*Jsonl(config, section).texts())))
-        case PromptsTask():
-            return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
-        case ReActTask():
-            corpora = (read_corpus(Path(tool.corpus)) for tool in config.tools if isinstance(tool, SearchTool))
-            given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
-            return "".join(sorted(set(alphabet(config.problems, "task.problems")).union(*given)))
-        case GymnasiumTask():
-            return "".join(sorted(set(ASCII).union(config.instructions or "", *(config.actions or ()))))
-        case TextArenaTask() | VerifiersTask():
-            raise _nothing_to_learn_from(config.kind)
-
-
-def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
-    """Endless (prompt, response without the end token) pairs of training problems for supervised warm-up; of episodes
-    with tools (prompt, turn, observation, turn, ...).
-
-    `mistakes` is the share of planted errors: in the chain task of step results (a random digit, and the chain goes on
-    from it), in gymnasium environments of turns (a random
-    action), elsewhere of the answer's letters and digits (a random one of their kind).
-    """
-    match config:
-        case ChainTask():
-            return chain.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case GymTask():
-            return reasoning_gym.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case JsonlTask():
-            return jsonl.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case PromptsTask():
-            raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
-        case ReActTask():
-            return react.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case GymnasiumTask():
-            return gridworlds.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case TextArenaTask() | VerifiersTask():
-            raise _nothing_to_learn_from(config.kind)
-
-
-def _nothing_to_learn_from(kind: str) -> UsageError:
-    return UsageError(f"task.kind: {kind} has no worked episodes to warm up on; train a model that can play")
-
-
-__all__ = ["SingleTurn", "alphabet", "build", "warmup_examples"]
+__all__ = ["EPISODES", "TASKS", "build", "task_of"]

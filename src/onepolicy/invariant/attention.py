@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.invariant.ops import TERMS, TILE, batched, fixed_shapes
+from onepolicy.invariant.ops import TERMS, batched, fixed_shapes
 from onepolicy.invariant.strict import invariant_operator
+from onepolicy.invariant.switch import TILE
 from onepolicy.models import decode_attention, packed_attention
 from onepolicy.models.attention_arguments import no_mask, refuse_unknown
 from onepolicy.models.decode_attention import SlabStep, in_table, scores_in_table, values_in_table

@@ -5,45 +5,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.invariant.mode import active
+from onepolicy.invariant.switch import active
+from onepolicy.types import NumericsContract
 
 
-@dataclass(frozen=True, slots=True)
-class Contract:
-    numerics: str  # on-policy, or fast
-    dtype: str  # of the parameters: all of them, or how many are of which
-    attention: str  # attention function, one for decoding, prefilling and packed samples
-    experts: str  # experts function, which fixes the order in which a token's experts are added
-    lm_head: str  # what computes the logits, and from which weights
-    modules: tuple[tuple[str, str], ...]
-    """Name of every module with parameters or buffers (routers, rotary frequencies): its forward, and their dtypes."""
-    logp: str  # from logits and temperature to the log-probability of a token
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, *, logp: str) -> Self:
-        dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
-        owners = {name: module for name, module in model.named_modules() if _own(module)}
-        return cls(
-            numerics="on-policy" if active(model) else "fast",
-            dtype=next(iter(dtypes)) if len(dtypes) == 1 else str(dict(sorted(dtypes.items()))),
-            attention=str(model.config.get_text_config()._attn_implementation),
-            experts=str(getattr(model.config.get_text_config(), "_experts_implementation", None)),
-            lm_head=_computed(model.get_output_embeddings()),
-            modules=tuple((name, _computed(module)) for name, module in owners.items()),
-            logp=logp,
-        )
+def contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:
+    """State how `model` computes. logp: from logits and temperature to the log-probability of a token."""
+    dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
+    owners = {name: module for name, module in model.named_modules() if _own(module)}
+    return NumericsContract(
+        numerics="on-policy" if active(model) else "fast",
+        dtype=next(iter(dtypes)) if len(dtypes) == 1 else str(dict(sorted(dtypes.items()))),
+        attention=str(model.config.get_text_config()._attn_implementation),
+        experts=str(getattr(model.config.get_text_config(), "_experts_implementation", None)),
+        lm_head=_computed(model.get_output_embeddings()),
+        modules=tuple((name, _computed(module)) for name, module in owners.items()),
+        logp=logp,
+    )
 
 
-def agree(engine: Contract, learner: Contract) -> None:
+def agree(engine: NumericsContract, learner: NumericsContract) -> None:
     """UsageError that names the first difference, with the values of both sides."""
-    for field in dataclasses.fields(Contract):
+    for field in dataclasses.fields(NumericsContract):
         ours, theirs = getattr(learner, field.name), getattr(engine, field.name)
         if ours == theirs:
             continue
@@ -56,7 +44,7 @@ def agree(engine: Contract, learner: Contract) -> None:
         )
 
 
-def _first_module(engine: Contract, learner: Contract) -> tuple[str, str, str]:
+def _first_module(engine: NumericsContract, learner: NumericsContract) -> tuple[str, str, str]:
     theirs, ours = dict(engine.modules), dict(learner.modules)
     name = next(n for n in [*ours, *theirs] if theirs.get(n) != ours.get(n))
     return f"module {name}", theirs.get(name, "none"), ours.get(name, "none")

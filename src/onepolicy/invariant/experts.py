@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from onepolicy.invariant.ops import TERMS, TILE, Functional, multiply
+from onepolicy.invariant.ops import TERMS, Functional, multiply
 from onepolicy.invariant.strict import invariant_operator
+from onepolicy.invariant.switch import TILE
 from onepolicy.models.bags import weighted_rows
 from onepolicy.models.decode_experts import BAGS, Weights, weights_of
 from onepolicy.models.experts import Down, Up, layout

@@ -21,13 +21,12 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
-from onepolicy.invariant.ops import TILE
 from onepolicy.invariant.strict import Strict, watched
+from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.linear import plain
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
 
-_STATE = "_onepolicy_invariant"
 FEW = 5  # tokens that a model is looked at with
 _LOCK = RLock()
 
@@ -40,11 +39,6 @@ class _State:
     experts: str | None
     classes: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
     entered: int = 0
-
-
-def active(model: PreTrainedModel) -> bool:
-    """Whether this model computes with invariant operators."""
-    return getattr(model, _STATE, None) is not None
 
 
 class Invariant:
@@ -88,10 +82,10 @@ def refuse_recurrent(model: PreTrainedModel) -> None:
 
 def _enter(model: PreTrainedModel) -> None:
     with _LOCK:
-        state: _State | None = getattr(model, _STATE, None)
+        state: _State | None = getattr(model, STATE, None)
         if state is None:
             state = _State(model.config._attn_implementation, getattr(model.config, "_experts_implementation", None))
-            setattr(model, _STATE, state)
+            setattr(model, STATE, state)
             try:
                 _swap(model, state)
             except BaseException:
@@ -102,7 +96,7 @@ def _enter(model: PreTrainedModel) -> None:
 
 def _leave(model: PreTrainedModel) -> None:
     with _LOCK:
-        state: _State = getattr(model, _STATE)
+        state: _State = getattr(model, STATE)
         state.entered -= 1
         if not state.entered:
             _restore(model, state)
@@ -120,7 +114,7 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
 
 
 def _restore(model: PreTrainedModel, state: _State) -> None:
-    delattr(model, _STATE)
+    delattr(model, STATE)
     for module, own in state.classes:
         module.__class__ = own
     model.set_attn_implementation(state.attention)

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from onepolicy.invariant.strict import invariant_operator
+from onepolicy.invariant.switch import TILE
 from onepolicy.models import linear as kernels
 
 TERMS = 128  # of one chain: MKL begins a second one after 192
-TILE = 16  # rows and columns: fewer, or a remainder of one to three in a thread's share, go to a matrix-vector kernel
 BLOCK = 64  # rows and columns of a call on other devices
 PAIRS = 256  # blocks multiplied in one call there
 

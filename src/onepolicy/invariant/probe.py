@@ -14,7 +14,8 @@ from onepolicy.config import UsageError
 from onepolicy.invariant import ops
 from onepolicy.invariant.attention import attend
 from onepolicy.invariant.mode import Invariant, install
-from onepolicy.invariant.ops import TERMS, TILE
+from onepolicy.invariant.ops import TERMS
+from onepolicy.invariant.switch import TILE
 from onepolicy.models.bags import weighted_rows
 from onepolicy.models.packed_attention import Packing
 

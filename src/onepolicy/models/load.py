@@ -31,6 +31,7 @@ from onepolicy.config.present import check_model
 
 # What transformers lets through for a file that is damaged or of another model.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # names of settings
 
 
 def device_of(name: str) -> torch.device:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.invariant import experts as invariant_experts
 from onepolicy.invariant import mode
-from onepolicy.invariant.ops import TILE
+from onepolicy.invariant.switch import TILE
 from onepolicy.models import experts, fp32_head, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.quant import install

@@ -18,7 +18,7 @@ from onepolicy.plan.dry import stand_ins
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.work import Work, devices_per_replica, replicated
-from onepolicy.rollout.hf.engine import quantise_policy
+from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.vllm.quant import imitation
 
 

@@ -15,6 +15,7 @@ from onepolicy.build.calibrate import calibrate
 from onepolicy.build.learner import resolve_model, use_threads
 from onepolicy.config import RunConfig
 from onepolicy.models.load import device_of
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import attempts, evaluate
 from onepolicy.train import checkpoint
 
@@ -35,9 +36,8 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     if quant is not None and not config.eval.quantised:
         engine = components.build_unquantised(config, model, device, max_len)
     else:
-        engine = engines.build_engine(
-            model, own, device, routes=None, max_len=max_len, numerics=config.numerics, quant=quant
-        )
+        spec = EngineSpec(model, own, device, max_len, numerics=config.numerics, quant=quant)
+        engine = engines.build_engine(spec)
     stop = (tokenizer.eos_token_id,)
     asyncio.run(calibrate(config, engine, environment, stop, run))
     with Progress(transient=True, console=Console(stderr=True)) as bars:

@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from onepolicy.build.engines import build_engine
 from onepolicy.config import EvalConfig, HFEngineConfig, ModelConfig, UsageError
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.envs import alphabet, build, warmup_examples
+from onepolicy.envs import build
 from onepolicy.envs.multiturn.render import TooLong
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 from onepolicy.models.load import load_tokenizer
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import evaluate
 from onepolicy.tiny.model import Example, make_dense, make_model, make_tokenizer, save_policy, warm_up
 
@@ -78,9 +80,8 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     """The saved policy, read back, on held-out problems."""
     model = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(model)
-    engine = build_engine(
-        model, HFEngineConfig(dtype="float32", slots=128), torch.device("cpu"), routes=None, max_len=config.max_len
-    )
+    own = HFEngineConfig(dtype="float32", slots=128)
+    engine = build_engine(EngineSpec(model, own, torch.device("cpu"), config.max_len))
     environment, stop = build(config.task, tokenizer, max_len=config.max_len), (tokenizer.eos_token_id,)
     return asyncio.run(evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2))
 

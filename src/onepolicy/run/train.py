@@ -56,7 +56,7 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: 
         progress.note(shrinks)
     with ranks.started(config, hosts.launch) as others:
         parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
-        sizes = getattr(parts.engine, "sizes", None)
+        sizes = parts.engine.caps.sizes
         if sizes is not None:
             progress.note(sizes.words())
         run_folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())

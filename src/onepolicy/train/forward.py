@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.invariant.mode import active
-from onepolicy.invariant.ops import TILE
+from onepolicy.invariant.switch import TILE, active
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 

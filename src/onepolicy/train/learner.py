@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import R2, FromRollout, RunConfig, SoftReplay, WeightsReplay
-from onepolicy.invariant.contract import Contract
+from onepolicy.invariant.contract import contract_of
 from onepolicy.invariant.fingerprint import fingerprint
 from onepolicy.invariant.probe import start
 from onepolicy.objective.loss import policy_loss, slot_shares
@@ -54,7 +54,7 @@ class LocalLearner:
         self.model, self.config, self.routers = model, config, routers
         self.reference, self.critic = reference, critic
         self.device = next(model.parameters()).device
-        self.contract = Contract.of(model, logp=LOGP)
+        self.contract = contract_of(model, logp=LOGP)
         self.fingerprint = fingerprint(self.device, self.contract.numerics)
         self.version = 0  # RL steps taken
         self.updates = 0  # optimiser steps taken, by this run and those it was forked from

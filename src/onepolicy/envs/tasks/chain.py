@@ -22,8 +22,9 @@ OPERATORS = "+-*"
 class Chain:
     """The task as the environment plays it. Training ids count up from 0, held-out ids down from -1."""
 
-    def __init__(self, config: ChainTask) -> None:
-        self.config = config
+    def __init__(self, config: ChainTask, section: str = "task") -> None:
+        """section: where these settings stand in a recipe."""
+        self.config, self.section = config, section
 
     def train_problem(self, index: int) -> Problem:
         return problem(self.config, index, "train")

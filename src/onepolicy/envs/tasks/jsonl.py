@@ -19,8 +19,9 @@ from onepolicy.interfaces import Problem
 class Prompts:
     """Problem i is line i of the file, blank lines left out; after the last one they start again."""
 
-    def __init__(self, config: PromptsTask) -> None:
-        self.config = config
+    def __init__(self, config: PromptsTask, section: str = "task") -> None:
+        """section: where these settings stand in a recipe."""
+        self.config, self.section = config, section
         self.prompts = read_prompts(config.path)
 
     def train_problem(self, index: int) -> Problem:

@@ -14,11 +14,9 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from onepolicy.config import EngineConfig, ModelConfig, NotThere, QuantFormat, RunConfig, TrainingError, UsageError
+from onepolicy.config import NotThere, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
-from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
-from onepolicy.invariant.contract import Contract
 from onepolicy.launch.launcher import Hosts
 from onepolicy.launch.ranks import INTERFACE, Launched, Place, loopback, over_loopback
 from onepolicy.launch.ray.placement import Needs, Room, Where, table
@@ -27,12 +25,13 @@ from onepolicy.launch.ray.remote_engine import RemoteEngine, told
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
 from onepolicy.models.load import device_of
 from onepolicy.models.quant.parts import PartSize, Sizes
-from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.fleet.replicas import Replica, Replicas
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
 from onepolicy.sync.weight_files import WeightFiles, Written
 from onepolicy.train.sharded.channel import RankLost
+from onepolicy.types import NumericsContract
 
 CALLS = 100
 """That one replica answers at a time; there are never more than a few."""
@@ -101,27 +100,16 @@ class _Processes:
             place = Place(0, config.train.ranks, self.local_rank, False)
             yield Launched(place, store, self.address, tell, partial(_alive, serving))
 
-    def build_engine(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        device: torch.device,
-        *,
-        routes: RouteRules | None,
-        max_len: int,
-        weights: bool = False,
-        numerics: Numerics = "fast",
-        quant: QuantFormat | None = None,
-    ) -> RolloutEngine:
-        """All replicas' engines, built at the same time. device: the learner's; Ray gives a replica its own."""
+    def build_engine(self, spec: EngineSpec) -> RolloutEngine:
+        """All replicas' engines, built at the same time. Ray gives each its own device, not the learner's."""
         about = {
-            "model": model.model_dump(),
-            "engine": config.model_dump(),
-            "routes": None if routes is None else dataclasses.asdict(routes),
-            "max_len": max_len,
-            "weights": weights,
-            "numerics": numerics,
-            "quant": None if quant is None else quant.model_dump(),
+            "model": spec.model.model_dump(),
+            "engine": spec.config.model_dump(),
+            "routes": None if spec.routes is None else dataclasses.asdict(spec.routes),
+            "max_len": spec.max_len,
+            "combine_weights": spec.combine_weights,
+            "numerics": spec.numerics,
+            "quant": None if spec.quant is None else spec.quant.model_dump(),
             "threads": self.cluster.cpus_per_replica,
             "cuda": self.cuda if self.cluster.gpus_per_replica is None else self.cluster.gpus_per_replica > 0,
         }
@@ -139,7 +127,7 @@ class _Processes:
             WeightFiles(self.cluster.shared_dir, "cluster.shared_dir"),
             broadcast=self._broadcast if self.cluster.weights == "stream" else None,
             contract=None if contract is None else contract_of(contract),
-            sizes=None if quant is None or sizes is None else sizes_of(quant, *sizes),
+            sizes=None if spec.quant is None or sizes is None else sizes_of(spec.quant, *sizes),
         )
 
     def _broadcast(self, written: Written, receivers: int) -> Broadcast:
@@ -151,8 +139,8 @@ def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Si
     return Sizes(quant, [PartSize(**part) for part in parts], method)
 
 
-def contract_of(about: dict[str, Any]) -> Contract:
-    return Contract(**{**about, "modules": tuple((name, text) for name, text in about["modules"])})
+def contract_of(about: dict[str, Any]) -> NumericsContract:
+    return NumericsContract(**{**about, "modules": tuple((name, text) for name, text in about["modules"])})
 
 
 def _get(name: str, reference: Any, limit: float) -> Any:

@@ -141,9 +141,9 @@ class ReplicaProcess:
 
 def description(engine: RolloutEngine) -> dict[str, Any]:
     """What cluster.hosts wants to know of an engine, for JSON."""
-    contract, sizes = getattr(engine, "contract", None), getattr(engine, "sizes", None)
+    contract, sizes = engine.caps.contract, engine.caps.sizes
     return {
-        "caps": dataclasses.asdict(engine.caps),
+        "caps": dataclasses.asdict(dataclasses.replace(engine.caps, contract=None, sizes=None)),
         "contract": None if contract is None else dataclasses.asdict(contract),
         "sizes": None if sizes is None else [[dataclasses.asdict(part) for part in sizes.parts], sizes.method],
     }
@@ -159,16 +159,19 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
     from onepolicy.config.quant import QuantConfig
     from onepolicy.models.load import device_of
     from onepolicy.replay.checks import RouteRules
+    from onepolicy.rollout.spec import EngineSpec
 
     torch.set_num_threads(settings["threads"])
     routes = settings["routes"]
     return engines.build_engine(
-        ModelConfig.model_validate(settings["model"]),
-        TypeAdapter(EngineConfig).validate_python(settings["engine"]),
-        device_of("cuda" if settings["cuda"] else "cpu"),
-        routes=None if routes is None else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
-        max_len=settings["max_len"],
-        weights=settings["weights"],
-        numerics=settings["numerics"],
-        quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),
+        EngineSpec(
+            ModelConfig.model_validate(settings["model"]),
+            TypeAdapter(EngineConfig).validate_python(settings["engine"]),
+            device_of("cuda" if settings["cuda"] else "cpu"),
+            settings["max_len"],
+            routes=None if routes is None else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
+            combine_weights=settings["combine_weights"],
+            numerics=settings["numerics"],
+            quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),
+        )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -14,15 +15,13 @@ from typing import Protocol
 import numpy as np
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import EngineCaps, Metered, Weights
-from onepolicy.invariant.contract import Contract
-from onepolicy.models.quant.parts import Sizes
+from onepolicy.interfaces import EngineCaps, Metered, Weights, WeightSizes
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.checksum import Checksums
 from onepolicy.sync.group import in_thread
 from onepolicy.sync.weight_files import WeightFiles, Written
-from onepolicy.types import Completion, Sampling
+from onepolicy.types import Completion, NumericsContract, Sampling
 
 LOG = logging.getLogger(__name__)
 
@@ -54,14 +53,14 @@ class Replicas:
         files: WeightFiles,
         *,
         broadcast: Callable[[Written, int], Broadcast] | None = None,
-        contract: Contract | None = None,
-        sizes: Sizes | None = None,
+        contract: NumericsContract | None = None,
+        sizes: WeightSizes | None = None,
     ) -> None:
         """files: where the weights are written, once for all engines. broadcast(written, receivers): of these files to
         all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
         assert engines
-        self.version, self.contract, self.sizes = 0, contract, sizes
-        self.caps = common_caps([engine.caps for engine in engines])
+        self.version = 0
+        self.caps = dataclasses.replace(common_caps([each.caps for each in engines]), contract=contract, sizes=sizes)
         self._living = list(engines)
         self._files, self._broadcast = files, broadcast
         self._oldest = self._newest = 0  # versions that engines hold; they differ while weights are loaded

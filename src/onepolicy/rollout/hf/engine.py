@@ -4,33 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, Weights
-from onepolicy.invariant.contract import Contract
+from onepolicy.interfaces import EngineCaps, StaticScales, Weights
+from onepolicy.invariant.contract import contract_of
 from onepolicy.invariant.fingerprint import fingerprint
-from onepolicy.invariant.probe import start
-from onepolicy.models import decode_experts, fp32_head, linear
-from onepolicy.models.load import cast
-from onepolicy.models.quant.install import Quantised, Stored, quantise
-from onepolicy.models.quant.parts import Sizes
-from onepolicy.replay.checks import is_moe
-from onepolicy.replay.layers import find_routers
-from onepolicy.replay.routers import bind_routers
+from onepolicy.models import decode_experts, linear
+from onepolicy.models.load import DTYPES, cast
+from onepolicy.replay.routers import Routers, bind_routers
+from onepolicy.rollout.copies import load_engine_model, quantise_policy
 from onepolicy.rollout.hf.forward import SlabForward
-from onepolicy.rollout.hf.own_cache import OwnCacheBatch, needs_own_cache
 from onepolicy.rollout.hf.sampler import LOGP, check_sampling
-from onepolicy.rollout.hf.scheduler import Driver, check_request
+from onepolicy.rollout.hf.scheduler import Driver, InterruptibleBatch, check_request
 from onepolicy.rollout.hf.slab import Slab
 from onepolicy.rollout.hf.slab_batch import SlabBatch
 from onepolicy.rollout.request import joined
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Completion, Sampling
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    from onepolicy.models.quant.install import Quantised, Stored
+
+SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
+
+
+def build(spec: EngineSpec) -> HFEngine:
+    """The engine with a copy of its own of the model's weights."""
+    assert isinstance(spec.config, HFEngineConfig)
+    own = load_engine_model(spec.model, spec.config.dtype, spec.config.lm_head, spec.device, quant=spec.quant)
+    return HFEngine(
+        own,
+        spec.config,
+        record=spec.routes is not None,
+        max_len=spec.max_len,
+        weights=spec.combine_weights,
+        numerics=spec.numerics,
+        quant=spec.quant,
+    )
 
 
 class HFEngine:
@@ -57,30 +73,30 @@ class HFEngine:
             raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
         self.version = 0
         dtype, self._head = DTYPES[config.dtype], None
-        self.quantised: Quantised | None = None if quant is None else quantise_policy(model.eval(), quant)
+        self.quantised: Quantised | None = None
+        if quant is not None:
+            self.quantised = quantise_policy(model.eval(), quant)
         if config.lm_head == "float32":
+            from onepolicy.models import fp32_head
+
             self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
         self.model: PreTrainedModel = cast(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        self.caps = EngineCaps(record, max_len, routing_weights=record and weights, top_logprobs=self._vocab)
         device = next(model.parameters()).device
         decode_experts.prepare(model, device)
         linear.prepare(model, device)
-        routers = bind_routers(model) if record else None
-        self.batch: SlabBatch | OwnCacheBatch
-        if needs_own_cache(model):
-            self.batch = OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
-        else:
-            slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
-            self.batch = SlabBatch(SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse)
+        self.batch = _batch_of(model, config, max_len, bind_routers(model) if record else None, weights=weights)
         if numerics == "on-policy":
-            if not isinstance(self.batch, SlabBatch):
-                raise UsageError(
-                    f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
-                    "not reach; use numerics = fast"
-                )
-            start(model)
-        self.contract, self.fingerprint = Contract.of(model, logp=LOGP), fingerprint(device, numerics)
+            _make_invariant(model, self.batch)
+        self.fingerprint = fingerprint(device, numerics)
+        self.caps = EngineCaps(
+            record,
+            max_len,
+            routing_weights=record and weights,
+            top_logprobs=self._vocab,
+            contract=contract_of(model, logp=LOGP),
+            sizes=None if self.quantised is None else self.quantised.sizes(),
+        )
         self._driver = Driver(self.batch)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
@@ -138,19 +154,50 @@ class HFEngine:
             self.quantised.forget()
 
     @property
-    def sizes(self) -> Sizes | None:
-        """What rollout.quant made of the weights; None without it."""
-        return None if self.quantised is None else self.quantised.sizes()
+    def static_scales(self) -> StaticScales | None:
+        """Activation scales to be calibrated, if rollout.quant asks for static ones."""
+        return self.quantised if self.quantised is not None and self.quantised.static else None
 
     def take_metrics(self) -> dict[str, float]:
         """How well calibrated activation scales fit what was sampled since the last call; {} without any."""
         return {} if self.quantised is None else self.quantised.metrics()
 
 
-def quantise_policy(model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False) -> Quantised:
-    """`quantise`, with the model's routers left as they are unless asked for."""
-    routers = [router.path for router in find_routers(model)] if is_moe(model.config) else []
-    return quantise(model, quant, routers=routers, experts_only=experts_only)
+def _batch_of(
+    model: PreTrainedModel, config: HFEngineConfig, max_len: int, routers: Routers | None, *, weights: bool
+) -> InterruptibleBatch:
+    """How requests run together: over the slab, or over the model's own cache where that holds more than keys."""
+    if needs_own_cache(model):
+        from onepolicy.rollout.hf.own_cache import OwnCacheBatch
+
+        return OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
+    device = next(model.parameters()).device
+    slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
+    return SlabBatch(SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse)
+
+
+def needs_own_cache(model: PreTrainedModel) -> bool:
+    """Whether anything but plain (sliding) attention carries information from token to token."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        model._is_stateful
+        or not set(kinds) <= SLAB_LAYERS
+        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
+        or getattr(config, "index_topk", None) is not None  # sparse attention keeps an index beside the keys
+    )
+
+
+def _make_invariant(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
+    from onepolicy.invariant.probe import start
+
+    if not isinstance(batch, SlabBatch):
+        raise UsageError(
+            f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
+            "not reach; use numerics = fast"
+        )
+    start(model)
 
 
 def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.invariant.mode import active
-from onepolicy.invariant.ops import TILE
+from onepolicy.invariant.switch import TILE, active
 from onepolicy.models import decode_attention
 from onepolicy.models.decode_attention import SlabStep
 from onepolicy.replay.contexts import Tape

@@ -22,22 +22,6 @@ from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.rollout.hf.scheduler import Request
 from onepolicy.types import Completion, Finish, RoutingTrace, id_dtype, spans_of
 
-SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
-
-
-def needs_own_cache(model: PreTrainedModel) -> bool:
-    """Whether anything but plain (sliding) attention carries information from token to token."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        model._is_stateful
-        or not set(kinds) <= SLAB_LAYERS
-        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
-        or getattr(config, "index_topk", None) is not None  # sparse attention keeps an index beside the keys
-    )
-
 
 class OwnCacheBatch:
     """A `Batch` of equally long prompts over whatever cache the model makes for itself."""

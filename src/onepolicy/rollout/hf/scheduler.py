@@ -79,6 +79,14 @@ class Batch(Protocol):
         ...
 
 
+class InterruptibleBatch(Batch, Protocol):
+    """A batch whose requests can go on from their tokens under other weights."""
+
+    def take_out(self, version: int) -> list[tuple[Request, Completion]]:
+        """End every running request with what it has sampled so far."""
+        ...
+
+
 class Driver:
     """Runs a batch while there are requests for it."""
 

@@ -14,21 +14,32 @@ from transformers import PreTrainedConfig
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
+from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
 from onepolicy.rollout.servers.concurrency import Traffic, here
+from onepolicy.rollout.servers.connect import connect, refuse_nccl_without_cuda
 from onepolicy.rollout.servers.http import EngineLost, clients
 from onepolicy.rollout.servers.logprob_check import check_probabilities
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
 from onepolicy.rollout.sglang.handshake import FIRST, Name, Served, handshake, name_of
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 
 COLDEST = 1e-6  # SGLang takes lower temperatures for greedy
 FLUSH_S = 10  # a request that ended may take the server a moment to clear away
+
+
+def build(spec: EngineSpec) -> SGLangEngine:
+    assert isinstance(spec.config, SGLangConfig)
+    refuse_nccl_without_cuda(spec)
+    engine = SGLangEngine(spec.model, read_config(spec.model), spec.config, routes=spec.routes, max_len=spec.max_len)
+    asyncio.run(connect(engine, engine.client, spec.model))
+    return engine
 
 
 class SGLangEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -17,10 +18,12 @@ from transformers import PreTrainedConfig
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
+from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.replay.payloads.vllm import Contract, trace_of
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import Driver, Request, check_request
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.quant import Held, held_tensors, sizes_of
 from onepolicy.rollout.vllm.start import start
 from onepolicy.rollout.vllm.weights import reload
@@ -28,6 +31,19 @@ from onepolicy.types import Completion, RoutingTrace, Sampling
 
 LOG = logging.getLogger(__name__)
 COLDEST = 0.01  # vLLM raises lower temperatures to this
+
+
+def build(spec: EngineSpec) -> VLLMEngine:
+    assert isinstance(spec.config, VLLMEngineConfig)
+    return VLLMEngine(
+        spec.model,
+        read_config(spec.model),
+        spec.config,
+        routes=spec.routes,
+        max_len=spec.max_len,
+        cpu=spec.device.type == "cpu",
+        quant=spec.quant,
+    )
 
 
 class VLLMEngine:
@@ -63,10 +79,10 @@ class VLLMEngine:
             trust_remote_code=model.trust_remote_code,
             quant=quant,
         )
-        self.sizes = None
         if quant is not None:
             held = self.llm.apply_model(held_tensors)[0]
-            self.sizes = sizes_of(quant, (Held(**each) for each in held), config.dtype)
+            sizes = sizes_of(quant, (Held(**each) for each in held), config.dtype)
+            self.caps = dataclasses.replace(self.caps, sizes=sizes)
         batch = _VLLMBatch(self.llm, routes, contract, int(text.num_hidden_layers))
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])

@@ -17,15 +17,17 @@ from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerCon
 from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
-from onepolicy.models.quant.parts import Sizes
+from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
 from onepolicy.rollout.servers.concurrency import Traffic, here
+from onepolicy.rollout.servers.connect import connect, refuse_nccl_without_cuda
 from onepolicy.rollout.servers.http import EngineClient, EngineLost, clients
 from onepolicy.rollout.servers.logprob_check import check_probabilities
 from onepolicy.rollout.servers.replies import Malformed, field
+from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handover import by_broadcast, from_files, written
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
@@ -35,6 +37,21 @@ from onepolicy.types import Completion, Sampling
 
 INCOMPLETE = "incomplete"  # ends the name of weights of which some may have come
 ABORT_EVERY = 0.1  # s, while requests that reached a paused server are waited for
+
+
+def build(spec: EngineSpec) -> VLLMServer:
+    assert isinstance(spec.config, VLLMServerConfig)
+    refuse_nccl_without_cuda(spec)
+    server = VLLMServer(
+        spec.model,
+        read_config(spec.model),
+        spec.config,
+        routes=spec.routes,
+        max_len=spec.max_len,
+        quant=spec.quant,
+    )
+    asyncio.run(connect(server, server.client, spec.model))
+    return server
 
 
 class VLLMServer:
@@ -75,7 +92,7 @@ class VLLMServer:
         self.version = 0
         with self.client.starting():
             served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
-            self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs)
+            self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs, sizes=served.sizes)
             self._served, self._weights = served, served.weights
             if served.weights.endswith(INCOMPLETE):  # an update broke off: it cannot be asked for anything
                 await self.load_folder(None, 0)
@@ -201,11 +218,6 @@ class VLLMServer:
         """Since the last call; see run/log.py."""
         resumed, self._resumed = self._resumed, 0
         return self.client.take_metrics() | {"rollout/requests_resumed": resumed}
-
-    @property
-    def sizes(self) -> Sizes | None:
-        """What rollout.quant made of the weights; None without it."""
-        return self._known.sizes
 
     @property
     def _known(self) -> Served:
