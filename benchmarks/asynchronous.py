@@ -39,7 +39,7 @@ from turn_tables import markdown
 from onepolicy.build.components import build_parts
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.run.async_rollouts import Ahead, asynchronous_step
+from onepolicy.run.async_rollouts import Ahead
 from onepolicy.run.log import read_metrics
 from onepolicy.run.step import rl_step
 from onepolicy.types import Completion, Sampling

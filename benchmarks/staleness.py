@@ -34,7 +34,8 @@ from onepolicy.objective.advantages import outcomes
 from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, axis, line
 from onepolicy.report.png import write_figures
 from onepolicy.run.evaluate import evaluate
-from onepolicy.run.step import Clock, learn, sample
+from onepolicy.run.result import Clock
+from onepolicy.run.step import learn, sample
 from onepolicy.run.step_metrics import measure
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack

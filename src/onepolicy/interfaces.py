@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from onepolicy.types import Completion, NumericsContract, Sample, Sampling, TokenBatch
@@ -54,6 +56,14 @@ class EngineCaps:
     seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
     contract: NumericsContract | None = None  # how it computes log-probabilities, if it computes in this process
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
+
+
+class HasWeights(Protocol):
+    """Whose weights are given to engines."""
+
+    version: int  # RL steps taken
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class HoldsWeights(Protocol):
@@ -129,35 +139,80 @@ class LastingEngine(RolloutEngine, Metered, Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """Scores packed batches with the policy."""
+
+    version: int  # RL steps taken by its weights
+    fingerprint: str  # of what computes its log-probabilities (invariant.fingerprint)
+    device: torch.device
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model knows."""
+        ...
+
+    def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
+        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays; no update.
+
+        replay=False: with the trainer's own routing, what the step would have looked like without replay. RoutingError
+        if the replayed routes are not those of these tokens and weights.
+        """
+        ...
+
+    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        """The samples of each forward."""
+        ...
+
+    def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
+        """[n, vocabulary] float32, tempered; micro is on the model's device, slots [n] int64."""
+        ...
+
+
+class Update(NamedTuple):
+    """What `Learner.step` returns."""
+
+    metrics: dict[str, float]
+    scored: TokenBatch | None
+    """If `Learner.score` left the policy out: the samples of the first mini-step, scored in its forward."""
+
+
 class Learner(Protocol):
     """Owns the trained weights and the optimiser."""
 
     version: int  # RL steps taken
-    fingerprint: str  # of what computes its log-probabilities (invariant.fingerprint)
-    seen: TokenBatch | None
-    """If score() leaves the policy out: the samples of the last step's first mini-step, scored in its forward."""
+    updates: int  # optimiser steps taken, by this run and those it was forked from
+    skipped: int  # optimiser steps in a row that were not taken, because their gradients were not finite
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def scorer(self) -> Scorer: ...
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays. No update.
+        """Before an update: fill `logp_old`, `entropy` and (MoE) `routing_native`, but not if the rollout is the anchor
+        of the objective; `logp_ref` and `value` if there is a reference or a critic.
 
-        Not if the rollout is the anchor of the objective. `logp_ref` and `value` if there is a reference or a critic.
-        RoutingError if the replayed routes are not those of these tokens and weights.
+        TrainingError for a batch that no policy can have sampled.
         """
         ...
 
-    def score_again(self, batch: TokenBatch) -> TokenBatch:
-        """Scored by the policy, with replay if the run replays, and nothing of it kept for step()."""
-        ...
-
-    def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
-        """The same with the trainer's own routing: what the step would have looked like without replay."""
-        ...
-
-    def step(self, batch: TokenBatch) -> dict[str, float]:
+    def step(self, batch: TokenBatch) -> Update:
         """Forward, loss, backward, optimiser on a finished batch (advantage, weight, keep set). version += 1."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def save(self, folder: Path, finish: Callable[[], None]) -> None:
+        """Everything that training goes on from into `folder`; then `finish`, which may be after this has returned."""
+        ...
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is still being written, if there is one."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """All of a checkpoint but the policy's weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from onepolicy.models.load import load_model
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
-from onepolicy.run.step import Clock, learn, sample
+from onepolicy.run.result import Clock
+from onepolicy.run.step import learn, sample
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 

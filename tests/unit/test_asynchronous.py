@@ -11,7 +11,7 @@ from onepolicy.build import learner
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.run import async_rollouts
 from onepolicy.run.async_rollouts import Ahead, staleness
-from onepolicy.run.step import Rollouts
+from onepolicy.run.result import Rollouts
 from onepolicy.run.step_metrics import per_staleness
 from onepolicy.types import Group, Sample
 

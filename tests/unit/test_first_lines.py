@@ -144,13 +144,13 @@ def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
 
 @pytest.mark.parametrize("parent", [None, {"run": "runs/a", "step": 7}])
 def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(tmp_path, parent, monkeypatch):
-    from onepolicy.run import run_folder as folder
+    from onepolicy.run import run_folder
 
     (tmp_path / "run.json").write_text("{}")
-    monkeypatch.setattr(folder, "read_parent", lambda run: parent)
+    monkeypatch.setattr(run_folder, "read_parent", lambda run: parent)
 
     def fill():
-        with folder.writing(tmp_path):
+        with run_folder.writing(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     start = "step 0" if parent is None else "step 7 of runs/a"
@@ -158,7 +158,7 @@ def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(tmp_
         TrainingError, match=rf"--resume .*`, which starts again from {start}: no checkpoint exists yet"
     ):
         fill()
-    monkeypatch.setattr(folder.checkpoint, "complete", lambda run: [tmp_path])
+    monkeypatch.setattr(run_folder.checkpoint, "complete", lambda run: [tmp_path])
     with pytest.raises(TrainingError, match=r"--resume \S+`$"):
         fill()
 

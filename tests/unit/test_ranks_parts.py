@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.launch.launcher import effective
 from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
@@ -211,7 +212,7 @@ def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(m
 
 
 class Stopped(Exception):
-    pass
+    from onepolicy.launch.launcher import effective
 
 
 def suppressed(call, *args):
@@ -358,7 +359,6 @@ def test_settings_that_cannot_take_effect(settings, words):
 
 
 def test_torchrun_says_how_many_ranks(monkeypatch):
-    from onepolicy.launch.ranks import effective
 
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert effective(plain).train.ranks == 0

@@ -16,7 +16,7 @@ from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.run import async_rollouts, recovery, run_folder, train
 from onepolicy.run.async_rollouts import Ahead
 from onepolicy.run.recovery import outlive, wait_for_server
-from onepolicy.run.step import Rollouts
+from onepolicy.run.result import Rollouts
 from onepolicy.sync.check import adopt
 from onepolicy.train.learner import LocalLearner
 from onepolicy.types import Sampling

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build.engines import BuildEngine, build_engine, check_engine
-from onepolicy.build.learner import build_learner, resolve_model
+from onepolicy.build.learner import build_learner, build_scorer, resolve_model
 from onepolicy.config import (
     FromRollout,
     HFEngineConfig,
@@ -32,12 +33,15 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.replay.checks import RouteRules, preflight, refuse_router_loss
-from onepolicy.replay.routers import Routers
+from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_copy
-from onepolicy.rollout.reprefill import Reprefill
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.train.learner import LocalLearner
-from onepolicy.train.sharded.team import Ranks
+from onepolicy.train.scorer import PolicyScorer
+
+if TYPE_CHECKING:
+    from onepolicy.train.reprefill import Reprefill
+    from onepolicy.train.sharded.learner import RankedScorer
+    from onepolicy.train.sharded.team import Ranks
 
 
 def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
@@ -65,33 +69,46 @@ def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment
     return environment, tokenizer, max_len
 
 
-@dataclass(frozen=True, slots=True)
-class Components:
-    """The objects of a run, built once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingComponents:
+    """What episodes are played with."""
 
     config: RunConfig
     engine: RolloutEngine
-    learner: Learner
     environment: Environment
     stop: tuple[int, ...]  # token ids that end a completion
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
     top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
-    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
 
     @property
     def samplers(self) -> list[HoldsWeights]:
-        """Everything that has to follow the learner's weights."""
+        """Everything that has to follow the trainer's weights."""
         return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components(SamplingComponents):
+    """The objects of a run, built once."""
+
+    learner: Learner
+    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureComponents(SamplingComponents):
+    """The objects of `onepolicy measure`: no optimiser."""
+
+    scorer: PolicyScorer
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The engine that samples and the trainer that learns."""
+    """The engine that samples and the scorer of the trainer."""
 
     config: RunConfig
     engine: RolloutEngine
-    learner: LocalLearner
+    scorer: PolicyScorer
     routes: RouteRules | None  # what the engine's routes must be; None for a dense model
 
 
@@ -109,21 +126,71 @@ def build_parts(
     model = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
     refuse_unreplayable(config, model)
     environment, tokenizer, max_len = open_environment(config, model)
-    pair = build_pair(config, model, max_len, ranks, engine_builder)
-    reprefill = None
-    if from_reprefill(config):
-        from onepolicy.rollout.reprefill import Reprefill
-
-        second = load_copy(model, config.rollout, pair.learner.device)
-        combine = isinstance(config.replay, WeightsReplay)
-        reprefill = Reprefill(second, tokens=config.train.tokens_per_micro_batch, weights=combine)
-    top_logprobs = config.correction.top_logprobs(pair.learner.model.config.get_text_config().vocab_size)
-    check_engine(config, pair.engine.caps, top_logprobs)
-    stop = (tokenizer.eos_token_id,)
-    evaluator = build_evaluator(config, model, pair.learner.device, max_len)
-    routes = pair.routes
-    parts = Components(config, pair.engine, pair.learner, environment, stop, routes, reprefill, top_logprobs, evaluator)
+    _refuse_elsewhere(config, ranks, engine_builder)
+    refuse_quant(config)
+    learner = build_learner(config, model, ranks)
+    engine, routes = _engine_of(config, model, max_len, learner.scorer, engine_builder or build_engine)
+    parts = Components(
+        **_sampling(config, model, environment, tokenizer, engine, routes, learner.scorer),
+        learner=learner,
+        evaluator=build_evaluator(config, model, learner.scorer.device, max_len),
+    )
     return parts, tokenizer
+
+
+def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
+    """The same in this process, without anything that only an update needs."""
+    model = resolve_model(config.model)
+    refuse_unreplayable(config, model)
+    environment, tokenizer, max_len = open_environment(config, model)
+    pair = build_pair(config, model, max_len)
+    sampling = _sampling(config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer)
+    return MeasureComponents(**sampling, scorer=pair.scorer), tokenizer
+
+
+class Sampling(TypedDict):
+    """Fields of SamplingComponents."""
+
+    config: RunConfig
+    engine: RolloutEngine
+    environment: Environment
+    stop: tuple[int, ...]
+    routes: RouteRules | None
+    reprefill: Reprefill | None
+    top_logprobs: int
+
+
+def _sampling(
+    config: RunConfig,
+    model: ModelConfig,
+    environment: Environment,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: RolloutEngine,
+    routes: RouteRules | None,
+    scorer: PolicyScorer | RankedScorer,
+) -> Sampling:
+    reprefill = build_reprefill(config, model, scorer.device) if from_reprefill(config) else None
+    top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
+    check_engine(config, engine.caps, top_logprobs)
+    return {
+        "config": config,
+        "engine": engine,
+        "environment": environment,
+        "stop": (tokenizer.eos_token_id,),
+        "routes": routes,
+        "reprefill": reprefill,
+        "top_logprobs": top_logprobs,
+    }
+
+
+def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:
+    """A second copy of the model, in the engine's dtype, that records routes."""
+    from onepolicy.train.reprefill import Reprefill
+
+    second = load_copy(model, config.rollout, device)
+    scorer = PolicyScorer(second.eval(), config, routers=bind_routers(second))
+    combine = isinstance(config.replay, WeightsReplay)
+    return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)
 
 
 def build_evaluator(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine | None:
@@ -140,41 +207,46 @@ def build_unquantised(config: RunConfig, model: ModelConfig, device: torch.devic
     return build_engine(EngineSpec(model, own, device, max_len))
 
 
-def build_pair(
-    config: RunConfig,
-    model: ModelConfig,
-    max_len: int,
-    ranks: Ranks | None = None,
-    engine_builder: BuildEngine | None = None,
-) -> Pair:
-    """Both with the weights of `model`, its reference and critic too."""
-    engine_builder = engine_builder or build_engine
-    if config.cluster.kind == "ray" and engine_builder is build_engine:
+def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
+    """Both with the weights of `model`, in this process."""
+    _refuse_elsewhere(config, None, None)
+    refuse_quant(config)
+    scorer = build_scorer(config, model)
+    engine, routes = _engine_of(config, model, max_len, scorer, build_engine)
+    return Pair(config, engine, scorer, routes)
+
+
+def _refuse_elsewhere(config: RunConfig, ranks: Ranks | None, engine_builder: BuildEngine | None) -> None:
+    """UsageError for settings that only `onepolicy train` can follow: it starts the processes."""
+    if config.cluster.kind == "ray" and engine_builder in (None, build_engine):
         raise UsageError("cluster.kind: ray, but only `onepolicy train` places processes; give cluster.kind=local here")
     if config.train.ranks and ranks is None:
         raise UsageError(
             f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
             "train.ranks=0 here"
         )
-    refuse_quant(config)
-    learner = build_learner(config, model, ranks)
-    rules = route_rules(config, learner.routers) if learner.routers else None
-    engine = engine_builder(
-        EngineSpec(
-            model,
-            config.rollout.engine,
-            learner.device,
-            max_len,
-            routes=None if from_reprefill(config) else rules,
-            combine_weights=isinstance(config.replay, WeightsReplay),
-            numerics=config.numerics,
-            quant=config.rollout.quant,
-        )
+
+
+def _engine_of(
+    config: RunConfig, model: ModelConfig, max_len: int, scorer: PolicyScorer | RankedScorer, build: BuildEngine
+) -> tuple[RolloutEngine, RouteRules | None]:
+    """The engine beside this scorer, and what its routes must be."""
+    rules = route_rules(config, scorer.routers) if scorer.routers else None
+    spec = EngineSpec(
+        model,
+        config.rollout.engine,
+        scorer.device,
+        max_len,
+        routes=None if from_reprefill(config) else rules,
+        combine_weights=isinstance(config.replay, WeightsReplay),
+        numerics=config.numerics,
+        quant=config.rollout.quant,
     )
+    engine = build(spec)
     if config.numerics == ON_POLICY:
         assert engine.caps.contract is not None
-        agree(engine.caps.contract, learner.contract)
-    return Pair(config, engine, learner, rules)
+        agree(engine.caps.contract, scorer.contract)
+    return engine, rules
 
 
 def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -11,19 +11,20 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.invariant.probe import start
-from onepolicy.models import fp32_head
 from onepolicy.models.load import DTYPES, device_of, empty_model, load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.critic import Critic
+from onepolicy.train.extra import Extra, Reference
 from onepolicy.train.learner import LocalLearner
-from onepolicy.train.sharded.fsdp import Spread
-from onepolicy.train.sharded.learner import RankedLearner
-from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.team import Ranks
-from onepolicy.train.sharded.wire import Message
+from onepolicy.train.scorer import PolicyScorer
+
+if TYPE_CHECKING:
+    from onepolicy.train.critic import Critic
+    from onepolicy.train.sharded.fsdp import Spread
+    from onepolicy.train.sharded.learner import RankedLearner
+    from onepolicy.train.sharded.rank import RankLearner
+    from onepolicy.train.sharded.team import Ranks
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
@@ -36,34 +37,66 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"path": str(path)})
 
 
-def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner:
-    """With the weights of `model`, its reference and critic too. ranks: this process's part of a sharded one."""
-    if ranks is None or ranks.team is None:
-        return _build_learner(config, model, ranks)
+def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner | RankedLearner:
+    """With the weights of `model`, its reference and critic too. ranks: that this process drives, of a sharded one."""
+    if ranks is None:
+        scorer = build_scorer(config, model)
+        return LocalLearner(scorer, **_beside(config, model, scorer))
+    assert ranks.team is not None, "a rank builds its part by build_rank_learner"
+    from onepolicy.train.sharded.learner import RankedLearner
+    from onepolicy.train.sharded.wire import Message
+
     build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
     ranks.team.tell_all(Message(build))
     with ranks.team.blaming():  # all ranks check their forward together
-        learner = _build_learner(config, model, ranks)
+        own = build_rank_learner(config, model, ranks)
         ranks.team.hear()
-    return learner
+    return RankedLearner(own, ranks.team)
 
 
-def _build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner:
-    device = device_of(config.train.device) if ranks is None else ranks.device
+def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
+    """The policy alone, of one process: nothing that only an update needs."""
     torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
     use_threads(config)
-    hf_config = read_config(model)
-    spread = None if ranks is None else Spread(ranks.mesh, compute_dtype(config))
-    trained = load_trained(model, device, spread)
-    routers = bind_routers(trained) if is_moe(hf_config) else None
-    reference = build_reference(config, hf_config.get_text_config().vocab_size, device, spread)
-    critic = build_critic(model, config, device, spread)
-    if ranks is None:
-        return LocalLearner(trained, config, routers=routers, reference=reference, critic=critic)
+    trained = load_trained(model, device_of(config.train.device))
+    return PolicyScorer(trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None)
+
+
+def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
+    """This process's part of a learner on several ranks."""
+    from onepolicy.train.sharded.fsdp import Spread
+    from onepolicy.train.sharded.rank import RankLearner, RankScorer
+
+    torch.manual_seed(config.seed)
+    use_threads(config)
+    spread = Spread(ranks.mesh, compute_dtype(config))
+    trained = load_trained(model, ranks.device, spread)
+    scorer = RankScorer(trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None)
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    kind = RankLearner if ranks.team is None else partial(RankedLearner, team=ranks.team)
-    return kind(trained, config, routers=routers, reference=reference, critic=critic, like=like)
+    return RankLearner(scorer, like=like, **_beside(config, model, scorer, spread))
+
+
+class Beside(TypedDict):
+    """What a learner has beside its scorer."""
+
+    extras: list[Extra]
+    critic: Critic | None
+
+
+def _beside(config: RunConfig, model: ModelConfig, scorer: PolicyScorer, spread: Spread | None = None) -> Beside:
+    extras: list[Extra] = []
+    reference = build_reference(config, scorer.vocabulary, scorer.device, spread)
+    if reference is not None:
+        extras.append(Reference(reference))
+    critic = build_critic(model, config, scorer.device, spread)
+    if config.correction.live_part is not None:
+        from onepolicy.train.live import LiveCorrection
+
+        extras.append(LiveCorrection(config.correction, config.correction.live_part))
+    if critic is not None:
+        extras.append(critic)
+    return {"extras": extras, "critic": critic}
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
@@ -102,6 +135,8 @@ def build_reference(
         raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
     reference = load_trained(model_config, device, spread).requires_grad_(False)
     if config.numerics == ON_POLICY:
+        from onepolicy.invariant.probe import start
+
         start(reference)  # equal weights then have a KL of exactly 0
     return reference
 
@@ -114,6 +149,8 @@ def load_trained(model: ModelConfig, device: torch.device, spread: Spread | None
         host = torch.device("cpu")
         loaded = spread.load(empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host))
     if model.lm_head == "float32":
+        from onepolicy.models import fp32_head
+
         fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
     prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)
     return loaded
@@ -125,5 +162,8 @@ def build_critic(
     """A critic that starts from the policy's weights, if the objective has one."""
     if config.objective.critic is None:
         return None
+    from onepolicy.train.critic import Critic
+
     own = load_trained(model.model_copy(update={"lm_head": "same"}), device)
-    return Critic(own, config.objective.critic, config.optim, spread)
+    protect = "value" in config.correction.protect
+    return Critic(own, config.objective.critic, config.optim, spread, protect=protect)

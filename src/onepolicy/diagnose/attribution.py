@@ -16,8 +16,8 @@ from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.copies import load_copy
-from onepolicy.train.learner import LocalLearner
-from onepolicy.train.rescore import Scorer, fit_support, fit_temperature, k3_of, logp_of, variant
+from onepolicy.train.rescore import Rescorer, fit_support, fit_temperature, k3_of, logp_of, variant
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.bug_signatures import EXPLAINED, FEWEST
 from onepolicy.verdict.rules import HARMLESS_KL
@@ -41,31 +41,31 @@ class Explained:
     aligned: TokenBatch  # after that, over the tokens that still have one
     narrowed: TokenBatch  # scored over the engine's support as well
     fitted: TokenBatch  # and at its temperature
-    scorer: Scorer  # at that temperature and support
+    rescorer: Rescorer  # at that temperature and support
 
     @property
     def k3(self) -> float:
         return k3_of(self.fitted)
 
 
-def explain(learner: LocalLearner, native: TokenBatch) -> Explained:
+def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
     """`native` is scored without replay. A support is only taken on if that leaves less than EXPLAINED of the gap."""
     shift, aligned = realigned(native)
-    plain = Scorer(learner)
-    scorer, fitted = fit_temperature(plain, aligned)
-    if learner.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
-        scorer, fitted = plain, aligned  # rounded weights flatten a distribution a little, as a temperature would
+    plain = Rescorer(scorer)
+    rescorer, fitted = fit_temperature(plain, aligned)
+    if scorer.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
+        rescorer, fitted = plain, aligned  # rounded weights flatten a distribution a little, as a temperature would
     narrowed = aligned
     if (left := k3_of(fitted)) >= HARMLESS_KL:
-        starts = [(plain, aligned)] if scorer.factor == 1 else [(plain, aligned), (scorer, fitted)]
+        starts = [(plain, aligned)] if rescorer.factor == 1 else [(plain, aligned), (rescorer, fitted)]
         for start in starts:
             if (found := fit_support(*start)) is None:
                 continue
             both, at_both = fit_temperature(*found)
             if k3_of(at_both) < EXPLAINED * left:
-                left, scorer, fitted = k3_of(at_both), both, at_both
+                left, rescorer, fitted = k3_of(at_both), both, at_both
                 narrowed = dataclasses.replace(both, factor=1.0)(aligned)
-    return Explained(native, shift, aligned, narrowed, fitted, scorer)
+    return Explained(native, shift, aligned, narrowed, fitted, rescorer)
 
 
 def realigned(batch: TokenBatch) -> tuple[int, TokenBatch]:
@@ -93,28 +93,28 @@ class Weights:
 
     explained: Explained  # with the weights made equal, or of the first look if they were not touched
     how: str
-    learner: LocalLearner  # that holds the engine's weights
+    scorer: PolicyScorer  # that holds the engine's weights
     model: ModelConfig  # where they come from
 
 
 def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool) -> tuple[Waterfall, list[Alone]]:
     """first: as it is; alone: the same requests one at a time, of the batch in `weights`; replay: there are routes."""
-    seen, learner = weights.explained, weights.learner
-    scorer, batch, config = seen.scorer.of(learner), seen.aligned, learner.config
+    seen, scorer = weights.explained, weights.scorer
+    rescorer, batch, config = seen.rescorer, seen.aligned, scorer.config
 
-    def score(with_learner: LocalLearner) -> Tensor:
-        return logp_of(scorer.of(with_learner)(batch, replay=replay))
+    def score(other: PolicyScorer) -> Tensor:
+        return logp_of(rescorer.of(other)(batch, replay=replay))
 
-    trainer = score(variant(learner))
+    trainer = score(variant(scorer))
     rollout, quant = config.rollout, config.rollout.quant
-    dtype, copy = rollout.engine.dtype, load_copy(weights.model, rollout, learner.device, quantised=False)
-    same = variant(learner, model=copy, autocast="off")
+    dtype, copy = rollout.engine.dtype, load_copy(weights.model, rollout, scorer.device, quantised=False)
+    same = variant(scorer, model=copy, autocast="off")
     packed = score(same)
     steps = [
         _level("misaligned tokens", _shift_words(first.shift), first.aligned),
         _level("stale weights", weights.how, seen.aligned),
-        _level("sampling support", _support_words(seen.scorer), seen.narrowed),
-        _level("temperature", _temperature_words(seen.scorer.factor), seen.fitted),
+        _level("sampling support", _support_words(seen.rescorer), seen.narrowed),
+        _level("temperature", _temperature_words(seen.rescorer.factor), seen.fitted),
     ]
     last = logp_of(seen.fitted)
     if replay:
@@ -125,7 +125,7 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
         steps.append(_level("precision", how, batch, packed))
         last = packed
     if quant is not None:
-        rounded = variant(learner, model=load_copy(weights.model, rollout, learner.device), autocast="off")
+        rounded = variant(scorer, model=load_copy(weights.model, rollout, scorer.device), autocast="off")
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
         last = score(rounded)
         steps.append(_level("quantisation", how, batch, last))
@@ -141,14 +141,14 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
 
 
 def _alone(
-    score: Callable[[LocalLearner], Tensor],
+    score: Callable[[PolicyScorer], Tensor],
     trainer: Tensor,
     packed: Tensor,
-    same: LocalLearner,
+    same: PolicyScorer,
     model: ModelConfig,
     batch: TokenBatch,
 ) -> list[Alone]:
-    """same: a learner of the copy in the engine's dtype, which scored `packed`; `trainer` is the trainer's score."""
+    """same: a scorer of the copy in the engine's dtype, which scored `packed`; `trainer` is the trainer's score."""
     engine, mask, segment = same.config.rollout.engine, batch.trainable, batch.segment
     single = variant(same, model=same.model, tokens_per_micro_batch=1)
     how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
@@ -163,21 +163,21 @@ def _alone(
     return out
 
 
-def trainer_precision(scorer: Scorer, model: ModelConfig, batch: TokenBatch, *, replay: bool) -> Alone:
+def trainer_precision(rescorer: Rescorer, model: ModelConfig, batch: TokenBatch, *, replay: bool) -> Alone:
     """What bf16 in the trainer adds to the gap: its weights in float32 against themselves or under autocast."""
-    learner, config = scorer.learner, scorer.learner.config
+    scorer, config = rescorer.scorer, rescorer.scorer.config
 
-    def score(other: LocalLearner) -> Tensor:
-        return logp_of(scorer.of(other)(batch, replay=replay))
+    def score(other: PolicyScorer) -> Tensor:
+        return logp_of(rescorer.of(other)(batch, replay=replay))
 
     if config.model.dtype == "float32":
-        low, high = (variant(learner, autocast=name) for name in ("bfloat16", "off"))
+        low, high = (variant(scorer, autocast=name) for name in ("bfloat16", "off"))
         how = "what bf16 autocast in the trainer adds to the gap, against float32"
     else:
-        low = variant(learner)
-        exact = load_model(model, torch.float32, learner.device)
-        prepare_for_training(exact, learner.device)
-        high = variant(learner, model=exact, autocast="off")
+        low = variant(scorer)
+        exact = load_model(model, torch.float32, scorer.device)
+        prepare_for_training(exact, scorer.device)
+        high = variant(scorer, model=exact, autocast="off")
         how = "what the trainer's bfloat16 weights and activations add to the gap, against a float32 forward of them"
     nats = excess(score(low), score(high), batch.logp_rollout, batch.trainable, batch.segment)
     return Alone("trainer in bfloat16", how, nats)
@@ -194,10 +194,10 @@ def _shift_words(shift: int) -> str:
     return f"the engine's log-probabilities moved by {-shift:+d} slot, over the tokens that then have one"
 
 
-def _support_words(scorer: Scorer) -> str:
-    if not scorer.support:
+def _support_words(rescorer: Rescorer) -> str:
+    if not rescorer.support:
         return "no top-k or top-p explains the gap: nothing changed"
-    return f"the trainer's distribution cut to {scorer.support} and normalised again"
+    return f"the trainer's distribution cut to {rescorer.support} and normalised again"
 
 
 def _temperature_words(factor: float) -> str:

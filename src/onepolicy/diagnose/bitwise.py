@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepolicy.build.components import Components
+from onepolicy.build.components import MeasureComponents
 from onepolicy.diagnose.engine_noise import ALONE, sample, sample_again
 from onepolicy.diagnose.first_difference import Difference, first_difference
 from onepolicy.invariant.fingerprint import cannot_claim
 from onepolicy.invariant.require_equal import differing, place
 from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.objective.advantages import outcomes
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import Scorer, logp_of, mismatch_of
+from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import TokenBatch
 
 
@@ -43,16 +42,15 @@ class Bitwise:
         return not (self.differing or self.routers or self.trainer_again or self.engine_alone or self.cannot_claim)
 
 
-async def measure_bitwise(parts: Components, model: str) -> Bitwise:
+async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
     """Sample, score without replay, compare; then both sides again in other batches."""
-    learner = parts.learner
-    assert isinstance(learner, LocalLearner)
+    scorer = parts.scorer
     groups = await sample(parts)
     limit = parts.config.rollout.sampling.max_tokens
-    batch = Scorer(learner)(pack(outcomes(groups, parts.config.objective, max_tokens=limit)))
+    batch = scorer.score(pack(outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False)
     wrong = differing(batch).nonzero()[:, 0].tolist()
     order = list(range(batch.num_samples))[::-1]
-    again = Scorer(learner)(batch.select(order)).select(order)
+    again = scorer.score(batch.select(order), replay=False).select(order)
     alone = await sample_again(parts, groups, batch, alone=True)
     size = parts.config.rollout.group_size
     played = int((batch.trainable & (batch.segment < size * max(1, ALONE // size))).sum())
@@ -67,13 +65,13 @@ async def measure_bitwise(parts: Components, model: str) -> Bitwise:
         trainer_again=int((logp_of(again) != logp_of(batch))[batch.trainable].sum()),
         engine_alone=played - int((alone.same & (alone.logp == alone.before)).sum()),
         alone=played,
-        fingerprint=json.loads(learner.fingerprint),
-        cannot_claim=cannot_claim(learner.fingerprint, batch.fingerprints),
+        fingerprint=json.loads(scorer.fingerprint),
+        cannot_claim=cannot_claim(scorer.fingerprint, batch.fingerprints),
     )
     if not wrong:
         return found
     number = int(batch.segment[wrong[0]])
-    first = await first_difference(parts, learner, batch, number)
+    first = await first_difference(parts, scorer, batch, number)
     return dataclasses.replace(found, where=place(batch, wrong[0], groups), first=first)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepolicy.build.components import Components
+from onepolicy.build.components import SamplingComponents
 from onepolicy.interfaces import RolloutEngine, Weights
 from onepolicy.mismatch.logprob import mismatch
 from onepolicy.mismatch.routing import routing_disagreement
@@ -33,7 +33,7 @@ class Again:
 
 
 async def sample(
-    parts: Components, *, most: int | None = None, advance: Callable[[], None] = lambda: None
+    parts: SamplingComponents, *, most: int | None = None, advance: Callable[[], None] = lambda: None
 ) -> list[Group]:
     """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them.
 
@@ -56,7 +56,7 @@ async def sample(
     return groups
 
 
-async def sample_again(parts: Components, first: Sequence[Group], batch: TokenBatch, *, alone: bool) -> Again:
+async def sample_again(parts: SamplingComponents, first: Sequence[Group], batch: TokenBatch, *, alone: bool) -> Again:
     """`batch` is `first` packed. alone: one request at a time, nothing cached, instead of all together; of more than
     ALONE sequences only the first ones, because that is slow."""
     await parts.engine.reset_cache()

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepolicy.build.components import Components
+from onepolicy.build.components import MeasureComponents
 from onepolicy.diagnose.engine_noise import common_prefix, sample
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.slab_batch import SlabBatch
-from onepolicy.train.learner import LocalLearner
-from onepolicy.train.pack import micro_batches
-from onepolicy.train.rescore import Scorer
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
 Event = tuple[str, str, int]  # module name; "input" or "output"; which of them
@@ -37,12 +35,12 @@ class Difference:
 
 
 async def first_difference(
-    parts: Components, learner: LocalLearner, batch: TokenBatch, number: int
+    parts: MeasureComponents, scorer: PolicyScorer, batch: TokenBatch, number: int
 ) -> Difference | None:
     """Of sample `number` of the scored batch. None: this time nothing on the way differs."""
     engine = parts.engine
     assert isinstance(engine, HFEngine)
-    expected = _of_trainer(learner, batch, number)
+    expected = _of_trainer(scorer, batch, number)
     bounds = batch.cu_seqlens.tolist()
     here = slice(bounds[number], bounds[number + 1])
     path = torch.cat([batch.input_ids[here], batch.target_ids[here][-1:]])
@@ -50,12 +48,12 @@ async def first_difference(
     await engine.reset_cache()
     with found.watching(engine):
         await sample(parts)
-    return found.first(dict(learner.model.named_modules()))
+    return found.first(dict(scorer.model.named_modules()))
 
 
-def _of_trainer(learner: LocalLearner, batch: TokenBatch, number: int) -> dict[Event, dict[int, Tensor]]:
+def _of_trainer(scorer: PolicyScorer, batch: TokenBatch, number: int) -> dict[Event, dict[int, Tensor]]:
     """What every module with parameters got and gave at each of the sample's slots, in the order of the forward."""
-    chosen = next(c for c in micro_batches(batch, learner.config.train.tokens_per_micro_batch) if number in c)
+    chosen = next(c for c in scorer.micro_batches(batch) if number in c)
     micro = batch.select(chosen)
     start, stop = micro.cu_seqlens.tolist()[chosen.index(number) :][:2]
     found: dict[Event, dict[int, Tensor]] = {}
@@ -65,8 +63,8 @@ def _of_trainer(learner: LocalLearner, batch: TokenBatch, number: int) -> dict[E
 
     places = Places(total=micro.num_slots, slots={row: row - start for row in range(start, stop)})
     places.kept = micro.trainable.nonzero()[:, 0].tolist()
-    with _hooks(learner.model, lambda: places, keep):
-        Scorer(learner)(micro)
+    with _hooks(scorer.model, lambda: places, keep):
+        scorer.score(micro, replay=False)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.components import Components, build_parts
+from onepolicy.build.components import MeasureComponents, build_measure_parts
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
@@ -33,9 +33,9 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.run.make_policy import random_dense, tiny_policy
 from onepolicy.run.step_metrics import repeat, variation
 from onepolicy.sync.check import push_weights
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import Scorer, gap_of, k3_of, variant
+from onepolicy.train.rescore import gap_of, k3_of, variant
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import EXPLAINED, Diagnosis, Finding, preflight
 from onepolicy.verdict.rules import HARMLESS_KL, verdict
 
@@ -64,7 +64,7 @@ def measure_model(
         if config.numerics == ON_POLICY:
             _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
         beside = None if dense is None else _dense_config(tree, overrides, made or dense)
-        parts, tokenizer = build_parts(config)
+        parts, tokenizer = build_measure_parts(config)
         cached = path is not None and cached_path(PolicyConfig()) == Path(path)
         name = config.model.path if path is None else "the tiny policy" if cached else "a random tiny policy"
         if config.numerics == ON_POLICY:
@@ -81,9 +81,9 @@ def measure_model(
         say(f"{dense}: sampling and scoring")
         del parts  # two engines at once may not fit
         gc.collect()
-        parts, _ = build_parts(beside)
+        parts, _ = build_measure_parts(beside)
         name = "random dense model" if made else str(dense)
-        return dataclasses.replace(found, dense=(name, asyncio.run(look(parts, _local(parts)))))
+        return dataclasses.replace(found, dense=(name, asyncio.run(look(parts))))
 
 
 def _refuse(**options: object) -> None:
@@ -101,37 +101,37 @@ def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunC
 
 
 async def measure_parts(
-    parts: Components,
+    parts: MeasureComponents,
     tokenizer: PreTrainedTokenizerBase,
     model: ModelConfig,
     *,
     engine_model: str | None = None,
     say: Say = lambda text: None,
 ) -> Measurement:
-    learner, other = _local(parts), None
+    scorer, other = parts.scorer, None
     await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
     if engine_model is not None:
         other = _open(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     rollout = parts.config.rollout
     say(f"sampling {rollout.prompts_per_step * rollout.group_size} sequences and scoring them")
-    first = await look(parts, learner, say)
+    first = await look(parts, say)
     say(f"k3 so far {first.found.k3:.2g} nats a token")
     say("repeating forward passes in the trainer and in the engine")
-    repeats = _repeats(learner, first)
+    repeats = _repeats(scorer, first)
     repeats |= _engine("all", await sample_again(parts, first.groups, first.native, alone=False))
-    chosen, weights, findings = first, _untouched(first, learner, model), first.diagnosis.findings
+    chosen, weights, findings = first, _untouched(first, scorer, model), first.diagnosis.findings
     if not first.found.k3 < HARMLESS_KL:  # also if it is NaN
         say("giving the engine the trainer's weights and sampling again")
-        await push_weights(learner, *parts.samplers)
-        second = await look(parts, learner, say)
+        await push_weights(scorer, *parts.samplers)
+        second = await look(parts, say)
         findings = _beyond(first)
         if (stale := _stale(first, second)) is not None:
             chosen, findings = second, (stale, *_beyond(second))
             how = "the engine got the trainer's weights and sampled the same problems again"
-            weights = Weights(second.explained, how, learner, model)
+            weights = Weights(second.explained, how, scorer, model)
             if other is not None:
-                weights = _scored_by(other, first, learner, model.model_copy(update={"path": engine_model}))
+                weights = _scored_by(other, first, scorer, model.model_copy(update={"path": engine_model}))
                 await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     say("the engine once more, one sequence at a time")
     base = first if other is not None else chosen
@@ -140,14 +140,14 @@ async def measure_parts(
     say("scoring the same tokens with one thing changed at a time")
     replay = chosen.replayed is not None
     fall, each_alone = attribute(first.explained, weights, alone, replay=replay)
-    if not weights.explained.scorer.support:  # at the edge of a support, rounding puts tokens out of it
-        scorer = weights.explained.scorer.of(weights.learner)
-        each_alone.append(trainer_precision(scorer, weights.model, weights.explained.aligned, replay=replay))
+    if not weights.explained.rescorer.support:  # at the edge of a support, rounding puts tokens out of it
+        rescorer = weights.explained.rescorer.of(weights.scorer)
+        each_alone.append(trainer_precision(rescorer, weights.model, weights.explained.aligned, replay=replay))
     said = verdict(
         gap_of(first.native),
         _told(first, findings),
         replayed=None if first.replayed is None else gap_of(first.replayed),
-        routers=0.0 if learner.routers is None else None,
+        routers=0.0 if scorer.routers is None else None,
         routes=chosen.routes,
     )
     breakdowns, worst = where(first.native, tokenizer, parts.stop)
@@ -155,7 +155,7 @@ async def measure_parts(
     return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole)
 
 
-async def look(parts: Components, learner: LocalLearner, say: Say = lambda text: None) -> Look:
+async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     """Sample the same problems with the same seeds, and score them. `say` hears how far the sampling is."""
     rollout = parts.config.rollout
     groups = await sample(parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size))
@@ -163,18 +163,19 @@ async def look(parts: Components, learner: LocalLearner, say: Say = lambda text:
         groups = parts.reprefill.fill(groups)
     max_tokens = parts.config.rollout.sampling.max_tokens
     batch = pack(outcomes(groups, parts.config.objective, max_tokens=max_tokens))
-    native = Scorer(learner)(batch)
+    scorer = parts.scorer
+    native = scorer.score(batch, replay=False)
     replayed, routes = None, ""
-    if learner.routers is not None:
+    if scorer.routers is not None:
         try:
-            replayed = learner.score_again(batch)
+            replayed = scorer.score(batch)
         except RoutingError as error:
             routes = str(error)
     top = None
     if parts.top_logprobs:
         top = native, replayed
         native, replayed = without_top(native), None if replayed is None else without_top(replayed)
-    return Look(groups, native, replayed, routes, explain(learner, native), preflight(native), top)
+    return Look(groups, native, replayed, routes, explain(scorer, native), preflight(native), top)
 
 
 def _telling(say: Say, total: int) -> Callable[[], None]:
@@ -190,22 +191,17 @@ def _telling(say: Say, total: int) -> Callable[[], None]:
     return advance
 
 
-def _local(parts: Components) -> LocalLearner:
-    assert isinstance(parts.learner, LocalLearner)
-    return parts.learner
-
-
-def _untouched(seen: Look, learner: LocalLearner, model: ModelConfig) -> Weights:
+def _untouched(seen: Look, scorer: PolicyScorer, model: ModelConfig) -> Weights:
     small = seen.found.k3 < HARMLESS_KL
     how = f"not tried below {HARMLESS_KL:g}" if small else "the trainer's weights in the engine change little: nothing"
-    return Weights(seen.explained, how, learner, model)
+    return Weights(seen.explained, how, scorer, model)
 
 
-def _scored_by(other: PreTrainedModel, first: Look, learner: LocalLearner, model: ModelConfig) -> Weights:
+def _scored_by(other: PreTrainedModel, first: Look, scorer: PolicyScorer, model: ModelConfig) -> Weights:
     """The first look's own tokens, scored in the trainer by the weights that the engine held."""
-    prepare_for_training(other, learner.device)
-    with_others = variant(learner, model=other)
-    seen = explain(with_others, Scorer(with_others)(first.native))
+    prepare_for_training(other, scorer.device)
+    with_others = variant(scorer, model=other)
+    seen = explain(with_others, with_others.score(first.native, replay=False))
     return Weights(seen, f"the trainer scores with the engine's weights, {model.path}", with_others, model)
 
 
@@ -256,21 +252,21 @@ def _beyond(seen: Look) -> tuple[Finding, ...]:
         return findings
     drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))
-    if why.scorer.support:  # one token left of the distribution has log-probability 0: nothing was filled in
+    if why.rescorer.support:  # one token left of the distribution has log-probability 0: nothing was filled in
         fitted = tuple(f for f in fitted if f.cause != "fill")
-        fitted += (Finding("support", f"{drop}over {why.scorer.support} of its distribution"),)
+        fitted += (Finding("support", f"{drop}over {why.rescorer.support} of its distribution"),)
         before = k3_of(why.narrowed)
-    if why.scorer.factor != 1 and before >= HARMLESS_KL and after < EXPLAINED * before:
-        fitted += (Finding("temperature", f"{drop}at {why.scorer.factor:.2f} times its temperature"),)
+    if why.rescorer.factor != 1 and before >= HARMLESS_KL and after < EXPLAINED * before:
+        fitted += (Finding("temperature", f"{drop}at {why.rescorer.factor:.2f} times its temperature"),)
     return fitted
 
 
-def _repeats(learner: LocalLearner, seen: Look) -> dict[str, float]:
+def _repeats(scorer: PolicyScorer, seen: Look) -> dict[str, float]:
     """Variation of the trainer with itself, with replay and without (R3 paper, section 3.3)."""
     if seen.replayed is not None:
-        return repeat(learner, seen.replayed, seen.native)
+        return repeat(scorer, seen.replayed, seen.native)
     order = list(range(seen.native.num_samples))[::-1]
-    again = variant(learner).score_without_replay(seen.native.select(order)).select(order)
+    again = variant(scorer).score(seen.native.select(order), replay=False).select(order)
     return {f"counterfactual/{name}": value for name, value in variation(seen.native, again).items()}
 
 

@@ -68,7 +68,7 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "dense": None if found.dense is None else found.dense[0],
         "tokens": seen.found.tokens,
         "sequences": seen.native.num_samples,
-        "temperature_factor": seen.explained.scorer.factor,
+        "temperature_factor": seen.explained.rescorer.factor,
         "verdict": dataclasses.asdict(found.verdict),
         "waterfall": dataclasses.asdict(found.waterfall),
         "alone": [dataclasses.asdict(each) for each in found.alone],

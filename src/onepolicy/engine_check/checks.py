@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import TrainingError
+from onepolicy.config import RunConfig, TrainingError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.mismatch.logprob import mismatch
-from onepolicy.train.learner import LocalLearner
-from onepolicy.train.pack import micro_batches, pack
-from onepolicy.train.rescore import Scorer
+from onepolicy.train.pack import pack
+from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
 from onepolicy.verdict.bug_signatures import EXPLAINED, preflight
 
@@ -68,7 +67,7 @@ async def play(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampli
     return Played(prompts, sampling, list(await asyncio.gather(*requests)))
 
 
-def scored(learner: LocalLearner, played: Played, *, routes: bool = False) -> TokenBatch:
+def scored(scorer: Scorer, played: Played, *, routes: bool = False) -> TokenBatch:
     """The tokens in one packed batch, scored by the trainer with its own routing, at the temperature asked for."""
     samples = []
     for prompt, done in zip(played.prompts, played.done, strict=True):
@@ -76,7 +75,8 @@ def scored(learner: LocalLearner, played: Played, *, routes: bool = False) -> To
         path.sampled(done if routes else dataclasses.replace(done, routing=None))
         sample = path.sample(reward=0.0, temperature=played.sampling.temperature or 1.0)
         samples.append(dataclasses.replace(sample, outcome=0.0))
-    return learner.score_without_replay(pack([Group(i, (sample,)) for i, sample in enumerate(samples)]))
+    batch = pack([Group(i, (sample,)) for i, sample in enumerate(samples)])
+    return scorer.score(batch, replay=False)
 
 
 def distance(batch: TokenBatch) -> Tensor:
@@ -94,7 +94,7 @@ def _k3(batch: TokenBatch) -> float:
 
 
 async def checked_probabilities(
-    engine: RolloutEngine, learner: LocalLearner, tokenizer: PreTrainedTokenizerBase
+    engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, config: RunConfig
 ) -> None:
     """At a run's start, engine and trainer holding the same weights: TrainingError if the log-probabilities that come
     back are misaligned, missing, untempered, or of a narrowed sampling. About 250 tokens; nothing stays cached."""
@@ -106,11 +106,11 @@ async def checked_probabilities(
     await engine.reset_cache()
     if (broken := malformed((plain, hot))) is not None:
         raise TrainingError(f"{type(engine).__name__}: {broken}")
-    cold, warm = scored(learner, plain), scored(learner, hot)
-    if learner.config.numerics == ON_POLICY:
+    cold, warm = scored(scorer, plain), scored(scorer, hot)
+    if config.numerics == ON_POLICY:
         for batch in (cold, warm):
-            require_equal(batch, None, learner.fingerprint, when="before the first step")
-    checks = probabilities(learner, cold, warm, limits=None)
+            require_equal(batch, None, scorer.fingerprint, when="before the first step")
+    checks = probabilities(scorer, cold, warm, limits=None)
     for check in checks.values():
         if check.passed is False:
             raise TrainingError(
@@ -131,7 +131,7 @@ def malformed(played: Sequence[Played]) -> str | None:
 
 
 def probabilities(
-    learner: LocalLearner, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
+    scorer: Scorer, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
 ) -> dict[str, Check]:
     """Are the returned log-probabilities those of the tokens, under the distribution they were drawn from?
 
@@ -147,7 +147,7 @@ def probabilities(
     if "retokenised" in found:
         mend = "hand over the ids that were sampled; never decode and encode them again"
         return {"tokens": Check("tokens", False, found["retokenised"], mend)}
-    checks = {"support": support(learner, (cold, warm))}
+    checks = {"support": support(scorer, (cold, warm))}
     if checks["support"].passed is False:
         return checks
     gap, k3 = float(distance(cold).max()), _k3(cold)
@@ -157,12 +157,12 @@ def probabilities(
         mend = "the engine holds other weights than the trainer, another model, or changes the prompt"
         return checks | {name: Check(name, False, measured + expected, mend)}
     checks[name] = Check(name, True, f"one per token, aligned, {measured}{expected}")
-    return checks | {"temperature": temperature(learner, warm, None if limits is None else limits[1])}
+    return checks | {"temperature": temperature(scorer, warm, None if limits is None else limits[1])}
 
 
-def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) -> Check:
+def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
     """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
-    found, other = distance(warm), distance(Scorer(learner, factor=1 / HOT)(warm))
+    found, other = distance(warm), distance(score_at(scorer, warm, 1 / HOT))
     gap, untempered = float(found.mean()), float(other.mean())
     words = f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
     if not math.isfinite(gap + untempered):
@@ -186,9 +186,9 @@ def temperature(learner: LocalLearner, warm: TokenBatch, limit: float | None) ->
     return Check("temperature", True, words)
 
 
-def support(learner: LocalLearner, batches: Sequence[TokenBatch]) -> Check:
+def support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
     """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
-    expected, seen = (sum(part) for part in zip(*(_outside(learner, batch) for batch in batches), strict=True))
+    expected, seen = (sum(part) for part in zip(*(_outside(scorer, batch) for batch in batches), strict=True))
     if not expected.isfinite().all():
         text = "the trainer's probabilities of these tokens are not finite, so nothing can be compared with them"
         return Check("support", False, text, "look at the trainer's weights and logits")
@@ -211,18 +211,18 @@ def support(learner: LocalLearner, batches: Sequence[TokenBatch]) -> Check:
     )
 
 
-def likeliest(learner: LocalLearner, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
+def likeliest(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
     """Share of the sampled tokens among the trainer's `top_k` likeliest, and the log of their mass, [n] float32."""
-    inside = [(ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1)) for ordered, sampled in _ordered(learner, batch)]
+    inside = [(ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1)) for ordered, sampled in _ordered(scorer, batch)]
     mass, found = (torch.cat(part).cpu() for part in zip(*inside, strict=True))
     return float(found.float().mean()), mass.log().float()
 
 
-def _outside(learner: LocalLearner, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _outside(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Per candidate support, over the batch: probability mass outside it, sampled tokens outside it. [C] float64."""
     expected = torch.zeros(len(TOP_K) + len(TOP_P), dtype=torch.float64)
     seen = torch.zeros_like(expected)
-    for ordered, sampled in _ordered(learner, batch):
+    for ordered, sampled in _ordered(scorer, batch):
         before = ordered.cumsum(-1) - ordered  # [n, V] mass of likelier tokens
         rank = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
         outside = [rank >= k for k in TOP_K] + [before >= p for p in TOP_P]
@@ -232,10 +232,10 @@ def _outside(learner: LocalLearner, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _ordered(learner: LocalLearner, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
+def _ordered(scorer: Scorer, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
     """Per micro-batch: the trainer's probabilities, the largest first, and which was sampled: [n, V] float64, bool."""
-    for chosen in micro_batches(batch, learner.config.train.tokens_per_micro_batch):
-        micro = batch.select(chosen).to(learner.device)
+    for chosen in scorer.micro_batches(batch):
+        micro = batch.select(chosen).to(scorer.device)
         slots = micro.trainable.nonzero()[:, 0]
-        ordered, order = learner.logits(micro, slots).double().softmax(-1).sort(-1, descending=True)
+        ordered, order = scorer.logits(micro, slots).double().softmax(-1).sort(-1, descending=True)
         yield ordered, order == micro.target_ids[slots, None]

@@ -26,11 +26,11 @@ from onepolicy.engine_check.checks import (
     random_prompts,
     scored,
 )
-from onepolicy.engine_check.weight_sync import Copy, sync, vocabulary
+from onepolicy.engine_check.weight_sync import Copy, sync
 from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import Misaligned, check_completion
-from onepolicy.train.learner import LocalLearner
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling, TokenBatch
 
 NAMES = ("tokens", "log-probabilities", "temperature", "support", "seeds", "routes", "layers", "weight sync")
@@ -51,7 +51,7 @@ def check_engine(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
 
 async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
     """One Check per name of NAMES, in that order."""
-    learner, engine = pair.learner, pair.engine
+    scorer, engine = pair.scorer, pair.engine
     length = min(TOKENS, engine.caps.max_len // 2)
     prompts = random_prompts(tokenizer, min(LONGEST, engine.caps.max_len - length))
     numbers = range(len(prompts))
@@ -65,21 +65,21 @@ async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: Mode
         hot = await play(engine, prompts, Sampling(HOT, length), numbers)
     except (UsageError, TrainingError) as error:
         return _complete({"tokens": Check("tokens", False, f"a request failed: {error}", "mend the engine's answer")})
-    found = {"tokens": tokens((plain, hot, greedy, few, stopped), vocabulary(learner.model))}
+    found = {"tokens": tokens((plain, hot, greedy, few, stopped), scorer.vocabulary)}
     found |= well_formed(pair, (plain, hot))
     found["seeds"] = await seeds(pair, prompts, hot)
     if (broken := malformed((plain, hot, few))) is not None:
         mend = "return one finite log-probability per sampled token"
         found["log-probabilities"] = Check("log-probabilities", False, broken, mend)
     elif found["tokens"].passed:
-        copy = Copy(learner, model)
-        cold, warm = scored(learner, plain, routes="routes" not in found), scored(learner, hot)
-        found |= probabilities(learner, cold, warm, limits=(copy.limit(cold), copy.limit(warm)))
+        copy = Copy(scorer, model)
+        cold, warm = scored(scorer, plain, routes="routes" not in found), scored(scorer, hot)
+        found |= probabilities(scorer, cold, warm, limits=(copy.limit(cold), copy.limit(warm)))
         if found["tokens"].passed and "routes" not in found:
             found |= agreement(pair, cold)
         if "temperature" in found and found["temperature"].passed:
-            found["temperature"] = of_greedy(learner, scored(learner, greedy), found["temperature"])
-            found["support"] = of_narrow(learner, scored(learner, few), found["support"])
+            found["temperature"] = of_greedy(scorer, scored(scorer, greedy), found["temperature"])
+            found["support"] = of_narrow(scorer, scored(scorer, few), found["support"])
         if (reported := found.get("log-probabilities")) is not None and reported.passed:
             found["weight sync"] = await sync(pair, copy, plain)
     return _complete(found)
@@ -141,18 +141,18 @@ async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
     return Check("seeds", passed, counts, "" if passed else "seed each request's random numbers with its own seed")
 
 
-def of_greedy(learner: LocalLearner, batch: TokenBatch, sampled: Check) -> Check:
+def of_greedy(scorer: PolicyScorer, batch: TokenBatch, sampled: Check) -> Check:
     """`sampled`, the passed check of the temperature, if temperature 0 takes the likeliest token as well."""
-    share, _ = likeliest(learner, batch, 1)
+    share, _ = likeliest(scorer, batch, 1)
     text = f"temperature 0 takes the trainer's likeliest token in {share:.0%}"
     if not share >= 0.9:  # rounding decides between two that are equally likely
         return Check("temperature", False, text, "take the argmax at temperature 0")
     return replace(sampled, measured=f"{sampled.measured}; {text}")
 
 
-def of_narrow(learner: LocalLearner, batch: TokenBatch, whole: Check) -> Check:
+def of_narrow(scorer: PolicyScorer, batch: TokenBatch, whole: Check) -> Check:
     """`whole`, the check of the whole vocabulary, if requests with top_k stay inside it and say so in their values."""
-    share, mass = likeliest(learner, batch, NARROW)
+    share, mass = likeliest(scorer, batch, NARROW)
     text = f"{share:.0%} of the tokens asked for with top_k={NARROW} are among the trainer's {NARROW} likeliest"
     if not share >= 0.9:
         return Check("support", False, text, "hand top_k and top_p to the engine, or refuse them")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PreTrainedModel
 
 from onepolicy.build.components import Pair
 from onepolicy.config import ModelConfig, TrainingError, UsageError
@@ -16,8 +15,8 @@ from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_copy
 from onepolicy.sync.check import MARGIN as NOISE
 from onepolicy.sync.check import checked_push, probe, push_weights
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.rescore import variant
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
 FLOOR = {"float32": 5e-4, "bfloat16": 5e-3}
@@ -28,26 +27,22 @@ CHANGE = 0.2
 """Relative noise on the matrices of the weights that are pushed to see whether the engine follows."""
 
 
-def vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().vocab_size)
-
-
 class Copy:
     """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
 
-    def __init__(self, learner: LocalLearner, model: ModelConfig) -> None:
-        rollout = learner.config.rollout
-        self._learner, self._dtype = learner, rollout.engine.dtype
-        self._model = load_copy(model, rollout, learner.device)
-        self._scorer = variant(learner, model=self._model, autocast="off")
+    def __init__(self, scorer: PolicyScorer, model: ModelConfig) -> None:
+        rollout = scorer.config.rollout
+        self._own, self._dtype = scorer, rollout.engine.dtype
+        self._model = load_copy(model, rollout, scorer.device)
+        self._copy = variant(scorer, model=self._model, autocast="off")
 
     def follow(self) -> None:
         """Take the learner's weights."""
-        fp32_head.load_weights(self._model, self._learner.named_weights())
+        fp32_head.load_weights(self._model, self._own.named_weights())
 
     def limit(self, batch: TokenBatch) -> float:
         """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
-        rounded = self._scorer.score_without_replay(batch).logp_old
+        rounded = self._copy.score(batch, replay=False).logp_old
         assert rounded is not None
         apart = float(distance(batch.replace(logp_rollout=rounded)).max())
         return max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
@@ -55,26 +50,26 @@ class Copy:
 
 async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
     """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
-    engine, learner, numbers = pair.engine, pair.learner, range(len(plain.prompts))
-    size = vocabulary(learner.model)
+    engine, scorer, numbers = pair.engine, pair.scorer, range(len(plain.prompts))
+    size = scorer.vocabulary
     mend = "load_weights takes over every tensor and forgets all cached keys, values and routes"
     try:
-        await checked_push(learner, engine, vocab=size)
+        await checked_push(scorer, engine, vocab=size)
         before, again = await probe(engine, size), await probe(engine, size)
         await play(engine, plain.prompts, plain.sampling, numbers)  # leaves its prefixes cached
-        with changed(learner):
+        with changed(scorer):
             copy.follow()
-            await push_weights(learner, engine)
+            await push_weights(scorer, engine)
             cached = await play(engine, plain.prompts, plain.sampling, numbers)
             await engine.reset_cache()
             fresh = await play(engine, plain.prompts, plain.sampling, numbers)
-            score = scored(learner, fresh)
-            limit, now, behind = copy.limit(score), distance(score).max(), distance(scored(learner, cached)).max()
-        await push_weights(learner, engine)
+            score = scored(scorer, fresh)
+            limit, now, behind = copy.limit(score), distance(score).max(), distance(scored(scorer, cached)).max()
+        await push_weights(scorer, engine)
         back = await probe(engine, size)
     except (UsageError, TrainingError) as error:
         return Check("weight sync", False, str(error), mend)
-    old = distance(scored(learner, fresh)).max()
+    old = distance(scored(scorer, fresh)).max()
     wrong = None
     if not now <= limit:
         wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
@@ -89,18 +84,18 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
 
 
 @contextmanager
-def changed(learner: LocalLearner) -> Iterator[None]:
+def changed(scorer: PolicyScorer) -> Iterator[None]:
     """Other weights, and another version, while it is held; a version newer than both afterwards."""
-    before = {name: tensor.detach().clone() for name, tensor in learner.model.state_dict().items()}
+    before = {name: tensor.detach().clone() for name, tensor in scorer.model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)
-    learner.version += 1
+    scorer.version += 1
     try:
         with torch.no_grad():
-            for tensor in learner.model.parameters():
+            for tensor in scorer.model.parameters():
                 if tensor.dim() > 1:
                     noise = torch.randn(tensor.shape, generator=generator).to(tensor)
                     tensor.mul_(1 + CHANGE * noise)
         yield
     finally:
-        learner.model.load_state_dict(before)
-        learner.version += 1
+        scorer.model.load_state_dict(before)
+        scorer.version += 1

@@ -8,9 +8,10 @@ import signal
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
-from onepolicy.build.learner import build_learner
+from onepolicy.build.learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, Place, rendezvous
+from onepolicy.launch.launcher import Place
+from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, rendezvous
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
@@ -81,6 +82,4 @@ def _serve(place: Place, store: dist.Store, channel: Channel) -> None:
 def _build(message: Message, ranks: Ranks) -> RankLearner:
     config = RunConfig.model_validate_json(message.header["config"])
     model = ModelConfig.model_validate_json(message.header["model"])
-    learner = build_learner(config, model, ranks)
-    assert isinstance(learner, RankLearner)
-    return learner
+    return build_rank_learner(config, model, ranks)

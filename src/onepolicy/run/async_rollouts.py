@@ -23,7 +23,8 @@ from torch import Tensor
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
 from onepolicy.run.recovery import outlive
-from onepolicy.run.step import Clock, Rollouts, StepResult, learn, sample, timed
+from onepolicy.run.result import Clock, Rollouts, StepResult
+from onepolicy.run.step import learn, sample, timed
 from onepolicy.run.step_metrics import per_staleness
 from onepolicy.sync.check import push_weights
 from onepolicy.types import Group
@@ -84,6 +85,36 @@ class Ahead:
             )
         return rollouts
 
+    async def step(self, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
+        """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
+        parts, clock, busy = self.parts, Clock(), self.busy
+
+        async def episodes() -> Rollouts:
+            self.begin(step)
+            return await self.take(step, advance)
+
+        with clock("wait"):
+            rollouts = await outlive(parts, episodes, partial(self.forget, step))
+        with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
+            try:
+                result = await asyncio.to_thread(learn, parts, step, rollouts, clock)
+            except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
+                LOG.warning("stopping once the update in progress has ended")
+                raise
+        with clock("sync"):
+            push = partial(push_weights, parts.learner, *parts.samplers)
+            await outlive(parts, push, partial(self.forget, step + 1))
+        learning, busy = clock.seconds.pop("learn"), self.busy - busy
+        result = timed(parts, result, clock)
+        whole = result.metrics["time/step"]
+        result.metrics |= staleness(result.groups, step) | per_staleness(result.batch, step)
+        result.metrics |= {
+            "time/sampler_idle": max(0.0, whole - busy),
+            "async/learner_busy": learning / whole,
+            "async/sampler_busy": min(1.0, busy / whole),
+        }
+        return result
+
     @property
     def resting(self) -> bool:
         """No episode is in play."""
@@ -109,39 +140,6 @@ class Ahead:
         self._ended[step] += 1
         if step in self._show:
             self._show[step]()
-
-
-async def asynchronous_step(
-    parts: Components, ahead: Ahead, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
-) -> StepResult:
-    """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
-    clock, busy = Clock(), ahead.busy
-
-    async def episodes() -> Rollouts:
-        ahead.begin(step)
-        return await ahead.take(step, advance)
-
-    with clock("wait"):
-        rollouts = await outlive(parts, episodes, partial(ahead.forget, step))
-    with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
-        try:
-            result = await asyncio.to_thread(learn, parts, step, rollouts, clock, probe=probe)
-        except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
-            LOG.warning("stopping once the update in progress has ended")
-            raise
-    with clock("sync"):
-        push = partial(push_weights, parts.learner, *parts.samplers)
-        await outlive(parts, push, partial(ahead.forget, step + 1))
-    learning, busy = clock.seconds.pop("learn"), ahead.busy - busy
-    result = timed(parts, result, clock)
-    whole = result.metrics["time/step"]
-    result.metrics |= staleness(result.groups, step) | per_staleness(result.batch, step)
-    result.metrics |= {
-        "time/sampler_idle": max(0.0, whole - busy),
-        "async/learner_busy": learning / whole,
-        "async/sampler_busy": min(1.0, busy / whole),
-    }
-    return result
 
 
 def versions(groups: list[Group]) -> Tensor:

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
 from onepolicy.interfaces import LastingEngine
-from onepolicy.rollout.servers.http import EngineLost, NoEngine, clients
 from onepolicy.sync.check import push_weights, readopt
-from onepolicy.train.learner import LocalLearner
+
+if TYPE_CHECKING:
+    from onepolicy.rollout.servers.http import EngineLost
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ async def outlive(
     patience = PATIENCE_S if patience is None else patience
     if not isinstance(engine, LastingEngine):  # several engines as one look after themselves
         return await work()
+    from onepolicy.rollout.servers.http import EngineLost
+
     lost = 0
     while True:
         try:
@@ -65,6 +68,8 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
     engine = config.rollout.engine
     if not isinstance(engine, ServerEngineConfig):
         return
+    from onepolicy.rollout.servers.http import NoEngine, clients
+
     patience = PATIENCE_S if engine.patience_s is None else engine.patience_s
     _, client = clients(engine, server="the server")
     end, said = time.monotonic() + patience, False
@@ -85,8 +90,9 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
 
 async def _back(parts: Components, engine: LastingEngine, lost: EngineLost, end: float) -> None:
     """Once it is there: is it fit, does its reload work? Then the learner's weights."""
-    assert isinstance(parts.learner, LocalLearner)
-    vocab = parts.learner.model.config.get_text_config().vocab_size
+    from onepolicy.rollout.servers.http import EngineLost, NoEngine
+
+    vocab = parts.learner.scorer.vocabulary
     while True:
         try:
             async with asyncio.timeout(end - time.monotonic()):

@@ -53,7 +53,8 @@ def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant
     wanted = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out = Path(os.path.realpath(out))  # a link to an empty folder stays
+        while out.is_symlink():  # a link to an empty folder stays; not realpath, which leaves /proc/PID/root
+            out = out.parent / os.readlink(out)
         making = out.with_name(f".making-{os.getpid()}")  # short: the name of `out` may be as long as names can be
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from onepolicy.build.components import Components
-from onepolicy.config.numerics import ON_POLICY
+from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Metered
-from onepolicy.invariant.require_equal import require_equal
 from onepolicy.objective.advantages import credit, has_signal, outcomes
 from onepolicy.rollout.collect import collect
+from onepolicy.run.hooks import hooks_of
 from onepolicy.run.recovery import outlive
-from onepolicy.run.step_metrics import counterfactual, measure, per_layer, repeat
+from onepolicy.run.result import Clock, Rollouts, StepResult
+from onepolicy.run.step_metrics import measure
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
 
 
-@dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
-class Rollouts:
-    groups: list[Group]
-    metrics: dict[str, float]  # what became of the episodes
-
-
-@dataclass(slots=True, repr=False)
-class StepResult:
-    groups: list[Group]
-    batch: TokenBatch
-    without_replay: TokenBatch | None  # the same batch scored without replay, on probe steps
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-async def rl_step(
-    parts: Components, step: int, *, probe: bool, advance: Callable[[], None] = lambda: None
-) -> StepResult:
+async def rl_step(parts: Components, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
     """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
-    them overlap is in asynchronous.py."""
+    them overlap is in async_rollouts.py."""
     clock = Clock()
     with clock("rollout"):
         rollouts = await outlive(parts, lambda: sample(parts, step, advance))  # again, if a server is lost meanwhile
-    result = learn(parts, step, rollouts, clock, probe=probe)
+    result = learn(parts, step, rollouts, clock)
     with clock("sync"):
         await outlive(parts, lambda: push_weights(parts.learner, *parts.samplers))
     return timed(parts, result, clock)
@@ -70,47 +52,47 @@ async def sample(parts: Components, step: int, advance: Callable[[], None] = lam
     )
 
 
-def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock, *, probe: bool) -> StepResult:
-    """One update of the learner's weights by the rollouts of a step."""
-    cfg, learner, groups = parts.config, parts.learner, rollouts.groups
-    if parts.reprefill is not None:
-        with clock("reprefill"):
-            groups = parts.reprefill.fill(groups)
+def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock) -> StepResult:
+    """One update of the learner's weights by the rollouts of a step. What a run may have besides are its hooks."""
+    cfg, learner, hooks = parts.config, parts.learner, hooks_of(parts, clock)
+    groups = rollouts.groups
+    for hook in hooks:
+        groups = hook.after_rollout(groups)
     groups = outcomes(groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens)  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
     with clock("score"):
         batch = learner.score(batch)  # logp_old, the rollout's experts replayed; reference and critic
-    if cfg.numerics == ON_POLICY:
-        require_equal(batch, groups, learner.fingerprint, when=f"step {step + 1}")  # or the run stops
+    for hook in hooks:
+        hook.after_score(batch, groups, step)
     batch = credit(batch, cfg.objective)  # outcome -> slots
+    batch, report = corrected(batch, cfg)
+    result = StepResult(groups, batch, metrics=rollouts.metrics | report)
+    for hook in hooks:
+        hook.before_update(result, step)
+    with clock("update"):
+        metrics, scored = learner.step(batch)  # forward with replay, loss, backward, optimiser
+    if scored is not None:  # nobody scored it before: the first mini-step saw it with the weights of before
+        result.batch = scored
+    result.metrics |= metrics | measure(result.batch) | rollout_metrics(groups)  # read-only, every step
+    for hook in hooks:
+        hook.after_update(result, step)
+    return result
+
+
+def corrected(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[str, float]]:
+    """The batch with the weights and rejections of the correction, and its report. What needs the new policy is
+    evaluated in the loss."""
     applied = reweight(
         batch.logp_rollout if batch.logp_old is None else batch.logp_old,
         batch.logp_rollout,
         batch.trainable,
-        cfg.correction.fixed_part,  # what needs the new policy is evaluated in the loss
+        config.correction.fixed_part,
         segment=batch.segment,
         turn=batch.turn,
         advantage=batch.advantage,
-        average="sequences" if cfg.objective.reduction == "sequence-mean-token-mean" else "slots",
+        average="sequences" if config.objective.reduction == "sequence-mean-token-mean" else "slots",
     )
-    batch = batch.replace(weight=applied.weight, keep=applied.keep)
-    result = StepResult(groups, batch, None, rollouts.metrics | applied.report)
-    if probe:
-        with clock("probe"):
-            scored = batch if cfg.scores_old else learner.score_again(batch)
-            result.without_replay = learner.score_without_replay(batch)
-            result.metrics |= counterfactual(result.without_replay) | per_layer(scored)
-            result.metrics |= repeat(learner, scored, result.without_replay)
-    with clock("update"):
-        result.metrics |= learner.step(batch)  # forward with replay, loss, backward, optimiser
-    # read-only, every step; what nobody scored, the first mini-step of the update saw with the weights of before
-    measured = batch if learner.seen is None else learner.seen
-    if cfg.numerics == ON_POLICY:
-        require_equal(measured, groups, learner.fingerprint, when=f"step {step + 1}")
-    result.metrics |= measure(measured)
-    result.batch = scored if probe else measured
-    result.metrics |= rollout_metrics(groups)
-    return result
+    return batch.replace(weight=applied.weight, keep=applied.keep), applied.report
 
 
 def timed(parts: Components, result: StepResult, clock: Clock) -> StepResult:
@@ -140,20 +122,3 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         **several,
         **{f"tools/{event}": number / count for event, number in events.items()},
     }
-
-
-class Clock:
-    """Seconds per named part of a step."""
-
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] = time.perf_counter() - start
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{part}": s for part, s in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}

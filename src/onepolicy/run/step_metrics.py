@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.files import replaced
-from onepolicy.interfaces import Learner
+from onepolicy.interfaces import Scorer
 from onepolicy.mismatch.attribution import k3_terms
 from onepolicy.mismatch.breakdown import TURNS, turn_bins
 from onepolicy.mismatch.logprob import mismatch
@@ -98,14 +98,14 @@ def per_layer(batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-def repeat(learner: Learner, batch: TokenBatch, without_replay: TokenBatch) -> dict[str, float]:
+def repeat(scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch) -> dict[str, float]:
     """Variation of the trainer with itself (R3 paper, section 3.3): the same samples and weights a second time, packed
     in the opposite order; with replay repeat/..., without it counterfactual/repeat/... `batch` and `without_replay` are
     scored. Two more scoring forwards."""
     order = list(range(batch.num_samples))[::-1]
     reversed_batch = batch.select(order)
-    again = learner.score_again(reversed_batch).select(order)
-    native = learner.score_without_replay(reversed_batch).select(order)
+    again = scorer.score(reversed_batch).select(order)
+    native = scorer.score(reversed_batch, replay=False).select(order)
     plain = variation(without_replay, native)
     return variation(batch, again) | {f"counterfactual/{name}": value for name, value in plain.items()}
 

@@ -1,50 +1,51 @@
-"""Repeat rl_step: new runs, resumed runs, forks. The algorithm is in step.py, the run folder in folder.py."""
+"""Repeat rl_step: new runs, resumed runs, forks. The algorithm is in step.py, the run folder in run_folder.py."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.build import components
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import Components
-from onepolicy.config import FromRollout, PromptsTask, RunConfig, UsageError
+from onepolicy.config import PromptsTask, RunConfig, UsageError
 from onepolicy.config.place import check_new
 from onepolicy.config.stored import BEGUN, read_config
 from onepolicy.correct.predict import warning
-from onepolicy.engine_check.checks import checked_probabilities
 from onepolicy.envs.multiturn.render import decode
 from onepolicy.files import write_text
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import digest
-from onepolicy.launch import ranks
-from onepolicy.launch.launcher import HERE, Hosts
+from onepolicy.launch.launcher import HERE, Hosts, effective, started_ranks
 from onepolicy.run import run_folder
-from onepolicy.run.async_rollouts import Ahead, asynchronous_step
 from onepolicy.run.evaluate import attempts, evaluate
+from onepolicy.run.hooks import is_probe
 from onepolicy.run.learning_check import Watch
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.recovery import nothing, outlive, wait_for_server
+from onepolicy.run.result import StepResult
 from onepolicy.run.run_folder import START, Json, Origin
-from onepolicy.run.step import StepResult, rl_step
+from onepolicy.run.step import rl_step
 from onepolicy.run.step_metrics import save_probe
 from onepolicy.run.summary import summarise
 from onepolicy.sync.check import checked_push, push_weights
 from onepolicy.train import checkpoint
-from onepolicy.train.learner import LocalLearner
-from onepolicy.verdict.bug_signatures import preflight
+
+if TYPE_CHECKING:
+    from onepolicy.run.async_rollouts import Ahead
 
 
 def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
     if isinstance(config.task, PromptsTask):
         raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
-    config = ranks.effective(config)
+    config = effective(config)
     out = Path(config.out)
     check_new(out)
     if origin.step >= config.steps:
@@ -54,7 +55,7 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: 
     tokens, turns = config.longest
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
-    with ranks.started(config, hosts.launch) as others:
+    with started_ranks(config, hosts.launch) as others:
         parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
         sizes = parts.engine.caps.sizes
         if sizes is not None:
@@ -78,7 +79,7 @@ def resume(
     change (where its processes and servers are); None: as they are in its folder. A run that was killed between its
     last step and its summary gets its summary and report.
     """
-    config = ranks.effective(config or read_config(run), count, resuming=True)
+    config = effective(config or read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with run_folder.held(run):
@@ -88,7 +89,7 @@ def resume(
         if origin.step == config.steps:
             return _finish(config, run, origin)
         asyncio.run(wait_for_server(config, progress.note))
-        with ranks.started(config, hosts.launch) as others:
+        with started_ranks(config, hosts.launch) as others:
             parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
             with run_folder.writing(run):
                 run_folder.write_config(run, config)
@@ -111,7 +112,6 @@ async def _train(
     parts: Components, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress
 ) -> Json:
     config, learner = parts.config, parts.learner
-    assert isinstance(learner, LocalLearner)
     if origin.weights is not None:
         learner.restore(origin.weights)
         if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
@@ -123,9 +123,11 @@ async def _train(
     run_folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
     await calibrate(config, parts.engine, parts.environment, parts.stop, out)
-    await checked_push(learner, parts.engine, vocab=learner.model.config.get_text_config().vocab_size)
+    await checked_push(learner, parts.engine, vocab=learner.scorer.vocabulary)
     await push_weights(learner, *parts.samplers[1:])
-    await checked_probabilities(parts.engine, learner, tokenizer)
+    from onepolicy.engine_check.checks import checked_probabilities  # for the start alone
+
+    await checked_probabilities(parts.engine, learner.scorer, tokenizer, config)
     checked()
     if not parts.engine.caps.seeded:
         progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
@@ -142,28 +144,25 @@ async def _repeat(
 ) -> None:
     """Every step of the run, with what belongs to it: evaluation, log, probe, checkpoint."""
     config, learner = parts.config, parts.learner
-    assert isinstance(learner, LocalLearner)
     if config.eval.every and not read_metrics(out):
         evaluated = await _evaluate(parts, progress)
         with run_folder.writing(out):
             log.write(origin.step, evaluated)
     watch = Watch(config, out, progress.note)
-    async with nullcontext() if config.rollout.max_staleness is None else Ahead(parts, origin.step) as ahead:
+    async with _ahead(parts, origin.step) as ahead:
         for step in range(origin.step, config.steps):
             done = step + 1
-            every = config.log.counterfactual_every
             with run_folder.writing(out):
                 write_text(out / BEGUN, str(done))
-            probing = every > 0 and (step % every == 0 or done == config.steps)
-            result = await _step(parts, ahead, step, progress, probe=probing)
-            if step == origin.step and (found := preflight(result.batch)).bug:
-                progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
+            result = await _step(parts, ahead, step, progress)
+            if step == origin.step:
+                _look_for_bugs(result, progress)
             if _due(done, config.eval.every, config.steps):
                 result.metrics |= await _evaluate(parts, progress, ahead, done)
             with run_folder.writing(out):
                 log.write(done, result.metrics)
                 _write_samples(log, parts, result, tokenizer, done)
-                if probing:
+                if is_probe(config, step):
                     path = out / run_folder.PROBES / f"step_{done:05d}.safetensors"
                     save_probe(path, result.batch, result.without_replay, learner.fingerprint)
             progress.step(done, result.metrics)
@@ -179,14 +178,31 @@ async def _repeat(
                     checkpoint.prune(out, config.checkpoint.keep)
 
 
-async def _step(parts: Components, ahead: Ahead | None, step: int, progress: Progress, *, probe: bool) -> StepResult:
+def _ahead(parts: Components, first: int) -> AbstractAsyncContextManager[Ahead | None]:
+    """Plays episodes ahead of the learner, if rollout.max_staleness asks for it."""
+    if parts.config.rollout.max_staleness is None:
+        return nullcontext()
+    from onepolicy.run.async_rollouts import Ahead
+
+    return Ahead(parts, first)
+
+
+async def _step(parts: Components, ahead: Ahead | None, step: int, progress: Progress) -> StepResult:
     """One after the other, or with episodes that are played ahead."""
-    config = parts.config
-    probe = probe and isinstance(config.replay, FromRollout)
-    advance = progress.phase("rollout", config.rollout.prompts_per_step * config.rollout.group_size)
+    rollout = parts.config.rollout
+    advance = progress.phase("rollout", rollout.prompts_per_step * rollout.group_size)
     if ahead is None:
-        return await rl_step(parts, step, probe=probe, advance=advance)
-    return await asynchronous_step(parts, ahead, step, probe=probe, advance=advance)
+        return await rl_step(parts, step, advance=advance)
+    return await ahead.step(step, advance=advance)
+
+
+def _look_for_bugs(result: StepResult, progress: Progress) -> None:
+    """Of the first step: does the ratio of the two engines look like a bug?"""
+    from onepolicy.verdict.bug_signatures import preflight
+
+    found = preflight(result.batch)
+    if found.bug:
+        progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
 
 
 async def _evaluate(

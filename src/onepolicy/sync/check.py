@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.interfaces import HoldsWeights, LastingEngine, Learner, RolloutEngine
+from onepolicy.interfaces import HasWeights, HoldsWeights, LastingEngine, RolloutEngine
 from onepolicy.types import Sampling
 
 
-async def push_weights(learner: Learner, *engines: HoldsWeights) -> None:
+async def push_weights(learner: HasWeights, *engines: HoldsWeights) -> None:
     """Afterwards every engine samples from the learner's version, with nothing cached from an older one."""
     for engine in engines:
         await engine.load_weights(learner.named_weights(), learner.version)
@@ -68,7 +68,7 @@ async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -
         )
 
 
-async def checked_push(learner: Learner, engine: RolloutEngine, *, vocab: int) -> None:
+async def checked_push(learner: HasWeights, engine: RolloutEngine, *, vocab: int) -> None:
     """The first sync: engine still holds the weights that learner started from. TrainingError if it moves anything."""
     before, again = await probe(engine, vocab), await probe(engine, vocab)
     await push_weights(learner, engine)

@@ -14,11 +14,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,10 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
 from onepolicy.config.shapes import State, read_object
+from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER
-from onepolicy.train.sharded import shards
-from onepolicy.train.sharded.fsdp import sharded_like
-from onepolicy.train.sharded.shards import Trained
+from onepolicy.train.state import SHARDS, Trained, moments, sharded_like
 
 FOLDER = "checkpoints"
 STATE = "state.json"
@@ -49,16 +47,7 @@ def folder_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:05d}"
 
 
-class Checkpointable(Trained, Protocol):
-    """A learner that writes itself."""
-
-    def save(self, folder: Path, finish: Callable[[], None]) -> None: ...
-    def finish_saving(self) -> None: ...
-
-
-def save(
-    run: Path, learner: Checkpointable, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]
-) -> Path:
+def save(run: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]) -> Path:
     """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json.
 
     Sharded learners write in the background: it is there once `learner.finish_saving()` has returned.
@@ -219,20 +208,14 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{key}/{name}": value.contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
 def restore_optimizer(checkpoint: Path, learner: Trained) -> None:
     """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere.
 
     The critic's weights come from here; a fork of a run without one starts its critic anew.
     """
-    if (checkpoint / shards.FOLDER).is_dir():
+    if (checkpoint / SHARDS).is_dir():
+        from onepolicy.train.sharded import shards
+
         shards.restore(checkpoint, learner)
     else:
         _restore_files(checkpoint, learner)

@@ -13,8 +13,11 @@ from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
+from onepolicy.train.extra import Extra, Micro
 from onepolicy.train.optim import adamw, clip_gradients
-from onepolicy.train.sharded.fsdp import Spread, sharded_like
+from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.state import sharded_like
 from onepolicy.types import TokenBatch
 
 
@@ -41,41 +44,59 @@ class ValueModel(nn.Module):
         return torch.where(micro.trainable, self.head(hidden)[:, 0].float(), 0.0)
 
 
-class Critic:
-    """`model`: a second copy of the policy, prepared for training; its language head is not used."""
+class Critic(Extra):
+    """`model`: a second copy of the policy, prepared for training; its language head is not used.
+
+    protect: it learns from every trainable slot, also those that the correction rejects.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, config: CriticConfig, optim: OptimConfig, spread: Spread | None = None
+        self,
+        model: PreTrainedModel,
+        config: CriticConfig,
+        optim: OptimConfig,
+        spread: Spread | None = None,
+        *,
+        protect: bool = False,
     ) -> None:
         backbone = model.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.values = ValueModel(backbone)
         if spread is not None:
             spread.shard(self.values)
-        self.config, self.clip_norm = config, optim.clip_norm
+        self.config, self.clip_norm, self.protect = config, optim.clip_norm, protect
         device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
 
-    def train_on(self, micro: TokenBatch, protect: bool, slots: int, sums: Counter[str]) -> None:
-        """Backward of one micro-batch; `slots`: trainable slots of the whole optimiser step."""
-        assert micro.value is not None, "score() fills value"
-        assert micro.value_target is not None, "credit() fills value_target"
-        assert micro.keep is not None
-        mask = micro.trainable if protect else micro.keep
-        loss, clipped = value_loss(self.values(micro), micro.value, micro.value_target, clip=self.config.clip)
+    def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
+        return batch.replace(value=scorer.per_slot(batch, self.values))
+
+    def learn(self, micro: Micro, slots: int, sums: Counter[str]) -> None:
+        batch = micro.batch
+        assert batch.value is not None, "score() fills value"
+        assert batch.value_target is not None, "credit() fills value_target"
+        assert batch.keep is not None
+        mask = batch.trainable if self.protect else batch.keep
+        loss, clipped = value_loss(self.values(batch), batch.value, batch.value_target, clip=self.config.clip)
         total = torch.where(mask, loss, 0.0).sum()
         (total / slots).backward()
         sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
 
-    def clip(self) -> float:
+    def clip(self) -> list[float]:
         """Scale its gradients to optim.clip_norm; their norm before."""
-        return clip_gradients(self.values, self.clip_norm)
+        return [clip_gradients(self.values, self.clip_norm)]
 
-    def update(self, rate: float) -> None:
-        """One optimiser step at `rate` times critic.lr."""
+    def step(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * rate
         self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
+        explained = explained_variance(batch)
+        return {} if explained is None else {"train/value_explained": explained}
 
     def load(self, weights: dict[str, Tensor], path: str) -> None:
         """Take over these tensors (names of `values.state_dict()`)."""

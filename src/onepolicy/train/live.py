@@ -2,65 +2,79 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from onepolicy.config import CorrectionConfig
+from onepolicy.config import CorrectionConfig, TrainingError
 from onepolicy.correct.live import centered_score, live_weights
 from onepolicy.correct.receipt import Sums, combine, report
-from onepolicy.train.forward import Scored
+from onepolicy.train.extra import Extra, Micro
 from onepolicy.types import TokenBatch
 
+PREFIX = "live."  # of tensors that ranks send
 
-class LiveCorrection:
-    """Does nothing if the correction has no such part."""
 
-    def __init__(self, config: CorrectionConfig) -> None:
-        self.config, self.part = config, config.live_part
+class LiveCorrection(Extra):
+    def __init__(self, config: CorrectionConfig, part: CorrectionConfig) -> None:
+        """part: of `config`, what is evaluated with the new policy (`live_part`)."""
+        self.config, self.part = config, part
         self._sums: list[Sums] = []  # per micro-batch
 
-    def apply(self, new: Scored, micro: TokenBatch) -> tuple[TokenBatch, Tensor | None]:
-        """The micro-batch with the weights and rejections of `new`, and the `centre` of its policy loss."""
-        if self.part is None:
-            return micro, None
+    def weigh(self, micro: Micro) -> None:
+        """Multiply the micro-batch's weights, add rejections, set the baseline of score centering."""
+        batch, new = micro.batch, micro.scored
         live = live_weights(
             new.logp,
-            micro.logp_rollout,
-            micro.trainable,
+            batch.logp_rollout,
+            batch.trainable,
             self.part,
-            segment=micro.segment,
-            turn=micro.turn,
-            advantage=micro.advantage,
+            segment=batch.segment,
+            turn=batch.turn,
+            advantage=batch.advantage,
         )
-        assert micro.weight is not None
-        assert micro.keep is not None
+        assert batch.weight is not None
+        assert batch.keep is not None
         self._sums.append(live.sums)
-        centre = None if self.config.centering == "none" else self._centre(new, micro, live.centred)
-        return micro.replace(weight=micro.weight * live.weight, keep=micro.keep & live.keep), centre
+        if self.config.centering != "none":
+            micro.centre = self._centre(micro, live.centred)
+        micro.batch = batch.replace(weight=batch.weight * live.weight, keep=batch.keep & live.keep)
 
-    def _centre(self, new: Scored, micro: TokenBatch, where: Tensor) -> Tensor:
+    def _centre(self, micro: Micro, where: Tensor) -> Tensor:
         """[T] float32: the value whose gradient is the rollout policy's mean score, 0 outside `where`."""
+        new, rollout = micro.scored, micro.batch.top_logp_rollout
         assert new.top is not None, "collect() asks the engine for what score centering needs"
-        assert micro.top_logp_rollout is not None
+        assert rollout is not None
         slots = where.nonzero()[:, 0]
-        centre = centered_score(new.top[slots], micro.top_logp_rollout[slots], self.config)
+        centre = centered_score(new.top[slots], rollout[slots], self.config)
         return torch.zeros_like(new.logp).index_copy(0, slots, centre)
 
-    def take(self) -> Sums | None:
-        """What was measured since the last report, which starts anew; `add` puts it back, of this or other ranks."""
-        taken, self._sums = self._sums, []
-        return combine(taken) if taken else None
-
-    def add(self, sums: Sums) -> None:
-        self._sums.append(sums)
-
-    def report(self, kept: float, slots: int) -> dict[str, float]:
-        """Of the step, which this ends: all of the correction, or the gates it adds to what was fixed before."""
-        if self.part is None:
-            return {}
+    def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
+        """All of the correction, or the gates it adds to what was fixed before."""
         numbers = report(self.part, combine(self._sums))
         self._sums.clear()
         if self.config.ratio == "new/rollout":
             return numbers
         gates = {f"{name}.new": value for name, value in numbers.items() if name.startswith("correction/rejected/")}
-        return gates | {"correction/kept": kept, "correction/rejected": 1 - kept / slots}
+        kept = sums["kept"]
+        return gates | {"correction/kept": kept, "correction/rejected": 1 - kept / batch.num_trainable}
+
+    def take(self) -> dict[str, Tensor]:
+        taken, self._sums = self._sums, []
+        if not taken:
+            return {}
+        sums = combine(taken)
+        return {f"{PREFIX}{field.name}": getattr(sums, field.name).cpu() for field in dataclasses.fields(Sums)}
+
+    def add(self, taken: Sequence[dict[str, Tensor]]) -> None:
+        names = [field.name for field in dataclasses.fields(Sums)]
+        found = [tensors for tensors in taken if f"{PREFIX}{names[0]}" in tensors]
+        for tensors in found:
+            if missing := [name for name in names if f"{PREFIX}{name}" not in tensors]:
+                raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
+        if found:
+            each = [Sums(**{name: tensors[f"{PREFIX}{name}"] for name in names}) for tensors in found]
+            self._sums.append(combine(each))

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import FromRollout
+from onepolicy.interfaces import Scorer
 from onepolicy.mismatch.logprob import Mismatch, mismatch
 from onepolicy.models.narrow import WHOLE, narrow
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import micro_batches
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 from onepolicy.verdict.rules import Gap
 
@@ -29,22 +30,22 @@ NEARLY_ALL = 0.99  # a support that holds more than this of the mass is the whol
 
 
 @dataclass(frozen=True, slots=True)
-class Scorer:
-    learner: LocalLearner
+class Rescorer:
+    """The same batch at another temperature, or over a part of the vocabulary."""
+
+    scorer: PolicyScorer
     factor: float = 1.0  # of the batch's temperature
     top_k: int = 0  # 0: no bound
     top_p: float = 1.0
 
     def __call__(self, batch: TokenBatch, *, replay: bool = False) -> TokenBatch:
         """The batch with logp_old of this scoring; replay: with the rollout's routes."""
-        at = batch.replace(temperature=batch.temperature * self.factor)
-        with self._support(float(at.temperature[0])):
-            scored = self.learner.score_again(at) if replay else self.learner.score_without_replay(at)
-        return scored.replace(temperature=batch.temperature)
+        with self._support(float(batch.temperature[0]) * self.factor):
+            return score_at(self.scorer, batch, self.factor, replay=replay)
 
-    def of(self, learner: LocalLearner) -> Scorer:
-        """The same with another learner."""
-        return dataclasses.replace(self, learner=learner)
+    def of(self, scorer: PolicyScorer) -> Rescorer:
+        """The same with another scorer."""
+        return dataclasses.replace(self, scorer=scorer)
 
     @property
     def support(self) -> str:
@@ -63,23 +64,29 @@ class Scorer:
             kept = narrow(logits.float() / temperature, top_k=top_k, top_p=top_p).isfinite()
             return torch.where(kept, logits, logits - OUTSIDE)
 
-        with on_logits(self.learner.model, lower):
+        with on_logits(self.scorer.model, lower):
             yield
 
 
-def variant(learner: LocalLearner, *, model: Any = None, **train: Any) -> LocalLearner:
-    """A learner that only scores: with other train settings, or of another model. It never refuses routes."""
-    config = learner.config
+def score_at(scorer: Scorer, batch: TokenBatch, factor: float, *, replay: bool = False) -> TokenBatch:
+    """The batch with logp_old at `factor` times its temperature."""
+    at = batch.replace(temperature=batch.temperature * factor)
+    return scorer.score(at, replay=replay).replace(temperature=batch.temperature)
+
+
+def variant(scorer: PolicyScorer, *, model: Any = None, **train: Any) -> PolicyScorer:
+    """A scorer with other train settings, or of another model. It never refuses routes."""
+    config = scorer.config
     settings = config.train.model_copy(update={"activation_checkpointing": False, **train})
     replay = config.replay
     if isinstance(replay, FromRollout):
         replay = replay.model_copy(update={"min_agreement": 0.0})
-    routers = learner.routers if model is None or learner.routers is None else bind_routers(model)
+    routers = scorer.routers if model is None or scorer.routers is None else bind_routers(model)
     other = config.model_copy(update={"train": settings, "replay": replay})
-    return LocalLearner(learner.model if model is None else model, other, routers=routers)
+    return PolicyScorer(scorer.model if model is None else model, other, routers=routers)
 
 
-def fit_temperature(scorer: Scorer, start: TokenBatch) -> tuple[Scorer, TokenBatch]:
+def fit_temperature(scorer: Rescorer, start: TokenBatch) -> tuple[Rescorer, TokenBatch]:
     """By what to multiply the trainer's temperature to come closest to the rollout, in squares of log rho (Gauss-
     Newton). `start` is scored by `scorer`; both come back as they are if its factor is within SAME of the best one, or
     k3 does not fall."""
@@ -98,7 +105,7 @@ def fit_temperature(scorer: Scorer, start: TokenBatch) -> tuple[Scorer, TokenBat
     return best, scored
 
 
-def fit_support(scorer: Scorer, start: TokenBatch) -> tuple[Scorer, TokenBatch] | None:
+def fit_support(scorer: Rescorer, start: TokenBatch) -> tuple[Rescorer, TokenBatch] | None:
     """The smallest top-k, or top-p, that holds every sampled token, whichever comes closer to the rollout.
 
     None if both hold nearly the whole distribution. `start` is scored by `scorer`.
@@ -108,18 +115,18 @@ def fit_support(scorer: Scorer, start: TokenBatch) -> tuple[Scorer, TokenBatch] 
     found = []
     if float(before[mask].max()) < NEARLY_ALL:
         found.append(dataclasses.replace(scorer, top_p=float(before[mask].max()) + 1e-6))
-    vocabulary = int(scorer.learner.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    vocabulary = int(scorer.scorer.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     if (count := int(rank[mask].max()) + 1) < vocabulary // 2:
         found.append(dataclasses.replace(scorer, top_k=count))
     scored = [(each, each(start)) for each in found]
     return min(scored, key=lambda pair: k3_of(pair[1]), default=None)
 
 
-def _ranks(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+def _ranks(scorer: Rescorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """([T] int64, [T] float32): how many tokens the trainer finds likelier than the sampled one, and their mass."""
     rank = torch.zeros(batch.num_slots, dtype=torch.int64)
     before = torch.zeros(batch.num_slots)
-    chosen = iter(micro_batches(batch, scorer.learner.config.train.tokens_per_micro_batch))
+    chosen = iter(micro_batches(batch, scorer.scorer.config.train.tokens_per_micro_batch))
     temperature = float(batch.temperature[0]) * scorer.factor
 
     def read(logits: Tensor) -> Tensor:
@@ -131,7 +138,7 @@ def _ranks(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         before[slots] = ((logits.float() / temperature).softmax(-1) * likelier).sum(-1).cpu()
         return logits
 
-    with on_logits(scorer.learner.model, read):
+    with on_logits(scorer.scorer.model, read):
         scorer(batch)
     return rank, before
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import ray
 
+from onepolicy.launch.launcher import Place
 from onepolicy.no_statistics import turn_off
 
 
@@ -40,7 +41,6 @@ class RankProcess:
         """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
         token it wants (channel.advertised)."""
         from onepolicy.launch.rank_main import JOIN_LIMIT, serve_as
-        from onepolicy.launch.ranks import Place
         from onepolicy.sync.group import join_store
         from onepolicy.train.sharded.channel import RankLost
 

@@ -141,7 +141,10 @@ class ReplicaProcess:
 
 def description(engine: RolloutEngine) -> dict[str, Any]:
     """What cluster.hosts wants to know of an engine, for JSON."""
+    from onepolicy.models.quant.parts import Sizes
+
     contract, sizes = engine.caps.contract, engine.caps.sizes
+    assert sizes is None or isinstance(sizes, Sizes)
     return {
         "caps": dataclasses.asdict(dataclasses.replace(engine.caps, contract=None, sizes=None)),
         "contract": None if contract is None else dataclasses.asdict(contract),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.models.load import layer_of
-from onepolicy.train.sharded.shards import FOLDER, MODEL, WEIGHTS, read, sizes_in
+from onepolicy.train.sharded.shards import MODEL, SHARDS, WEIGHTS, read, sizes_in
 
 FILE_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,7 @@ def export(folder: Path, like: PreTrainedModel) -> None:
     like.config.save_pretrained(folder)
     if like.generation_config is not None:
         like.generation_config.save_pretrained(folder)
-    for written in (folder / FOLDER).glob(f"*model-{WEIGHTS:05d}-of-*.safetensors"):
+    for written in (folder / SHARDS).glob(f"*model-{WEIGHTS:05d}-of-*.safetensors"):
         written.unlink()
 
 

@@ -81,10 +81,3 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, gathered: every rank must call this for the same tensors in the same order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `parameter` is; the tensor itself if that is not sharded."""
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -15,119 +15,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.config import R2, TrainingError
+from onepolicy.config import R2, RunConfig, TrainingError
+from onepolicy.interfaces import Update
+from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import read_as
 from onepolicy.train.checks import check_batch, check_routes
-from onepolicy.train.learner import LocalLearner
+from onepolicy.train.pack import micro_batches
 from onepolicy.train.sharded.divide import Part, divide
 from onepolicy.train.sharded.export import export
-from onepolicy.train.sharded.rank import NATIVE, SCORED, RankLearner, Updated, live_of
+from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner, Updated
 from onepolicy.train.sharded.team import Team
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
-class RankedLearner(RankLearner):
-    """The Learner of a run on several ranks."""
+class AllRanks:
+    """This process's own rank and the others, which do the same commands at the same time."""
 
-    def __init__(self, *args: Any, team: Team, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.team = team
+    def __init__(self, own: RankLearner, team: Team) -> None:
+        self.own, self.team = own, team
 
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        check_batch(batch, self.config.replay, self.model.config.get_text_config().vocab_size)
-        scored = self._score_on_ranks("score", batch)
-        return check_routes(scored, self.config.replay, self.version) if self.config.scores_old else scored
+    def divide(self, batch: TokenBatch) -> list[Part]:
+        return divide(batch, self.own.config.train.tokens_per_micro_batch, self.team.ranks)
 
-    def score_again(self, batch: TokenBatch) -> TokenBatch:
-        return check_routes(self._score_on_ranks("again", batch), self.config.replay, self.version)
-
-    def score_without_replay(self, batch: TokenBatch) -> TokenBatch:
-        return self._score_on_ranks("native", batch)
-
-    def step(self, batch: TokenBatch) -> dict[str, float]:
-        sums: Counter[str] = Counter()
-        self.seen = seen = None
-        self._forward_seconds, seconds, norms = 0.0, 0.0, []
-        for index, whole in enumerate(self._mini_steps(batch)):
-            parts = self._divide(_for_update(whole, native=isinstance(self.config.replay, R2)))
-            about = {"mini_step": index, "slots": whole.num_trainable, "version": self.version}
-            answers = self._everywhere("optimise", parts, about)
-            told = [read_as(Updated, answer.header, "a rank's answer") for answer in answers]
-            norms.append(told[0]["norm"])
-            for answer, each in zip(answers, told, strict=True):
-                sums.update(each["sums"])
-                if "replaced" in answer.tensors:  # NaN where a micro-batch had no routes
-                    self._replaced += [row for row in answer.tensors["replaced"] if row.isfinite().all()]
-            seconds += max(each["seconds"] for each in told)
-            if (live := live_of(answers)) is not None:
-                self._live.add(live)
-            if index == 0 and not self.config.scores_old:
-                seen = check_routes(self._merged(whole, parts, answers), self.config.replay, self.version)
-        self.version += 1
-        self.seen, self._forward_seconds = seen, seconds
-        return self._metrics(batch, sums, norms)
-
-    def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
-        self.team.tell_all(batch_message({"do": "logits"}, micro))
-        with self.team.blaming():
-            found = LocalLearner.logits(self, micro, slots)
-            self.team.hear()
-        return found
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time: the next is gathered when it is asked for."""
-        self.team.tell_all(Message({"do": "weights"}))
-        gathered = super().named_weights()
-        try:
-            for item in gathered:  # noqa: UP028 - `yield from` would close it for who stops early
-                yield item
-        finally:
-            with self.team.blaming():
-                for _ in gathered:  # the other ranks gather them all
-                    pass
-                self.team.hear()
-
-    def save(self, folder: Path, finish: Callable[[], None]) -> None:
-        """Into `folder`, in the background; `finish` is called there once everything is written."""
-        self._on_all("save", folder)
-        assert self._saving is not None
-        self._saving.then(partial(self._export, folder, finish))
-
-    def finish_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.wait()
-            self._saving = None
-
-    def restore(self, folder: Path) -> None:
-        self._on_all("restore", folder)
-
-    def _export(self, folder: Path, finish: Callable[[], None]) -> None:
-        export(folder, self._like)
-        finish()
-
-    def _score_on_ranks(self, how: str, batch: TokenBatch) -> TokenBatch:
-        parts = self._divide(batch)
-        return self._merged(batch, parts, self._everywhere("score", parts, {"how": how}))
-
-    def _divide(self, batch: TokenBatch) -> list[Part]:
-        return divide(batch, self.config.train.tokens_per_micro_batch, self.team.ranks)
-
-    def _everywhere(self, command: str, parts: list[Part], about: dict[str, Any]) -> list[Message]:
+    def do(self, command: str, parts: list[Part], about: dict[str, Any]) -> list[Message]:
         """Every rank's answer, in the order of the ranks."""
         messages = [batch_message({"do": command, "rounds": part.rounds, **about}, part.batch) for part in parts]
         self.team.tell(messages[1:])
         with self.team.blaming():
-            return [self.handle(messages[0]), *self.team.hear()]
+            return [self.own.handle(messages[0]), *self.team.hear()]
 
-    def _on_all(self, command: str, folder: Path) -> None:
+    def do_in(self, command: str, folder: Path) -> None:
+        """A command about a checkpoint's folder."""
         message = Message({"do": command, "folder": str(folder)})
         self.team.tell_all(message)
         with self.team.blaming():
-            self.handle(message)
+            self.own.handle(message)
             self.team.hear()
 
-    def _merged(self, batch: TokenBatch, parts: list[Part], answers: list[Message]) -> TokenBatch:
+    def score(self, batch: TokenBatch, how: str) -> TokenBatch:
+        """how: see `rank.Score`."""
+        parts = self.divide(batch)
+        return self.merged(batch, parts, self.do("score", parts, {"how": how}))
+
+    def merged(self, batch: TokenBatch, parts: list[Part], answers: list[Message]) -> TokenBatch:
         """The batch with what the ranks found on its slots."""
         whole: dict[str, Tensor] = {}
         batch = batch.replace(gate_mass=None)  # of an earlier scoring; without replay there is none
@@ -139,13 +70,153 @@ class RankedLearner(RankLearner):
                 if len(rows) != len(slots) or (rows.shape[1:], rows.dtype) != (merged.shape[1:], merged.dtype):
                     raise TrainingError(f"a rank's answer is malformed: its {name} does not fit what it was asked")
                 merged[slots] = rows
-        native = whole.pop(NATIVE, None)
-        if native is not None and self.routers is not None:
+        native, routers = whole.pop(NATIVE, None), self.own.routers
+        if native is not None and routers is not None:
             valid = torch.ones(len(native), dtype=torch.bool)
-            batch = batch.replace(
-                routing_native=RoutingTrace(native, valid, self.routers.layers, self.routers.num_experts)
-            )
+            batch = batch.replace(routing_native=RoutingTrace(native, valid, routers.layers, routers.num_experts))
         return batch.replace(**whole)
+
+
+class RankedScorer:
+    """The Scorer of a run on several ranks."""
+
+    def __init__(self, ranks: AllRanks) -> None:
+        self._ranks, self._own = ranks, ranks.own.scorer
+        self.fingerprint, self.vocabulary = self._own.fingerprint, self._own.vocabulary
+        self.contract, self.device, self.routers = self._own.contract, self._own.device, self._own.routers
+
+    @property
+    def version(self) -> int:
+        return self._own.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._own.version = version
+
+    def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
+        if not replay:
+            return self._ranks.score(batch, "native")
+        return check_routes(self._ranks.score(batch, "again"), self._own.config.replay, self.version)
+
+    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        return micro_batches(batch, self._own.config.train.tokens_per_micro_batch)
+
+    def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
+        team = self._ranks.team
+        team.tell_all(batch_message({"do": "logits"}, micro))
+        with team.blaming():
+            found = self._own.logits(micro, slots)
+            team.hear()
+        return found
+
+
+class RankedLearner:
+    """The Learner of a run on several ranks."""
+
+    def __init__(self, own: RankLearner, team: Team) -> None:
+        self.own, self.ranks = own, AllRanks(own, team)
+        self.scorer = RankedScorer(self.ranks)
+        self.fingerprint = own.fingerprint
+
+    @property
+    def config(self) -> RunConfig:
+        return self.own.config
+
+    @property
+    def routers(self) -> Routers | None:
+        return self.own.routers
+
+    @property
+    def version(self) -> int:
+        return self.own.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.own.version = version
+
+    @property
+    def updates(self) -> int:
+        return self.own.updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self.own.updates = updates
+
+    @property
+    def skipped(self) -> int:
+        return self.own.skipped
+
+    @skipped.setter
+    def skipped(self, skipped: int) -> None:
+        self.own.skipped = skipped
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        check_batch(batch, self.config.replay, self.scorer.vocabulary)
+        scored = self.ranks.score(batch, "score")
+        return check_routes(scored, self.config.replay, self.version) if self.config.scores_old else scored
+
+    def step(self, batch: TokenBatch) -> Update:
+        own, replay = self.own, self.config.replay
+        sums: Counter[str] = Counter()
+        scored: TokenBatch | None = None
+        seconds, norms = 0.0, []
+        own.forwards.begin()
+        for index, whole in enumerate(own.mini_steps(batch)):
+            parts = self.ranks.divide(_for_update(whole, native=isinstance(replay, R2)))
+            about = {"mini_step": index, "slots": whole.num_trainable, "version": self.version}
+            answers = self.ranks.do("optimise", parts, about)
+            told = [read_as(Updated, answer.header, "a rank's answer") for answer in answers]
+            norms.append(told[0]["norm"])
+            for each in told:
+                sums.update(each["sums"])
+            seconds += max(each["seconds"] for each in told)
+            self._take([answer.tensors for answer in answers])
+            if index == 0 and not self.config.scores_old:
+                scored = check_routes(self.ranks.merged(whole, parts, answers), replay, self.version)
+        own.forwards.seconds = seconds
+        self.version += 1
+        return Update(own.metrics(batch, sums, norms), scored)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """One tensor at a time: the next is gathered when it is asked for."""
+        team = self.ranks.team
+        team.tell_all(Message({"do": "weights"}))
+        gathered = self.own.named_weights()
+        try:
+            for item in gathered:  # noqa: UP028 - `yield from` would close it for who stops early
+                yield item
+        finally:
+            with team.blaming():
+                for _ in gathered:  # the other ranks gather them all
+                    pass
+                team.hear()
+
+    def save(self, folder: Path, finish: Callable[[], None]) -> None:
+        """Into `folder`, in the background; `finish` is called there once everything is written."""
+        self.ranks.do_in("save", folder)
+        assert self.own.saving is not None
+        self.own.saving.then(partial(self._export, folder, finish))
+
+    def finish_saving(self) -> None:
+        if self.own.saving is not None:
+            self.own.saving.wait()
+            self.own.saving = None
+
+    def restore(self, folder: Path) -> None:
+        self.ranks.do_in("restore", folder)
+
+    def _take(self, tensors: list[dict[str, Tensor]]) -> None:
+        """What modes and extras counted on the ranks."""
+        for each in tensors:
+            for row in each.get(REPLACED, ()):
+                if row.isfinite().all():  # NaN where a micro-batch had no routes
+                    self.own.scorer.mode.add(row)
+        for extra in self.own.extras:
+            extra.add(tensors)
+
+    def _export(self, folder: Path, finish: Callable[[], None]) -> None:
+        export(folder, self.own.like)
+        finish()
 
 
 def _for_update(batch: TokenBatch, *, native: bool) -> TokenBatch:

@@ -6,7 +6,6 @@ meet in FSDP2's collectives, so all of them must be given the same commands in t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,11 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from onepolicy.config import RunConfig, TrainingError
-from onepolicy.correct.receipt import Sums, combine
+from onepolicy.config import RunConfig
+from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import read_as
-from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.fsdp import whole
 from onepolicy.train.sharded.wire import Message, batch_of
@@ -33,6 +32,7 @@ from onepolicy.types import TokenBatch
 SCORED = ("logp_old", "entropy", "gate_mass", "top_logp_old", "own_ids", "own_logp", "logp_ref", "value")
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
+REPLACED = "replaced"  # [forwards, L], of soft replay
 
 
 class Batched(TypedDict):
@@ -83,35 +83,51 @@ class Updated(TypedDict):
     seconds: float
 
 
+class RankScorer(PolicyScorer):
+    """Of one rank's own samples, in the micro-batches that the driver dealt it."""
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
+        super().__init__(model, config, routers=routers)
+        self.rounds: list[list[int]] = []  # micro-batches of the command at hand
+
+    def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
+        return self.rounds
+
+    def checked(self, scored: TokenBatch) -> TokenBatch:
+        return scored  # by the driver, on the whole batch
+
+
 class RankLearner(LocalLearner):
     """The learner of one rank: models of a LocalLearner, sharded (`fsdp.Spread`)."""
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, *, like: PreTrainedModel, **kwargs: Any) -> None:
+    scorer: RankScorer
+
+    def __init__(self, scorer: RankScorer, *, like: PreTrainedModel, **kwargs: Any) -> None:
         """like: the model on the meta device, for the names and the config that a checkpoint is written with."""
-        super().__init__(model, config, **kwargs)
-        self._like = like
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.train.rank_timeout))
-        self._rounds: list[list[int]] = []  # micro-batches of the command at hand, as the driver dealt them
-        self._saving: shards.Saving | None = None
+        super().__init__(scorer, **kwargs)
+        self.like = like
+        timeout = timedelta(seconds=scorer.config.train.rank_timeout)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.saving: shards.Saving | None = None
 
     def handle(self, message: Message) -> Message:
         about = read_as(Command, message.header, "the driver's command")
-        self._rounds = about.get("rounds", [])
+        self.scorer.rounds = about.get("rounds", [])
         match about["do"]:
             case "score":
                 return answer_of(self._score_as(about["how"], batch_of(message)))
             case "optimise":
                 return self._update_on(batch_of(message), about)
             case "logits":
-                micro = batch_of(message).to(self.device)
-                LocalLearner.logits(self, micro, micro.trainable.nonzero()[:, 0])
+                micro = batch_of(message).to(self.scorer.device)
+                self.scorer.logits(micro, micro.trainable.nonzero()[:, 0])
             case "weights":
-                for _ in RankLearner.named_weights(self):
+                for _ in self.named_weights():
                     pass
             case "save":
                 self.start_saving(Path(about["folder"]))
             case "restore":
-                LocalLearner.restore(self, Path(about["folder"]))
+                self.restore(Path(about["folder"]))
             case other:
                 raise AssertionError(f"no such command: {other}")
         return Message({})
@@ -123,44 +139,40 @@ class RankLearner(LocalLearner):
 
     def start_saving(self, folder: Path) -> shards.Saving:
         """Once this returns the weights may change; the files are written in the background."""
-        if self._saving is not None:
-            self._saving.wait()
-        tensors = shards.tensors_of(self, checkpoint.moments)
-        self._saving = shards.start_saving(folder, tensors, self._group)
-        return self._saving
+        if self.saving is not None:
+            self.saving.wait()
+        tensors = shards.tensors_of(self)
+        self.saving = shards.start_saving(folder, tensors, self._group)
+        return self.saving
 
     def _score_as(self, how: str, batch: TokenBatch) -> TokenBatch:
         match how:
             case "score":
-                return self._score_all(batch)
+                return self._fill(batch)
             case "again":
-                return self._score(batch, replay=True, graph=False)
+                return self.scorer.fill(batch, replay=True)
             case "native":
-                return self._score(batch, replay=False, graph=False)
+                return self.scorer.fill(batch, replay=False)
         raise AssertionError(how)
 
     def _update_on(self, batch: TokenBatch, about: dict[str, Any]) -> Message:
         """One optimiser step. Answers with what the driver adds up over the ranks."""
         self.version = about["version"]
-        if about["mini_step"] == 0:
-            self.seen = None
+        first = about["mini_step"] == 0
+        if first:
+            self.forwards.begin()
+        self.forwards.seconds = 0.0
         sums: Counter[str] = Counter()
-        first, self._forward_seconds = self.seen is None, 0.0
         norm = self._optimise(batch, about["slots"], about["mini_step"], sums)
-        answer = answer_of(self.seen) if first and self.seen is not None else Message({})
+        answer = Message({})
+        if first and self.forwards.scored is not None:
+            answer = answer_of(self.forwards.scored)
         tensors = dict(answer.tensors)
-        if self._replaced:
-            tensors["replaced"] = torch.stack(self._replaced).cpu()
-            self._replaced.clear()
-        if (live := self._live.take()) is not None:
-            tensors |= {f"live.{each.name}": getattr(live, each.name).cpu() for each in dataclasses.fields(live)}
-        return Message({"norm": norm, "sums": dict(sums), "seconds": self._forward_seconds}, tensors)
-
-    def _micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        return self._rounds
-
-    def _checked(self, scored: TokenBatch) -> TokenBatch:
-        return scored  # by the driver, on the whole batch
+        if replaced := self.scorer.mode.take():
+            tensors[REPLACED] = torch.stack(replaced).cpu()
+        for extra in self.extras:
+            tensors |= extra.take()
+        return Message({"norm": norm, "sums": dict(sums), "seconds": self.forwards.seconds}, tensors)
 
 
 def answer_of(scored: TokenBatch) -> Message:
@@ -168,13 +180,3 @@ def answer_of(scored: TokenBatch) -> Message:
     if scored.routing_native is not None:
         tensors[NATIVE] = scored.routing_native.ids
     return Message({}, tensors)
-
-
-def live_of(answers: list[Message]) -> Sums | None:
-    """The sums of a live correction over all ranks."""
-    names = [field.name for field in dataclasses.fields(Sums)]
-    found = [a.tensors for a in answers if f"live.{names[0]}" in a.tensors]
-    for tensors in found:
-        if missing := [name for name in names if f"live.{name}" not in tensors]:
-            raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
-    return combine([Sums(**{name: t[f"live.{name}"] for name in names}) for t in found]) if found else None

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,40 +19,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import PreTrainedModel
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.train.state import SHARDS, Trained, moments
 
-FOLDER = "shards"
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
 """Names: model/NAME, exp_avg/NAME, ... of the policy; critic.model/NAME, critic.exp_avg/NAME, ...; rng."""
 WEIGHTS, REST = 1, 2  # numbers of a rank's files
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # we know
-
-
-class Valued(Protocol):
-    """A critic, as a checkpoint holds it."""
-
-    @property
-    def values(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    def load(self, weights: dict[str, Tensor], path: str) -> None: ...
-
-
-class Trained(Protocol):
-    """A learner, as a checkpoint holds it."""
-
-    model: PreTrainedModel
-    version: int
-    updates: int
-    skipped: int
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def critic(self) -> Valued | None: ...
 
 
 class Saving:
@@ -84,7 +59,7 @@ class Saving:
             ) from error
 
 
-def tensors_of(learner: Trained, moments: Callable[[nn.Module, torch.optim.Optimizer], dict[str, Tensor]]) -> dict:
+def tensors_of(learner: Trained) -> dict:
     """Everything a rank keeps; the random state of rank 0 only."""
     found = _named(learner.model) | moments(learner.model, learner.optimizer)
     if (critic := learner.critic) is not None:
@@ -103,7 +78,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saving:
     """Copies the tensors and writes the copies, all ranks into one folder. group: for this alone."""
     files = {name: WEIGHTS if name.startswith(f"{MODEL}/") else REST for name in tensors}
-    writer = HuggingFaceStorageWriter(str(folder / FOLDER), fqn_to_index_mapping=files, save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder / SHARDS), fqn_to_index_mapping=files, save_distributed=True)
     future = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     assert isinstance(future, Future)
     return Saving(future)
@@ -143,16 +118,16 @@ def restore(folder: Path, learner: Trained) -> None:
 
 def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of every whole tensor."""
-    found = HuggingFaceStorageReader(str(folder / FOLDER)).read_metadata().state_dict_metadata
+    found = HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
     return {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
 
 
 def read(folder: Path, wanted: dict[str, Any]) -> None:
     """Fill these tensors, or this rank's shards of them."""
-    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder / FOLDER)), no_dist=True)
+    dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder / SHARDS)), no_dist=True)
 
 
 def _known(tensors: dict[str, Any], name: str, folder: Path) -> Any:
     if name not in tensors:
-        raise UsageError(f"{folder / FOLDER}: optimiser state for {name}, which the model does not have")
+        raise UsageError(f"{folder / SHARDS}: optimiser state for {name}, which the model does not have")
     return tensors[name]

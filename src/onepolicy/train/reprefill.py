@@ -8,27 +8,25 @@ mixed with an engine's, and nothing makes them unless `replay.source = "reprefil
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
-
-import torch
-from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Weights
 from onepolicy.models.fp32_head import load_weights
-from onepolicy.models.packed_attention import Packing
-from onepolicy.replay.routers import bind_routers
+from onepolicy.train.pack import pack
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RouteSpan, RoutingTrace, Sample
 
 
 class Reprefill:
-    """Takes over `model`, which `prepare_for_training` has made ready for packed samples."""
+    def __init__(self, scorer: PolicyScorer, *, tokens: int, weights: bool = False) -> None:
+        """scorer: of a copy of the model in the engine's dtype, in eval mode, ready for packed samples.
 
-    def __init__(self, model: PreTrainedModel, *, tokens: int, weights: bool = False) -> None:
-        """tokens: slots of one forward (a longer sample gets one of its own); weights: record combine weights too."""
-        self.model, self.version = model.eval(), 0
-        self._routers, self._tokens, self._weights = bind_routers(model), tokens, weights
-        self._device = next(model.parameters()).device
+        tokens: slots of one forward (a longer sample gets one of its own); weights: record combine weights too.
+        """
+        self._scorer, self._tokens, self._weights = scorer, tokens, weights
+        self.version = 0
 
     def fill(self, groups: list[Group]) -> list[Group]:
         """The same groups, every sample with the routes of its path. UsageError if one has routes already."""
@@ -54,7 +52,7 @@ class Reprefill:
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the model's dtype."""
-        load_weights(self.model, weights)
+        load_weights(self._scorer.model, weights)
         self.version = version
 
     def _chunks(self, samples: list[Sample]) -> Iterator[list[Sample]]:
@@ -70,20 +68,12 @@ class Reprefill:
         if chunk:
             yield chunk
 
-    @torch.no_grad()
     def _record(self, samples: list[Sample]) -> list[RoutingTrace]:
-        lengths = [len(sample.tokens) - 1 for sample in samples]
-        bounds = torch.tensor([0, *lengths]).cumsum(0)
-        with self._routers.record(weights=self._weights) as tape:
-            self.model(
-                input_ids=torch.cat([sample.tokens[:-1] for sample in samples]).long()[None].to(self._device),
-                position_ids=torch.cat([torch.arange(n) for n in lengths])[None].to(self._device),
-                use_cache=False,
-                logits_to_keep=1,
-                packing=Packing.of(bounds, self._device),
-            )
-        whole = tape.trace().to("cpu")
+        graded = tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples)  # not yet; nobody reads it here
+        batch = pack([Group(0, graded)])
+        whole = self._scorer.routes(batch.to(self._scorer.device), weights=self._weights).to("cpu")
+        bounds = batch.cu_seqlens.tolist()
         return [
-            dataclasses.replace(whole.rows(start, start + n), spans=(RouteSpan(0, n, "reprefill", self.version),))
-            for start, n in zip(bounds.tolist(), lengths, strict=False)
+            dataclasses.replace(whole.rows(start, stop), spans=(RouteSpan(0, stop - start, "reprefill", self.version),))
+            for start, stop in itertools.pairwise(bounds)
         ]
