@@ -167,9 +167,9 @@ async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
             async with nullcontext() if most is None else Ahead(mine, step) as ahead:
                 for i in range(FILLING + COUNTED):
                     if ahead is None:
-                        result = await rl_step(mine, step, probe=False)
+                        result = await rl_step(mine, step)
                     else:
-                        result = await asynchronous_step(mine, ahead, step, probe=False)
+                        result = await ahead.step(step)
                     step += 1
                     if i >= FILLING:
                         found.setdefault(name, []).append(result.metrics)

@@ -157,8 +157,9 @@ def agreement() -> None:
         groups, _ = asyncio.run(play(step))
         batch = pack(outcomes(groups, parts.config.objective))
         clean.append(agreements(parts.learner, batch, batch.routing.ids))
-        for how, score in (("replayed", parts.learner.score), ("not replayed", parts.learner.score_without_replay)):
-            k3[how].append(measure(score(batch))["mismatch/k3"])
+        scorer = parts.learner.scorer
+        for how, replay in (("replayed", True), ("not replayed", False)):
+            k3[how].append(measure(scorer.score(batch, replay=replay))["mismatch/k3"])
     lowest = torch.stack([layers for layers, _ in clean]).amin(0)
     cells = torch.cat([cells for _, cells in clean])
     print(f"{args.steps} batches, {len(cells)} windows")

@@ -42,6 +42,7 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
         },
         "optim": {"lr": 1e-12},
         "train": {"threads": args.threads},
+        "log": {"counterfactual_every": 0},
     }
     parts, _ = build_parts(resolve(settings))
     asyncio.run(push_weights(parts.learner, parts.engine))
@@ -49,7 +50,7 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
 
 
 def step(parts: Components, number: int) -> dict[str, float]:
-    metrics = asyncio.run(rl_step(parts, number, probe=False)).metrics
+    metrics = asyncio.run(rl_step(parts, number)).metrics
     return {phase: metrics[f"time/{phase}"] for phase in PHASES} | {"k3": metrics["mismatch/k3"]}
 
 

@@ -12,22 +12,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from onepolicy.build.components import Components, build_parts
+from onepolicy.build.components import MeasureComponents, build_measure_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.diagnose.engine_noise import sample, sample_again
 from onepolicy.invariant.probe import start
 from onepolicy.objective.advantages import outcomes
-from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import Scorer, mismatch_of
+from onepolicy.train.rescore import mismatch_of
 from onepolicy.types import TokenBatch
 
 
-def parts_of(model: str, dtype: str) -> Components:
+def parts_of(model: str, dtype: str) -> MeasureComponents:
     engine = {"kind": "vllm", "dtype": dtype, "cache_gib": 0.25, "block_size": 32, "max_len": 128}
     rollout = {"engine": engine, "prompts_per_step": 8, "group_size": 2, "sampling": {"max_tokens": 80}}
     tree = {"model": {"path": model, "dtype": dtype}, "train": {"threads": 1}, "rollout": rollout}
-    return build_parts(measure_config(tree, [], None))[0]
+    return build_measure_parts(measure_config(tree, [], None))[0]
 
 
 def show(what: str, batch: TokenBatch) -> None:
@@ -35,16 +34,15 @@ def show(what: str, batch: TokenBatch) -> None:
     print(f"{what}: {found.differing} of {found.tokens} differ, k3 {found.k3:.2g}", flush=True)
 
 
-async def compare(parts: Components) -> None:
-    learner = parts.learner
-    assert isinstance(learner, LocalLearner)
+async def compare(parts: MeasureComponents) -> None:
+    scorer = parts.scorer
     groups = await sample(parts)
     batch = pack(outcomes(groups, parts.config.objective, max_tokens=parts.config.rollout.sampling.max_tokens))
-    show("fast trainer", Scorer(learner)(batch))
-    if learner.routers is not None:
-        show("fast trainer, routes replayed", Scorer(learner)(batch, replay=True))
-    start(learner.model)
-    show("on-policy trainer", Scorer(learner)(batch))
+    show("fast trainer", scorer.score(batch, replay=False))
+    if scorer.routers is not None:
+        show("fast trainer, routes replayed", scorer.score(batch))
+    start(scorer.model)
+    show("on-policy trainer", scorer.score(batch, replay=False))
     again = await sample_again(parts, groups, batch, alone=True)
     moved = int((again.same & (again.logp != again.before)).sum())
     print(f"vLLM one request at a time: {again.share:.0%} of the tokens come out the same, {moved} of them differ")

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onepolicy.train.scorer import PolicyScorer
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -105,7 +107,7 @@ def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> floa
     if spread is not None:
         spread.shard(model)
     prepare_for_training(model, CPU, compute=None if spread is None else spread.compute)
-    learner = LocalLearner(model, case.config(), routers=bind_routers(model))
+    learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
     step(learner, case)
     state = [t for own in learner.optimizer.state.values() for t in own.values() if isinstance(t, torch.Tensor)]
     standing = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)]

@@ -40,7 +40,7 @@ def main() -> None:
         rows = {quant: [] for quant in runs}
         for step in range(options.steps + 1):
             for quant, parts in runs.items():
-                rows[quant].append(asyncio.run(rl_step(parts, step, probe=False)).metrics)
+                rows[quant].append(asyncio.run(rl_step(parts, step)).metrics)
     print("| rollout.quant | " + " | ".join(f"{name}, s" for name in TIMES) + " | sampling's share | step / first |")
     print("|" + " --- |" * (len(TIMES) + 3))
     first = [row["time/step"] for row in rows[options.formats[0]][1:]]
@@ -69,7 +69,7 @@ def build(folder: Path, quant: str, steps: int, length: int) -> Components:
         "replay": {"mode": "r3"},
         "correction": {"preset": "tis"},
         "eval": {"every": 0},
-        "log": {"tensorboard": False, "report": False},
+        "log": {"tensorboard": False, "report": False, "counterfactual_every": 0},
         "train": {"threads": 1},
     }
     parts, _ = build_parts(resolve(tree, []))

@@ -126,9 +126,9 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
         row: Row = {"step": step}
         if step % EVERY == EVERY - 1:
             groups = outcomes(rollouts.groups, config.objective, max_tokens=config.rollout.sampling.max_tokens)
-            native = measure(parts.learner.score_without_replay(pack(groups)))
+            native = measure(parts.learner.scorer.score(pack(groups), replay=False))
             row |= {f"native/{name}": value for name, value in native.items()}
-        row |= learn(parts, step, rollouts, Clock(), probe=False).metrics
+        row |= learn(parts, step, rollouts, Clock()).metrics
         await push_weights(parts.learner, parts.engine)
         rows.append(row)
         print(arm, seed, step, f"{row['train/reward']:.2f} {row['mismatch/k3']:.1e}", flush=True)

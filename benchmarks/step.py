@@ -65,7 +65,7 @@ class SideBySide(TrainerCallback):
     def on_step_end(self, *_, **__) -> None:
         self.trl.append(since(self.begun))
         begun = now()
-        result = asyncio.run(rl_step(self.parts, len(self.ours), probe=False))
+        result = asyncio.run(rl_step(self.parts, len(self.ours)))
         self.ours.append(since(begun))
         self.split.append({part: result.metrics[f"time/{part}"] for part in PARTS})
 
@@ -86,6 +86,7 @@ def main() -> None:
             },
             "optim": {"lr": 1e-5},
             "train": {"reuse_scoring_forward": True, "threads": args.threads},
+            "log": {"counterfactual_every": 0},
         }
     )
     parts, tokenizer = build_parts(config)

@@ -54,7 +54,7 @@ def main() -> None:
     drawn = []
     for turns in options.turns:
         batch, right = asyncio.run(play(pair.engine, tokenizer, turns, options.episodes))
-        native, replayed = pair.learner.score_without_replay(batch), pair.learner.score_again(batch)
+        native, replayed = pair.scorer.score(batch, replay=False), pair.scorer.score(batch)
         slots = batch.num_slots // batch.num_samples
         print(f"{batch.num_samples} episodes of {turns} turns and {slots} slots; {right:.1%} search as scripted\n")
         rows = [metrics(native.select([i]), replayed.select([i])) for i in range(batch.num_samples)]

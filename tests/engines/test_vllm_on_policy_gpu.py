@@ -11,12 +11,12 @@ import os
 
 import pytest
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_measure_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.diagnose.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import Scorer, mismatch_of
+from onepolicy.train.rescore import mismatch_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -27,12 +27,12 @@ def test_vllm_repeats_itself_to_the_bit_and_is_near_the_trainer(capsys):
     model = {"path": os.environ["ONEPOLICY_MODEL"], "dtype": "bfloat16"}
     rollout = {"engine": {"kind": "vllm", "dtype": "bfloat16"}, "prompts_per_step": 16, "group_size": 2}
     tree = {"model": model, "rollout": rollout, "train": {"device": "cuda"}}
-    parts, _ = build_parts(measure_config(tree, [], None))
+    parts, _ = build_measure_parts(measure_config(tree, [], None))
 
     async def compare():
         groups = await sample(dataclasses.replace(parts, top_logprobs=0))
         batch = pack(outcomes(groups, parts.config.objective, max_tokens=96))
-        return Scorer(parts.learner)(batch), await sample_again(parts, groups, batch, alone=True)
+        return parts.scorer.score(batch, replay=False), await sample_again(parts, groups, batch, alone=True)
 
     scored, alone = asyncio.run(compare())
     assert alone.share == 1.0

@@ -30,8 +30,8 @@ def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
     pair = build_pair(config, source, max_len)
     parts = {part.part: part for part in pair.engine.caps.sizes.parts}
     assert parts["experts"].bytes_after < 0.6 * parts["experts"].bytes_before
-    vocab = pair.learner.model.config.get_text_config().vocab_size
-    asyncio.run(checked_push(pair.learner, pair.engine, vocab=vocab))
+    vocab = pair.scorer.vocabulary
+    asyncio.run(checked_push(pair.scorer, pair.engine, vocab=vocab))
     found = asyncio.run(check_pair(pair, tokenizer, source))
     with capsys.disabled():
         print("\n" + pair.engine.caps.sizes.words(), *(f"{check.name}: {check.measured}" for check in found), sep="\n")

@@ -118,6 +118,6 @@ def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train
     write_step(tmp_path / "mixed", 0, rows_of(stale) + rows_of(fresh))
     assert audit(tmp_path / "mixed", {}).verdict.causes == causes
     parts.learner.model.load_state_dict(_open(str(older)).state_dict())
-    previous = parts.learner.score_without_replay(stale).logp_old
+    previous = parts.learner.scorer.score(stale, replay=False).logp_old
     write_step(tmp_path / "undeclared", 0, rows_of(stale, logp_previous=previous))
     assert audit(tmp_path / "undeclared", {}).verdict.causes == causes

@@ -18,6 +18,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.scorer import PolicyScorer
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
     for (name, a), (_, b) in zip(model.state_dict().items(), learner.model.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     prepare_for_training(model, torch.device("cpu"))
-    again = LocalLearner(model.eval(), learner.config, routers=bind_routers(model))
+    again = LocalLearner(PolicyScorer(model.eval(), learner.config, routers=bind_routers(model)))
     checkpoint.restore_optimizer(path, again)
     assert again.version == learner.version == 1
     _, first, weights = one_step(learner, batch_of())
@@ -157,6 +158,6 @@ def test_no_run_no_checkpoint(tmp_path):
 
 def test_wrong_model_is_refused(saved):
     other = make("qwen3_dense")
-    learner = LocalLearner(other, saved[2].config, routers=None)
+    learner = LocalLearner(PolicyScorer(other, saved[2].config, routers=None))
     with pytest.raises(UsageError, match="which the model does not have"):
         checkpoint.restore_optimizer(saved[1], learner)

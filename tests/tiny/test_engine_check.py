@@ -194,10 +194,10 @@ def checked(sound, kind=Faulty, *, live=False):
     pair, tokenizer, memory = sound
     source = pair.config.model
     engine = kind(pair.engine if live else Recorded(pair.engine, source, memory))
-    pair.learner.version = 0
+    pair.scorer.version = 0
 
     async def run():
-        await pair.engine.load_weights(pair.learner.named_weights(), 0)
+        await pair.engine.load_weights(pair.scorer.named_weights(), 0)
         return await check_pair(dataclasses.replace(pair, engine=engine), tokenizer, source)
 
     found = asyncio.run(run())
@@ -260,11 +260,11 @@ START += [(Untempered, "not tempered"), (HiddenTopK, "outside top_k=5")]
 @pytest.mark.parametrize(("kind", "words"), START, ids=names)
 def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, kind, words):
     pair, tokenizer, _ = sound
-    asyncio.run(pair.engine.load_weights(pair.learner.named_weights(), 0))
+    asyncio.run(pair.engine.load_weights(pair.scorer.named_weights(), 0))
     engine = kind(Recorded(pair.engine, pair.config.model, {}))
     stops = pytest.raises(TrainingError, match=f"{kind.__name__}.*{words}") if words else contextlib.nullcontext()
     with stops:
-        asyncio.run(checked_probabilities(engine, pair.learner, tokenizer))
+        asyncio.run(checked_probabilities(engine, pair.scorer, tokenizer, pair.config))
     assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
 
 

@@ -143,12 +143,12 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
         )
         return pack(outcomes(groups, parts.config.objective))
 
-    exact = parts.learner.score_without_replay(asyncio.run(sampled()))
+    exact = parts.learner.scorer.score(asyncio.run(sampled()), replay=False)
     gaps = []
     for lm_head in ("same", "float32"):
         rollout = RolloutConfig(engine=BF16.model_copy(update={"lm_head": lm_head}))
         model = load_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
-        scored = variant(parts.learner, model=model).score_without_replay(exact)
+        scored = variant(parts.learner.scorer, model=model).score(exact, replay=False)
         gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
     assert gaps[1] < 0.6 * gaps[0]
 

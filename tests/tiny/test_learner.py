@@ -1,5 +1,6 @@
 """The learner against the same step written out by hand on the stock model, and its options against each other."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from models import VOCAB, make
 
+from onepolicy.build.learner import extras_of
 from onepolicy.config import UsageError, resolve
 from onepolicy.correct.weights import reweight
 from onepolicy.models.prepare import prepare_for_training
@@ -16,6 +18,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.train.critic import Critic, explained_variance
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RoutingTrace, Sample
 
 BASE = {
@@ -53,20 +56,27 @@ def batch_of(temperature: float = 1.0):
     return pack([Group(g, tuple(samples[2 * g : 2 * g + 2])) for g in range(4)])
 
 
-def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe") -> LocalLearner:
+def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe", reference=None) -> LocalLearner:
+    """With a critic if the objective has one."""
     replayed = ["replay.min_agreement=0"]  # random routes agree with nothing
     if {"replay.mode=off", "replay.mode=r2"} & set(overrides):
         replayed = []
     config = resolve(BASE, [*replayed, *overrides, "rollout.prompts_per_step=4"])
     model = make(name)
     prepare_for_training(model, torch.device("cpu"))
-    return LocalLearner(model, config, routers=bind_routers(model) if routed else None)
+    critic = None
+    if config.objective.critic is not None:
+        copied = copy.deepcopy(model)
+        protect = "value" in config.correction.protect
+        critic = Critic(copied, config.objective.critic, config.optim, protect=protect)
+    scorer = PolicyScorer(model, config, routers=bind_routers(model) if routed else None)
+    return LocalLearner(scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic)
 
 
 def one_step(learner: LocalLearner, batch, weight=None):
     batch = credit(learner.score(batch), learner.config.objective)
     batch = batch.replace(weight=torch.ones(batch.num_slots) if weight is None else weight, keep=batch.trainable)
-    metrics = learner.step(batch)
+    metrics, learner.scored = learner.step(batch)
     return batch, metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}
 
 
@@ -118,7 +128,7 @@ def test_micro_batches_add_up():
 def test_replay_is_used_in_score_and_update_and_native_routes_are_kept():
     batch = batch_of()
     learner = learner_of()
-    scored, without = learner.score(batch), learner.score_without_replay(batch)
+    scored, without = learner.score(batch), learner.scorer.score(batch, replay=False)
     assert (scored.logp_old - without.logp_old).abs().max() > 1e-3
     assert not torch.equal(scored.routing_native.ids, batch.routing.ids)
     own = batch.replace(routing=without.routing_native)  # its own routes replayed: no difference to a bit
@@ -163,7 +173,7 @@ def test_checkpointing_refuses_dropout():
     model = make("qwen3_moe")
     model.config.attention_dropout = 0.1
     with pytest.raises(UsageError, match=r"attention_dropout=0\.1"):
-        LocalLearner(model, config, routers=None)
+        LocalLearner(PolicyScorer(model, config, routers=None))
     model.config.attention_dropout = 0.0
 
 
@@ -184,8 +194,8 @@ def test_bypass_measures_what_scoring_would_have():
     assert left_out.logp_old is None
     assert metrics["time/score_saved"] > 0
     for name in ("logp_old", "entropy", "gate_mass"):
-        assert torch.equal(getattr(learner.seen, name), getattr(scored, name)), name
-    assert torch.equal(learner.seen.routing_native.ids, scored.routing_native.ids)
+        assert torch.equal(getattr(learner.scored, name), getattr(scored, name)), name
+    assert torch.equal(learner.scored.routing_native.ids, scored.routing_native.ids)
 
 
 @pytest.mark.parametrize(
@@ -208,17 +218,10 @@ def test_entropy_bonus_raises_the_entropy():
     assert entropies == sorted(entropies)
 
 
-def with_critic(learner: LocalLearner) -> LocalLearner:
-    copy = make("qwen3_moe")
-    prepare_for_training(copy, torch.device("cpu"))
-    learner.critic = Critic(copy, learner.config.objective.critic, learner.config.optim)
-    return learner
-
-
 def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     """GAE with lambda = 1 is return - value; the policy's update does not touch the critic's weights and vice versa."""
     settings = ["objective.preset=ppo", "objective.lam=1.0", "objective.critic.lr=1e-2", "objective.normalise=none"]
-    learner = with_critic(learner_of(*settings))
+    learner = learner_of(*settings)
     batch, losses = batch_of(), []
     for step in range(6):
         scored, metrics, _ = one_step(learner, batch)
@@ -249,7 +252,7 @@ def test_an_unprotected_value_term_leaves_out_what_the_loss_rejects():
     """A gate on new / rollout that rejects everything leaves the critic nothing to learn from."""
     gate = 'correction.gates=[{statistic="trainer_prob",low=0.999999,ratio="new/rollout"}]'
     for protect, learns in (('["kl","entropy","value"]', True), ('["kl","entropy"]', False)):
-        learner = with_critic(learner_of("objective.preset=ppo", gate, f"correction.protect={protect}"))
+        learner = learner_of("objective.preset=ppo", gate, f"correction.protect={protect}")
         assert (one_step(learner, batch_of())[1]["train/value_loss"] > 0) == learns
 
 
@@ -258,10 +261,9 @@ def test_reference_is_frozen_and_its_kl_pulls_back():
     moved = {}
     for coef in (0.0, 5.0):
         overrides = [f"objective.kl.coef={coef}", "optim.lr=1e-3", "replay.mode=off"]
-        learner = learner_of(*overrides)
         reference = make("qwen3_moe").requires_grad_(False)
         prepare_for_training(reference, torch.device("cpu"))
-        learner.reference = reference
+        learner = learner_of(*overrides, reference=reference)
         before = {n: p.clone() for n, p in reference.named_parameters()}
         for _ in range(4):
             scored, metrics, _ = one_step(learner, batch_of().replace(routing=None))
@@ -297,7 +299,7 @@ def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fix
             segment=batch.segment,
             advantage=batch.advantage,
         )
-        metrics = learner.step(batch.replace(weight=applied.weight, keep=applied.keep))
+        metrics = learner.step(batch.replace(weight=applied.weight, keep=applied.keep)).metrics
         after.append((metrics["train/grad_norm"], next(learner.model.parameters()).detach().clone()))
     assert after[0][0] == pytest.approx(after[1][0], rel=1e-5)
     torch.testing.assert_close(after[0][1], after[1][1])

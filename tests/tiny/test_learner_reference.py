@@ -1,6 +1,5 @@
 """Gradients of whole learner steps against losses written out in float64 on the stock model, sample by sample."""
 
-import copy
 import itertools
 import math
 
@@ -10,7 +9,6 @@ from models import make
 from test_learner import batch_of, learner_of
 
 from onepolicy.objective.advantages import credit
-from onepolicy.train.critic import Critic
 
 WORST = 2e-4  # of a gradient's norm: float32 against float64, packed against alone
 HEAT = 0.7
@@ -106,8 +104,6 @@ def test_gradient_of_a_step(written):
 def test_gradients_of_a_ppo_step_and_of_its_critic():
     """GAE by its recursion (1506.02438 eq. 16), whitened; the clipped surrogate and the clipped value loss."""
     learner = learner_of("replay.mode=off", "objective.preset=ppo", "objective.critic.clip=0.2")
-    backbone = copy.deepcopy(learner.model)
-    learner.critic = Critic(backbone, learner.config.objective.critic, learner.config.optim)
     with torch.no_grad():
         learner.critic.values.head.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(4))
     batch, found = stepped(learner)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import make
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_measure_parts
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
@@ -68,7 +68,7 @@ class Planted:
 def measured(policy, *overrides, older=0.0, **fault):
     """older: how far the engine's weights are from the trainer's, in shares of each tensor's deviation."""
     config = measure_config({}, [f"model.path={policy}", *SETTINGS, *overrides], None)
-    parts, tokenizer = build_parts(config)
+    parts, tokenizer = build_measure_parts(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, **fault))
 
     async def run():
@@ -76,7 +76,7 @@ def measured(policy, *overrides, older=0.0, **fault):
             generator = torch.Generator().manual_seed(0)
             other = {
                 n: w + older * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
-                for n, w in parts.learner.named_weights()
+                for n, w in parts.scorer.named_weights()
             }
             await parts.engine.load_weights(other.items(), parts.engine.version)
         return await measure_parts(parts, tokenizer, resolve_model(config.model))
@@ -91,7 +91,7 @@ def clean(policy):
 
 def test_a_clean_run_is_not_accused(clean):
     assert clean.verdict.action != "bug", clean.verdict.text()
-    assert clean.look.explained.scorer.factor == 1
+    assert clean.look.explained.rescorer.factor == 1
     assert clean.look.replayed is not None
 
 
@@ -157,7 +157,7 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
     show(fault, found)
     assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
     if "temperature" in causes and "stale" not in causes:  # a stale engine has one of its own
-        assert found.look.explained.scorer.factor == pytest.approx(1.3, abs=0.02)
+        assert found.look.explained.rescorer.factor == pytest.approx(1.3, abs=0.02)
     if bar is not None:
         assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
     elif causes != ("routes",):

@@ -127,7 +127,7 @@ def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
     assert config.rollout.engine.dtype == "float32"
     plant(parts)
     with pytest.raises(TrainingError, match=r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"):
-        asyncio.run(rl_step(parts, 0, probe=False))
+        asyncio.run(rl_step(parts, 0))
     found = asyncio.run(measure_bitwise(parts, "small"))
     assert not found.holds
     assert found.differing > 0
@@ -179,7 +179,7 @@ def test_options_that_bits_have_no_use_for(recipe, option, capsys):
 
 def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
     parts = parts_of(recipe)
-    engine, learner = parts.engine.caps.contract, parts.learner.contract
+    engine, learner = parts.engine.caps.contract, parts.learner.scorer.contract
     agree(engine, learner)
     fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.caps.contract
     with pytest.raises(UsageError, match="same numerics on both sides, but the engine has fast and the trainer on-pol"):

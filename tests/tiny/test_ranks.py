@@ -117,7 +117,7 @@ def one_step(learner, batch):
         advantage=batch.advantage,
     )
     batch = batch.replace(weight=applied.weight, keep=applied.keep)
-    return batch, learner.step(batch)
+    return batch, *learner.step(batch)
 
 
 def weights_of(learner):
@@ -134,7 +134,8 @@ def assert_equal_steps(overrides, several, folder):
     one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
     start = weights_of(one)
     for _ in range(STEPS):
-        (expected, metrics), (found, ranked_metrics) = (one_step(each, batch_for(each)) for each in (one, ranked))
+        steps = (one_step(each, batch_for(each)) for each in (one, ranked))
+        (expected, metrics, seen), (found, ranked_metrics, ranked_seen) = steps
         for name in ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old", "own_logp"):
             if getattr(expected, name) is None:
                 assert getattr(found, name) is None, name
@@ -142,10 +143,10 @@ def assert_equal_steps(overrides, several, folder):
                 torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4)
         assert metrics.keys() == ranked_metrics.keys()
         assert_close(ranked_metrics, metrics)
-        assert (ranked.seen is None) == (one.seen is None)
-        if one.seen is not None:
-            torch.testing.assert_close(ranked.seen.logp_old, one.seen.logp_old, rtol=1e-4, atol=2e-4)
-            assert (ranked.seen.routing_native.ids == one.seen.routing_native.ids).float().mean() > 0.99
+        assert (ranked_seen is None) == (seen is None)
+        if seen is not None:
+            torch.testing.assert_close(ranked_seen.logp_old, seen.logp_old, rtol=1e-4, atol=2e-4)
+            assert (ranked_seen.routing_native.ids == seen.routing_native.ids).float().mean() > 0.99
     first, last = weights_of(one), weights_of(ranked)
     assert first.keys() == last.keys()
     moved = max(float((first[n] - start[n]).abs().max()) for n in first)

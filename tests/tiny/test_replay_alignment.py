@@ -223,7 +223,7 @@ def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
     async def go():
         await push_weights(parts.learner, parts.engine)
         broken = dataclasses.replace(parts, engine=Broken(parts.engine, spoil))
-        return await rl_step(broken, 0, probe=True)
+        return await rl_step(broken, 0)
 
     return asyncio.run(go())
 

@@ -10,20 +10,23 @@ import torch
 from conftest import rows
 from engine_support import build, prompts, ragged, run
 from models import make
-from test_learner import batch_of, learner_of
+from test_learner import BASE, batch_of, learner_of
 
-from onepolicy.config import UsageError
+from onepolicy.config import UsageError, resolve
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.rollout.reprefill import Reprefill
+from onepolicy.replay.routers import bind_routers
 from onepolicy.train.pack import pack
+from onepolicy.train.reprefill import Reprefill
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RouteSpan
 
 
 def _reprefill(name: str = "qwen3_moe", *, tokens: int = 4096, weights: bool = False, seed: int = 0) -> Reprefill:
     model = make(name, seed)
     prepare_for_training(model, torch.device("cpu"))
-    return Reprefill(model, tokens=tokens, weights=weights)
+    scorer = PolicyScorer(model.eval(), resolve(BASE), routers=bind_routers(model))
+    return Reprefill(scorer, tokens=tokens, weights=weights)
 
 
 def _groups(name: str = "qwen3_moe") -> list[Group]:

@@ -106,15 +106,15 @@ def test_a_family_that_packs_wrongly_is_refused_whatever_its_head_rules_out(monk
 def sound():
     """A learner, and a batch in which the engine agrees with it on every token."""
     learner = learner_of("replay.mode=off")
-    batch = learner.score_without_replay(batch_of(HOT).replace(routing=None))
+    batch = learner.scorer.score(batch_of(HOT).replace(routing=None), replay=False)
     return learner, batch.replace(logp_rollout=batch.logp_old)
 
 
 def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
     learner, batch = sound()
     drawn = batch.replace(entropy=-batch.logp_old)  # the tokens are exactly as likely as draws
-    assert temperature(learner, drawn, limit=1.0).passed
-    broken = temperature(learner, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0)
+    assert temperature(learner.scorer, drawn, limit=1.0).passed
+    broken = temperature(learner.scorer, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0)
     assert broken.passed is False
     assert "nan" in broken.measured
 
@@ -123,12 +123,12 @@ def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
 def test_the_test_of_the_temperature_fails_on_a_trainer_that_is_nan(limit):
     learner, batch = sound()
     learner.model.lm_head.weight.data[7] = math.nan
-    found = temperature(learner, learner.score_without_replay(batch), limit)
+    found = temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
     assert found.passed is False
 
 
 def test_the_test_of_the_support_fails_on_a_trainer_that_is_nan():
     learner, batch = sound()
-    assert support(learner, (batch,)).passed is not False
+    assert support(learner.scorer, (batch,)).passed is not False
     learner.model.lm_head.weight.data[7] = math.nan
-    assert support(learner, (batch,)).passed is False
+    assert support(learner.scorer, (batch,)).passed is False

@@ -49,7 +49,7 @@ def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(recipe,
         return 0.0
 
     monkeypatch.setattr(learner, "_update", keep_gradients)
-    metrics = learn(parts, 1, rollouts, Clock(), probe=False).metrics
+    metrics = learn(parts, 1, rollouts, Clock()).metrics
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
     model.load_state_dict(weights)
     rhos = by_hand(model, rollouts.groups, most)

@@ -141,7 +141,7 @@ def test_who_interrupts_an_update_is_told_why_it_takes_a_while(monkeypatch, capl
         run = parts(1)
         run.config.rollout.engine, run.engine = None, None
         async with Ahead(run, first=0) as ahead:
-            step = asyncio.create_task(async_rollouts.asynchronous_step(run, ahead, 0, probe=False))
+            step = asyncio.create_task(ahead.step(0))
             await settle()
             play.gates[0].set()
             await asyncio.to_thread(learning.wait, 60)

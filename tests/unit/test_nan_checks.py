@@ -88,7 +88,7 @@ def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
     copy = object.__new__(weight_sync.Copy)
     copy._dtype = "bfloat16"
-    copy._scorer = SimpleNamespace(score_without_replay=lambda batch: SimpleNamespace(logp_old=torch.zeros(1)))
+    copy._copy = SimpleNamespace(score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1)))
     monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
     assert copy.limit(batch) == weight_sync.FLOOR["bfloat16"]
     monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.launch.launcher import effective
+from onepolicy.launch.place import effective
 from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
@@ -212,7 +212,7 @@ def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(m
 
 
 class Stopped(Exception):
-    from onepolicy.launch.launcher import effective
+    from onepolicy.launch.place import effective
 
 
 def suppressed(call, *args):

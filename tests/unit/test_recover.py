@@ -19,6 +19,7 @@ from onepolicy.run.recovery import outlive, wait_for_server
 from onepolicy.run.result import Rollouts
 from onepolicy.sync.check import adopt
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling
 from waiting import LIMIT_S
 
@@ -33,7 +34,7 @@ def parts(fake, checkpoints, monkeypatch):
     engine = {"kind": "vllm-server", "url": fake.server.url, "dtype": "float32", "patience_s": LIMIT_S}
     tree = {"out": "x", "steps": 9, "model": {"path": fake.model}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
     config = resolve(tree | {"rollout": {"engine": engine}})
-    learner = LocalLearner(checkpoints[1][1], config, routers=None)
+    learner = LocalLearner(PolicyScorer(checkpoints[1][1], config, routers=None))
     learner.version = 3
     engine = connected(fake, retries=1)
     parts = SimpleNamespace(engine=engine, learner=learner, config=config, samplers=[engine])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,9 @@ def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) ->
     """With the weights of `model`, its reference and critic too. ranks: that this process drives, of a sharded one."""
     if ranks is None:
         scorer = build_scorer(config, model)
-        return LocalLearner(scorer, **_beside(config, model, scorer))
+        reference = build_reference(config, scorer.vocabulary, scorer.device)
+        critic = build_critic(model, config, scorer.device)
+        return LocalLearner(scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic)
     assert ranks.team is not None, "a rank builds its part by build_rank_learner"
     from onepolicy.train.sharded.learner import RankedLearner
     from onepolicy.train.sharded.wire import Message
@@ -74,29 +76,22 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     scorer = RankScorer(trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None)
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    return RankLearner(scorer, like=like, **_beside(config, model, scorer, spread))
+    reference = build_reference(config, scorer.vocabulary, ranks.device, spread)
+    critic = build_critic(model, config, ranks.device, spread)
+    extras = extras_of(config, reference=reference, critic=critic)
+    return RankLearner(scorer, like=like, extras=extras, critic=critic)
 
 
-class Beside(TypedDict):
-    """What a learner has beside its scorer."""
-
-    extras: list[Extra]
-    critic: Critic | None
-
-
-def _beside(config: RunConfig, model: ModelConfig, scorer: PolicyScorer, spread: Spread | None = None) -> Beside:
-    extras: list[Extra] = []
-    reference = build_reference(config, scorer.vocabulary, scorer.device, spread)
-    if reference is not None:
-        extras.append(Reference(reference))
-    critic = build_critic(model, config, scorer.device, spread)
+def extras_of(
+    config: RunConfig, *, reference: PreTrainedModel | None = None, critic: Critic | None = None
+) -> list[Extra]:
+    """What an update has beside the policy's own loss, in the order in which the learner calls it."""
+    extras: list[Extra] = [] if reference is None else [Reference(reference)]
     if config.correction.live_part is not None:
         from onepolicy.train.live import LiveCorrection
 
         extras.append(LiveCorrection(config.correction, config.correction.live_part))
-    if critic is not None:
-        extras.append(critic)
-    return {"extras": extras, "critic": critic}
+    return extras if critic is None else [*extras, critic]
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.build.learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.launch.launcher import Place
+from onepolicy.launch.place import Place
 from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, rendezvous
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised

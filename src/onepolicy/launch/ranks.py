@@ -16,7 +16,7 @@ from functools import partial
 import torch.distributed as dist
 
 from onepolicy.config import RunConfig
-from onepolicy.launch.launcher import Launch, Launched, Place
+from onepolicy.launch.place import Launch, Launched, Place
 from onepolicy.train.sharded.channel import Listener, RankLost, advertised
 from onepolicy.train.sharded.team import WAKE, Ranks, Team
 from onepolicy.train.sharded.wire import Message

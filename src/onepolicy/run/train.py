@@ -22,7 +22,8 @@ from onepolicy.envs.multiturn.render import decode
 from onepolicy.files import write_text
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import digest
-from onepolicy.launch.launcher import HERE, Hosts, effective, started_ranks
+from onepolicy.launch.launcher import HERE, Hosts, started_ranks
+from onepolicy.launch.place import effective
 from onepolicy.run import run_folder
 from onepolicy.run.evaluate import attempts, evaluate
 from onepolicy.run.hooks import is_probe

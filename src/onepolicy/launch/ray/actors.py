@@ -17,7 +17,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from onepolicy.config import NotThere, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
-from onepolicy.launch.launcher import Hosts, Launched, Place
+from onepolicy.launch.launcher import Hosts
+from onepolicy.launch.place import Launched, Place
 from onepolicy.launch.ranks import INTERFACE, loopback, over_loopback
 from onepolicy.launch.ray.placement import Needs, Room, Where, table
 from onepolicy.launch.ray.rank_actor import RankProcess, about

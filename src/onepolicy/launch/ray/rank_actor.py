@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import ray
 
-from onepolicy.launch.launcher import Place
+from onepolicy.launch.place import Place
 from onepolicy.no_statistics import turn_off
 
 

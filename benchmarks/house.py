@@ -1,0 +1,183 @@
+"""Measure the code's shape: files, lines, what a run imports, what one step runs through, circles.
+
+python benchmarks/house.py            # the static counts, in a second
+python benchmarks/house.py --steps    # also which files one plain local step runs, by tracing it (a minute)
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "src"
+PACKAGE = ROOT / "onepolicy"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package and its file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path], *, lazy: bool) -> set[str]:
+    """The package's modules that a file imports; lazy: also inside functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in _nodes(ast.parse(path.read_text()), lazy):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in names]
+        found |= {name for name in names if name in known}
+    return found
+
+
+def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not lazy and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only):
+            continue
+        yield node
+        yield from _nodes(node, lazy)
+
+
+def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """All modules that come with `start`, its packages' __init__ included."""
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parts = name.split(".")
+        todo += graph[name]
+        todo += [".".join(parts[:n]) for n in range(1, len(parts))]
+    return seen
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of two modules or more."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(name: str, edges: dict[str, set[str]], out: list[str]) -> None:
+        stack = [(name, iter(sorted(edges[name])))]
+        seen.add(name)
+        while stack:
+            here, rest = stack[-1]
+            following = next((n for n in rest if n not in seen), None)
+            if following is None:
+                out.append(here)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(sorted(edges[following]))))
+
+    for name in graph:
+        if name not in seen:
+            visit(name, graph, order)
+    back: dict[str, set[str]] = {name: set() for name in graph}
+    for name, others in graph.items():
+        for other in others:
+            back[other].add(name)
+    seen.clear()
+    found = []
+    for name in reversed(order):
+        if name not in seen:
+            group: list[str] = []
+            visit(name, back, group)
+            if len(group) > 1:
+                found.append(sorted(group))
+    return found
+
+
+def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph of the top folders."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:2])
+
+    found: dict[str, set[str]] = {room(name): set() for name in graph}
+    for name, others in graph.items():
+        found[room(name)] |= {room(other) for other in others} - {room(name), "onepolicy"}
+    return found
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+TRACE = """
+import sys, threading, json
+files = set()
+def watch(frame, event, argument):
+    if event == "call":
+        files.add(frame.f_code.co_filename)
+{imports}
+from onepolicy.{step} import rl_step
+import onepolicy.{step} as step_module
+import onepolicy.{train} as train_module
+inner = step_module.rl_step
+async def traced(*arguments, **named):
+    sys.setprofile(watch); threading.setprofile(watch)
+    try:
+        return await inner(*arguments, **named)
+    finally:
+        sys.setprofile(None); threading.setprofile(None)
+for module in (step_module, train_module):
+    if hasattr(module, "rl_step"):
+        module.rl_step = traced
+from onepolicy.cli import main
+code = main(sys.argv[1:])
+print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))
+"""
+
+
+def step_files(step: str, train: str, settings: list[str]) -> list[Path]:
+    """The package's files in which one step of the quickstart calls a function."""
+    code = TRACE.format(imports="", step=step, train=train)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=False
+        )
+    found = [line for line in done.stdout.splitlines() if line.startswith("FILES")]
+    if not found:
+        raise SystemExit(done.stdout + done.stderr)
+    return [Path(name) for name in json.loads(found[0].removeprefix("FILES ")) if str(PACKAGE) in name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", action="store_true", help="trace one step with and without replay")
+    parser.add_argument("--old", action="store_true", help="names of the modules before the rooms")
+    arguments = parser.parse_args()
+    step, train = ("loop.step", "loop.run") if arguments.old else ("run.step", "run.train")
+    known = modules()
+    eager = {name: imported(path, known, lazy=False) for name, path in known.items()}
+    every = {name: imported(path, known, lazy=True) for name, path in known.items()}
+    print(f"files {len(known)}, lines {lines(list(known.values())):,}")
+    for entry in (train, step):
+        names = closure(f"onepolicy.{entry}", eager)
+        print(f"import closure of {entry}: {len(names)} files, {lines([known[n] for n in names]):,} lines")
+    print(f"folder circles: {circles(rooms(every))}")
+    print(f"file circles, TYPE_CHECKING and lazy imports included: {circles(every)}")
+    if arguments.steps:
+        for name, settings in (("one plain local step", []), ("the same without replay", ["replay.mode=off"])):
+            used = step_files(step, train, ["log.counterfactual_every=0", "eval.every=0", *settings])
+            print(f"{name}: {len(used)} files, {lines(used):,} lines")
+
+
+if __name__ == "__main__":
+    main()
