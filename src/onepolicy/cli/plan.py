@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onepolicy.cli.common import command, prepare_process, say
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.place import check_place
-from onepolicy.plan.hardware import Cluster, parse_cluster
+
+if TYPE_CHECKING:
+    from onepolicy.plan.hardware import Cluster
 
 RECIPE = "recipes/cluster/deepseek_v3_512gpu.toml"
 TEXT = """\
@@ -65,6 +68,8 @@ def _count(text: str) -> int:
 def run_plan(arguments: argparse.Namespace) -> int:
     """The exit status: 0 if a split fits, else 1."""
     say(f"reading {arguments.recipe}")
+    from onepolicy.plan.hardware import parse_cluster
+
     cluster = parse_cluster(arguments.cluster, arguments.constant)
     config = load(arguments.recipe, arguments.overrides)
     if arguments.json is not None:
@@ -74,12 +79,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
         if arguments.json.is_dir():
             raise UsageError(f"--json: {arguments.json} is a folder; name a file")
     prepare_process(1)
-    from rich.console import Console
-
-    return _plan(arguments, config, cluster, Console())
+    return _plan(arguments, config, cluster)
 
 
-def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, console: object) -> int:
+def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
     from rich.console import Console
 
     from onepolicy.build.components import resolve_model
@@ -89,7 +92,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster, co
     from onepolicy.plan.traffic import traffic_of
     from onepolicy.plan.work import in_process, replicated
 
-    assert isinstance(console, Console)
+    console = Console()
     if arguments.sync and in_process(config):
         raise UsageError("--sync: the engine is in the learner's process, so weights are copied; leave it out")
     if arguments.sync and replicated(config):
