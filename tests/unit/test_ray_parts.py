@@ -1,4 +1,4 @@
-"""What cluster/ does without a running Ray: settings, room and messages."""
+"""What launch/ray/ does without a running Ray: settings, room and messages."""
 
 import pytest
 import torch
