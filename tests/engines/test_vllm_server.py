@@ -35,7 +35,6 @@ from onepolicy.cli import main
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.rollout.vllm import handover
 from onepolicy.rollout.vllm import server as served
 from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Sender
@@ -114,7 +113,7 @@ class SendsAnOldVersion(Sender):
         return super().send(weights, version - 1)
 
 
-def rewritten(change, original=handover.written):
+def rewritten(change, original=served.written):
     """`change` is made to the files of a step before the server reads them."""
 
     def written(*args):
@@ -140,7 +139,13 @@ FAULTS = {
         FlipsAByte(module.flattened),
         r"receiver 1 .*bytes of '",
     ),
-    "broadcast, an old version": ("gloo", handover, "Sender", SendsAnOldVersion, "version 4 came instead of version 5"),
+    "broadcast, an old version": (
+        "gloo",
+        served,
+        "Sender",
+        SendsAnOldVersion,
+        "version 4 came instead of version 5",
+    ),
     "files, a flipped byte": ("disk", served, "written", rewritten(flip), r"the bytes of '.*experts\.7.*' are not"),
     "files, no such tensor": ("disk", served, "written", rewritten(dict.pop), r"1 tensors are missing, .*experts\.7"),
 }

@@ -18,8 +18,8 @@ from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
 from onepolicy.objective.advantages import compare, credit
 from onepolicy.objective.gae import value_loss
-from onepolicy.objective.kl import kl_estimate
 from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.surrogate import kl_estimate
 from onepolicy.types import TokenBatch
 
 ROOT = Path(__file__).parents[2]

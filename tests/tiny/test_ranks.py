@@ -28,7 +28,7 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded import learner as sharded
-from onepolicy.train.sharded.export import export
+from onepolicy.train.sharded.learner import export
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.wire import batch_of as batch_in
 from onepolicy.types import RoutingTrace

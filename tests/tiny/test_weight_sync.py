@@ -10,8 +10,7 @@ from models import make
 
 from onepolicy.config import TrainingError
 from onepolicy.sync import broadcast
-from onepolicy.sync.broadcast import Receiver, Sender
-from onepolicy.sync.buckets import flattened
+from onepolicy.sync.broadcast import Receiver, Sender, flattened
 
 
 def sent(engine, model, version, *, promised=None):

@@ -6,7 +6,7 @@ import pytest
 
 from onepolicy.envs.tasks import grading
 from onepolicy.envs.tasks.grading import MathGrader, answer_text, exact
-from onepolicy.envs.tasks.safe_expression import harmless
+from onepolicy.envs.tasks.reasoning_gym import harmless
 from waiting import LIMIT_S
 
 

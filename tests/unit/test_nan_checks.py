@@ -12,7 +12,7 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.diagnose.measure import _beyond, _stale
 from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import Check
-from onepolicy.rollout.servers.logprob_check import check_probabilities
+from onepolicy.rollout.servers.start_up import check_probabilities
 from onepolicy.sync import check as sync_check
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose

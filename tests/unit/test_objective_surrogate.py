@@ -12,8 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig, objective_presets
-from onepolicy.objective.kl import kl_estimate, kl_loss
-from onepolicy.objective.surrogate import Surrogate, surrogate
+from onepolicy.objective.surrogate import Surrogate, kl_estimate, kl_loss, surrogate
 
 PRESETS = list(objective_presets())
 

@@ -18,8 +18,7 @@ from onepolicy.plan.dry import Held
 from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
 from onepolicy.plan.hardware import Constant, parse_cluster
 from onepolicy.plan.memory import gathered, learner_memory, save_of, start_memory
-from onepolicy.plan.times import decode, learning, rollout, sync, sync_way
-from onepolicy.plan.traffic import traffic_of
+from onepolicy.plan.times import decode, learning, rollout, sync, sync_way, traffic_of
 from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active

@@ -15,7 +15,7 @@ from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.reply import continued
 from onepolicy.sync import broadcast
-from onepolicy.sync.buckets import split
+from onepolicy.sync.broadcast import split
 from onepolicy.sync.check import adopt, checked_push
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling

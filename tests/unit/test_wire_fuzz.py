@@ -12,8 +12,7 @@ from test_ranks_parts import batch_with
 from onepolicy.config import TrainingError
 from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
 from onepolicy.sync.board import Board, Invitation
-from onepolicy.sync.broadcast import Bucket, End
-from onepolicy.sync.buckets import likes
+from onepolicy.sync.broadcast import Bucket, End, likes
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import advertised, read_advertised
 from onepolicy.train.sharded.rank import Command, Updated

@@ -89,7 +89,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     from onepolicy.plan.mends import mends
     from onepolicy.plan.planner import Planner, best
     from onepolicy.plan.table import render, tree
-    from onepolicy.plan.traffic import traffic_of
+    from onepolicy.plan.times import traffic_of
     from onepolicy.plan.work import in_process, replicated
 
     console = Console()

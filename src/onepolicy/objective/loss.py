@@ -7,8 +7,7 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.config.correction import TERMS, Term
-from onepolicy.objective.kl import kl_loss
-from onepolicy.objective.surrogate import surrogate
+from onepolicy.objective.surrogate import kl_loss, surrogate
 from onepolicy.types import TokenBatch
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from onepolicy.plan.dims import billions
 from onepolicy.plan.planner import Option, Planner, Split
-from onepolicy.plan.traffic import Traffic
+from onepolicy.plan.times import Traffic
 from onepolicy.plan.work import in_process
 
 Tree = dict[str, Any]

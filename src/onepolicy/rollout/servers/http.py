@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import ipaddress
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +21,38 @@ from onepolicy.config import NotThere, ServerEngineConfig, TrainingError, UsageE
 from onepolicy.config.address import check_url
 from onepolicy.rollout.servers.replies import MOST_BYTES, Malformed, as_json, field, read_body
 from onepolicy.rollout.servers.token import left_for, token_of
+
+
+class Traffic:
+    """Of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, slots: int) -> None:
+        self.loop, self.running = loop, 0
+        self.open, self.idle = asyncio.Event(), asyncio.Event()
+        self.open.set()
+        self.idle.set()
+        self._slots = asyncio.Semaphore(slots)
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Held by a request; waits while all slots are taken, or it is not open."""
+        async with self._slots:
+            await self.open.wait()
+            self.running += 1
+            self.idle.clear()
+            try:
+                yield
+            finally:
+                self.running -= 1
+                if not self.running:
+                    self.idle.set()
+
+
+def here(known: Traffic | None, slots: int) -> Traffic:
+    """`known`, if it is that of the running event loop; nothing of an earlier one can be running."""
+    loop = asyncio.get_running_loop()
+    return known if known is not None and known.loop is loop else Traffic(loop, slots)
+
 
 if TYPE_CHECKING:
     import httpx2

@@ -19,10 +19,8 @@ from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
-from onepolicy.rollout.servers.concurrency import Traffic, here
-from onepolicy.rollout.servers.connect import connect, refuse_nccl_without_cuda
-from onepolicy.rollout.servers.http import EngineLost, clients
-from onepolicy.rollout.servers.logprob_check import check_probabilities
+from onepolicy.rollout.servers.http import EngineLost, Traffic, clients, here
+from onepolicy.rollout.servers.start_up import check_probabilities, connect, refuse_nccl_without_cuda
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
 from onepolicy.rollout.sglang.handshake import FIRST, Name, Served, handshake, name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMServerConfig
+from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
@@ -22,18 +22,71 @@ from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
-from onepolicy.rollout.servers.concurrency import Traffic, here
-from onepolicy.rollout.servers.connect import connect, refuse_nccl_without_cuda
-from onepolicy.rollout.servers.http import EngineClient, EngineLost, clients
-from onepolicy.rollout.servers.logprob_check import check_probabilities
+from onepolicy.rollout.servers.http import EngineClient, EngineLost, Traffic, clients, here, place_of
 from onepolicy.rollout.servers.replies import Malformed, field
+from onepolicy.rollout.servers.start_up import check_probabilities, connect, refuse_nccl_without_cuda
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
-from onepolicy.rollout.vllm.handover import by_broadcast, from_files, written
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
 from onepolicy.rollout.vllm.reply import continued, parameters
+from onepolicy.sync.broadcast import GivenUp, Sender
+from onepolicy.sync.checksum import Checksums, Sums
+from onepolicy.sync.group import in_thread, own_address
 from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
+
+CallWorkers = Callable[..., Awaitable[list[Any]]]
+"""A method of rollout/vllm/worker.py and its arguments -> what each worker returned."""
+
+
+def written(files: WeightFiles, weights: Weights, version: int) -> tuple[Path, Sums]:
+    """Files of these tensors, and their checksums."""
+    checksums = Checksums()
+    folder = files.write(checksums.passing(weights), version)
+    return folder, checksums.take()
+
+
+async def from_files(call: CallWorkers, folder: Path, sums: Sums, version: int) -> None:
+    """TrainingError if a worker has read other bytes than were written."""
+    for worker, problem in enumerate(await call("onepolicy_load_files", str(folder), sums)):
+        if problem["difference"] is not None:
+            raise TrainingError(
+                f"rollout.engine.sync_dir: weights of version {version} in {folder}, as worker {worker} of the vLLM "
+                f"server read them: {problem['difference']}"
+            )
+
+
+async def by_broadcast(
+    call: CallWorkers, weights: Weights, version: int, *, config: VLLMServerConfig, workers: int
+) -> None:
+    """call: one that tries once, because a broadcast cannot be repeated from one end."""
+    assert config.sync != "disk"
+    try:
+        host = own_address(*place_of(config.url))
+    except OSError as error:
+        raise EngineLost(f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}") from error
+    with Sender(receivers=workers, backend=config.sync, host=host, timeout_s=config.timeout_s) as sender:
+
+        async def receive() -> list[str]:
+            try:
+                told = await call("onepolicy_receive", sender.invitation, version)
+                problems = [each["problem"] for each in told if each["problem"]]
+            except BaseException:
+                sender.give_up()  # nobody will come any more
+                raise
+            if problems:
+                sender.give_up()
+            return problems
+
+        sending = in_thread(partial(sender.send, weights, version))
+        problems, sent = await asyncio.gather(receive(), sending, return_exceptions=True)
+        if isinstance(problems, BaseException):
+            raise problems
+        if problems and isinstance(sent, GivenUp):
+            raise TrainingError(problems[0])
+        if isinstance(sent, BaseException):
+            raise sent
+
 
 INCOMPLETE = "incomplete"  # ends the name of weights of which some may have come
 ABORT_EVERY = 0.1  # s, while requests that reached a paused server are waited for
