@@ -46,7 +46,7 @@ from onepolicy import bind_routers  # noqa: E402
 from onepolicy.build.components import build_parts  # noqa: E402
 from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
-from onepolicy.mismatch.routing import routing_agreement  # noqa: E402
+from onepolicy.divergence.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402

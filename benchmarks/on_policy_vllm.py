@@ -14,8 +14,8 @@ import asyncio
 
 from onepolicy.build.components import MeasureComponents, build_measure_parts
 from onepolicy.build.measure_settings import measure_config
-from onepolicy.diagnose.engine_noise import sample, sample_again
 from onepolicy.invariant.probe import start
+from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import mismatch_of

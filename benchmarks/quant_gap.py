@@ -15,7 +15,7 @@ from onepolicy.build.calibrate import calibrate
 from onepolicy.build.components import build_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.correct.predict import predict
-from onepolicy.diagnose.measure import look
+from onepolicy.measure.measure import look
 from onepolicy.train.rescore import mismatch_of
 
 FORMATS = {

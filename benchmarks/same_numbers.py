@@ -37,7 +37,9 @@ RUNS = {  # the five that are asked for, then one for each option of the learner
     "critic": QUICK + SMALL + " objective.preset=ppo",
     "reference": QUICK + SMALL + " objective.kl.coef=0.01",
     "bypass": QUICK + SMALL + " correction.preset=ppo-is objective.mini_steps=2 train.reuse_scoring_forward=false",
-    "centering": QUICK + SMALL + " correction.preset=score-centering objective.surrogate=pg train.reuse_scoring_forward=false",
+    "centering": QUICK
+    + SMALL
+    + " correction.preset=score-centering objective.surrogate=pg train.reuse_scoring_forward=false",
     "live": QUICK + SMALL + " correction.preset=opsm objective.mini_steps=2 train.reuse_scoring_forward=false",
     "gspo": QUICK + SMALL + " objective.preset=gspo objective.mini_steps=2 train.reuse_scoring_forward=false",
     "dapo": QUICK + SMALL + " objective.preset=dapo",

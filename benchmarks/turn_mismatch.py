@@ -24,12 +24,12 @@ from turn_task import Chain, found, make_data, make_long_policy, make_policy, qu
 
 from onepolicy.build.components import build_pair
 from onepolicy.config import load
+from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.envs.multiturn.chat_template import encode
 from onepolicy.envs.multiturn.render import decode
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
-from onepolicy.mismatch.breakdown import TURNS, turn_bins, turn_name
-from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.models.load import load_tokenizer
 from onepolicy.report.png import write_figures
 from onepolicy.report.turns import NATIVE, by_turn

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onepolicy.mismatch.breakdown import turn_name
+from onepolicy.divergence.breakdown import turn_name
 from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, Look, Spec, axis, line
 from onepolicy.report.turns import K3, NATIVE, Curve, by_turn
 

@@ -15,7 +15,7 @@ import torch
 import onepolicy as op
 from onepolicy.config import HFEngineConfig, ModelConfig, ObjectiveConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.mismatch.routing import routing_disagreement
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import credit, outcomes

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from onepolicy.correct.receipt import combine
     from onepolicy.correct.slots import slots
     from onepolicy.correct.weights import finish, partials, reweight
-    from onepolicy.mismatch.logprob import mismatch
-    from onepolicy.mismatch.routing import routing_disagreement
+    from onepolicy.divergence.logprob import mismatch
+    from onepolicy.divergence.routing import routing_disagreement
     from onepolicy.replay.alignment import check_alignment
     from onepolicy.replay.axes import trace_from
     from onepolicy.replay.checks import RoutingError
@@ -42,8 +42,8 @@ _PUBLIC = {
     "finish": "onepolicy.correct.weights",
     "partials": "onepolicy.correct.weights",
     "reweight": "onepolicy.correct.weights",
-    "mismatch": "onepolicy.mismatch.logprob",
-    "routing_disagreement": "onepolicy.mismatch.routing",
+    "mismatch": "onepolicy.divergence.logprob",
+    "routing_disagreement": "onepolicy.divergence.routing",
     "check_alignment": "onepolicy.replay.alignment",
     "trace_from": "onepolicy.replay.axes",
     "RoutingError": "onepolicy.replay.checks",

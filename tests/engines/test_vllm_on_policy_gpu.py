@@ -13,7 +13,7 @@ import pytest
 
 from onepolicy.build.components import build_measure_parts
 from onepolicy.build.measure_settings import measure_config
-from onepolicy.diagnose.engine_noise import sample, sample_again
+from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import mismatch_of

@@ -18,7 +18,7 @@ from onepolicy.config import CorrectionConfig
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import Applied, reweight
-from onepolicy.mismatch.logprob import mismatch
+from onepolicy.divergence.logprob import mismatch
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-oracle" / "bin" / "python"

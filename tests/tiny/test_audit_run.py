@@ -14,7 +14,7 @@ from onepolicy.audit.run import audit
 from onepolicy.build import components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
-from onepolicy.diagnose.measure import _open, look
+from onepolicy.measure.measure import _open, look
 from onepolicy.sync.check import push_weights
 
 EVERY_STEP = (

@@ -13,8 +13,8 @@ from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.diagnose.measure import measure_parts
-from onepolicy.diagnose.result import to_tree
+from onepolicy.measure.measure import measure_parts
+from onepolicy.measure.result import to_tree
 from onepolicy.tiny.model import make_dense, make_model
 
 SETTINGS = [

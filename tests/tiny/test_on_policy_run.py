@@ -15,9 +15,9 @@ from onepolicy.build.components import build_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
-from onepolicy.diagnose.bitwise import measure_bitwise
 from onepolicy.invariant.contract import agree
 from onepolicy.invariant.fingerprint import digest
+from onepolicy.measure.bitwise import measure_bitwise
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, said, summary
 from onepolicy.run import run_folder

@@ -19,7 +19,7 @@ from torch import Tensor
 from onepolicy import bind_routers
 from onepolicy.build.components import Components, build_parts
 from onepolicy.config import UsageError, resolve
-from onepolicy.mismatch.routing import routing_agreement
+from onepolicy.divergence.routing import routing_agreement
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, windows

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.mismatch.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.mismatch.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
-from onepolicy.mismatch.logprob import mismatch
+from onepolicy.divergence.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
+from onepolicy.divergence.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
+from onepolicy.divergence.logprob import mismatch
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
 from onepolicy.verdict.rules import CAUSES, Gap, verdict
 

@@ -24,7 +24,7 @@ from onepolicy.audit.run import audit, run_audit
 from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.sketch import Sketch
 from onepolicy.cli import main
-from onepolicy.mismatch.logprob import mismatch
+from onepolicy.divergence.logprob import mismatch
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.verdict.rules import CAUSES
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
 FLOORS = """
 __main__
 cli
-diagnose plan
+measure plan
 run
 engine_check
 launch
@@ -24,14 +24,14 @@ audit rollout train envs tiny
 report invariant sync
 replay models
 verdict
-mismatch correct objective
+divergence correct objective
 interfaces layout
 types
 config files
 no_statistics
 """
 RANK = {room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()}
-ONLY_TORCH = {"mismatch", "correct", "objective", "verdict"}
+ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 
@@ -111,13 +111,20 @@ def test_is_imported_in_one_folder_only(package, folder):
 def test_direction_test_sees_a_wrong_import(tmp_path):
     (tmp_path / "bad.py").write_text("def f():\n    from onepolicy.run import step\n")
     assert imports(tmp_path / "bad.py") == ["onepolicy.run.step"]
-    assert RANK["run"] > RANK["mismatch"]
+    assert RANK["run"] > RANK["divergence"]
 
 
 @pytest.mark.parametrize("code", ["import onepolicy", "import onepolicy.config", "import onepolicy.cli"])
 def test_loads_no_torch(code):
     check = f"{code}; import sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_no_room_has_the_name_of_a_public_function():
+    """`import onepolicy.mismatch` would put the package where `onepolicy.mismatch` the function is looked up."""
+    import onepolicy
+
+    assert not set(onepolicy.__all__) & set(RANK)
 
 
 def test_public_names_resolve():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepolicy.mismatch.distribution import distances
+from onepolicy.divergence.distribution import distances
 
 
 def of(p, q, top):

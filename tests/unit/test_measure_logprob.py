@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.mismatch.logprob import mismatch
+from onepolicy.divergence.logprob import mismatch
 
 LOGP = st.floats(min_value=-30, max_value=0, allow_nan=False, width=32)
 PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=20)

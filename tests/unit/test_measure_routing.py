@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.mismatch.routing import routing_disagreement
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.types import RoutingTrace, id_dtype
 
 

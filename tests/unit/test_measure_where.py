@@ -5,8 +5,8 @@ import torch
 from envs_support import make_tokenizer
 
 from onepolicy.config import ObjectiveConfig
-from onepolicy.diagnose.breakdowns import where
-from onepolicy.mismatch.breakdown import TURNS, turn_bins, turn_name
+from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
+from onepolicy.measure.breakdowns import where
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample

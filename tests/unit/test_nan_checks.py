@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.diagnose.measure import _beyond, _stale
 from onepolicy.engine_check import command, weight_sync
 from onepolicy.engine_check.checks import Check
+from onepolicy.measure.measure import _beyond, _stale
 from onepolicy.rollout.servers.start_up import check_probabilities
 from onepolicy.sync import check as sync_check
 from onepolicy.train import rescore
@@ -176,7 +176,7 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
 
 
 def test_findings_stay_where_the_refit_is_nan(monkeypatch):
-    monkeypatch.setattr("onepolicy.diagnose.measure.k3_of", lambda batch: 1.0)
+    monkeypatch.setattr("onepolicy.measure.measure.k3_of", lambda batch: 1.0)
     why = SimpleNamespace(aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0))
     seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
     assert _beyond(seen) == ()

@@ -17,8 +17,8 @@ from onepolicy.audit.schema import Array, Block
 from onepolicy.audit.sketch import Sketch
 from onepolicy.config import UsageError
 from onepolicy.correct.histogram import BINS, histogram
-from onepolicy.mismatch.attribution import k3_terms
-from onepolicy.mismatch.routing import differing_experts
+from onepolicy.divergence.attribution import k3_terms
+from onepolicy.divergence.routing import differing_experts
 from onepolicy.report.words import number
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 

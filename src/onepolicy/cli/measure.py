@@ -18,7 +18,7 @@ from onepolicy.config.present import check_model, check_task
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onepolicy.diagnose.bitwise import Bitwise
+    from onepolicy.measure.bitwise import Bitwise
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -101,8 +101,8 @@ def run_measure(arguments: argparse.Namespace) -> int:
     prepare_process(config.train.threads)
     from rich.console import Console
 
-    from onepolicy.diagnose import measure, result
-    from onepolicy.diagnose.bitwise import Bitwise
+    from onepolicy.measure import measure, result
+    from onepolicy.measure.bitwise import Bitwise
     from onepolicy.report.measure import summary, write_report
 
     console = Console()
@@ -132,7 +132,7 @@ def run_measure(arguments: argparse.Namespace) -> int:
 
 def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     """Exit status 1 if any bit differs, or could."""
-    from onepolicy.diagnose.bitwise import write
+    from onepolicy.measure.bitwise import write
     from onepolicy.report.bitwise import summary
 
     written = None if out is None else write(found, out)

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import RunConfig, TrainingError
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.divergence.logprob import mismatch
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.invariant.require_equal import require_equal
-from onepolicy.mismatch.logprob import mismatch
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch

@@ -15,6 +15,7 @@ from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.engine_check.checks import (
     HOT,
     Check,
@@ -27,7 +28,6 @@ from onepolicy.engine_check.checks import (
     scored,
 )
 from onepolicy.engine_check.weight_sync import Copy, sync
-from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import Misaligned, check_completion
 from onepolicy.train.scorer import PolicyScorer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.invariant.fingerprint import cannot_claim
-from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.types import Group, TokenBatch
 
 NAMES_IT = "`onepolicy measure --numerics on-policy --recipe ...` names the operator"

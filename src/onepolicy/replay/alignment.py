@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
-from onepolicy.mismatch.routing import routing_agreement
+from onepolicy.divergence.routing import routing_agreement
 from onepolicy.replay.checks import Misaligned, constant_layers
 from onepolicy.types import RoutingTrace
 

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-Tree = dict[str, Any]  # Bitwise of diagnose/bitwise.py, as in bitwise.json
+Tree = dict[str, Any]  # Bitwise of measure/bitwise.py, as in bitwise.json
 HELD = "Engine and trainer are one policy, to the last bit."
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from onepolicy.mismatch.logprob import Mismatch, mismatch
+from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.report.figure import (
     NEUTRAL,
     REPLAY,

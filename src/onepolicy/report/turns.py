@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from onepolicy.mismatch.breakdown import turn_name
+from onepolicy.divergence.breakdown import turn_name
 from onepolicy.report.figure import TRAINER, Absent, Figure, LogScale, Look, Spec, axis, line
 from onepolicy.report.mismatch import counterfactual_missing, trained_label
 from onepolicy.report.run import Run

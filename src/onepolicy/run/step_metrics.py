@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from onepolicy.divergence.attribution import k3_terms
+from onepolicy.divergence.breakdown import TURNS, turn_bins
+from onepolicy.divergence.logprob import mismatch
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.files import replaced
 from onepolicy.interfaces import Scorer
-from onepolicy.mismatch.attribution import k3_terms
-from onepolicy.mismatch.breakdown import TURNS, turn_bins
-from onepolicy.mismatch.logprob import mismatch
-from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.types import TokenBatch
 
 PROBE_ROUTES = 2**20

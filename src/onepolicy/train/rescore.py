@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import FromRollout
+from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.interfaces import Scorer
-from onepolicy.mismatch.logprob import Mismatch, mismatch
 from onepolicy.models.narrow import WHOLE, narrow
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.pack import micro_batches

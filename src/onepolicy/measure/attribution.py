@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ModelConfig
-from onepolicy.diagnose.engine_noise import Again
-from onepolicy.mismatch.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
+from onepolicy.divergence.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
+from onepolicy.measure.engine_noise import Again
 from onepolicy.models.linear import plain
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.build.components import MeasureComponents
-from onepolicy.diagnose.engine_noise import ALONE, sample, sample_again
-from onepolicy.diagnose.first_difference import Difference, first_difference
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.invariant.fingerprint import cannot_claim
 from onepolicy.invariant.require_equal import differing, place
-from onepolicy.mismatch.routing import routing_disagreement
+from onepolicy.measure.engine_noise import ALONE, sample, sample_again
+from onepolicy.measure.first_difference import Difference, first_difference
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import logp_of, mismatch_of

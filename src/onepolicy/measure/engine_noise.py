@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.build.components import SamplingComponents
+from onepolicy.divergence.logprob import mismatch
+from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.mismatch.logprob import mismatch
-from onepolicy.mismatch.routing import routing_disagreement
 from onepolicy.rollout.collect import collect
 from onepolicy.types import Completion, Group, RoutingTrace, Sample, Sampling, TokenBatch
 

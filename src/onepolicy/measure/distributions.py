@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.diagnose.breakdowns import BEFORE, WORST, text_of
+from onepolicy.divergence.breakdown import places
+from onepolicy.divergence.distribution import Distances, distances
 from onepolicy.interfaces import EngineCaps
-from onepolicy.mismatch.breakdown import places
-from onepolicy.mismatch.distribution import Distances, distances
+from onepolicy.measure.breakdowns import BEFORE, WORST, text_of
 from onepolicy.types import TokenBatch
 
 EDGES = tuple(10 ** (tenth / 10) for tenth in range(-60, 1))

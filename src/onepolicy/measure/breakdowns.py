@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.mismatch.breakdown import (
+from onepolicy.divergence.breakdown import (
     CLASSES,
     ENTROPIES,
     PLACES,
@@ -24,7 +24,7 @@ from onepolicy.mismatch.breakdown import (
     turn_bins,
     turn_name,
 )
-from onepolicy.mismatch.breakdown import token_class as class_of
+from onepolicy.divergence.breakdown import token_class as class_of
 from onepolicy.train.rescore import logp_of
 from onepolicy.types import TokenBatch
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 import onepolicy
 from onepolicy.config import RunConfig
 from onepolicy.correct.predict import predict
-from onepolicy.diagnose.attribution import Alone, Explained
-from onepolicy.mismatch.attribution import Waterfall
-from onepolicy.mismatch.breakdown import Row, WorstToken
-from onepolicy.mismatch.logprob import Mismatch
+from onepolicy.divergence.attribution import Waterfall
+from onepolicy.divergence.breakdown import Row, WorstToken
+from onepolicy.divergence.logprob import Mismatch
+from onepolicy.measure.attribution import Alone, Explained
 from onepolicy.run.step_metrics import measure, per_layer, routing_tensors
 from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import Group, TokenBatch
@@ -56,7 +56,7 @@ class Measurement:
     breakdowns: dict[str, list[Row]]
     worst: list[WorstToken]
     verdict: Verdict
-    distribution: dict[str, Any] | None = None  # of diagnose/distributions.py, if it was asked for
+    distribution: dict[str, Any] | None = None  # of measure/distributions.py, if it was asked for
     dense: tuple[str, Look] | None = None  # name, and its own rollouts
 
 

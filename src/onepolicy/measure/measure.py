@@ -20,12 +20,12 @@ from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.diagnose.attribution import Weights, attribute, explain, trainer_precision
-from onepolicy.diagnose.bitwise import Bitwise, measure_bitwise
-from onepolicy.diagnose.breakdowns import where
-from onepolicy.diagnose.distributions import check_top, compare, without_top
-from onepolicy.diagnose.engine_noise import Again, sample, sample_again
-from onepolicy.diagnose.result import Look, Measurement
+from onepolicy.measure.attribution import Weights, attribute, explain, trainer_precision
+from onepolicy.measure.bitwise import Bitwise, measure_bitwise
+from onepolicy.measure.breakdowns import where
+from onepolicy.measure.distributions import check_top, compare, without_top
+from onepolicy.measure.engine_noise import Again, sample, sample_again
+from onepolicy.measure.result import Look, Measurement
 from onepolicy.models.load import load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onepolicy.mismatch.attribution import k3_terms
+from onepolicy.divergence.attribution import k3_terms
 
 PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onepolicy.build.components import MeasureComponents
-from onepolicy.diagnose.engine_noise import common_prefix, sample
+from onepolicy.measure.engine_noise import common_prefix, sample
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.slab_batch import SlabBatch
 from onepolicy.train.scorer import PolicyScorer

@@ -1,1 +1,0 @@
-"""Pure statistics of two engines' log-probabilities and routes."""
