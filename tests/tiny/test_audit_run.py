@@ -104,20 +104,20 @@ def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train
     run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
     config = measure_config({}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None)
-    parts, _ = components.build_parts(config)
+    parts, _ = components.build_measure_parts(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
     async def sampled():
         await parts.engine.load_weights(_open(str(older)).state_dict().items(), 1)
-        stale = (await look(parts, parts.learner)).native
-        await push_weights(parts.learner, *parts.samplers)
-        return stale, (await look(parts, parts.learner)).native
+        stale = (await look(parts)).native
+        await push_weights(parts.scorer, *parts.samplers)
+        return stale, (await look(parts)).native
 
     stale, fresh = asyncio.run(sampled())
     stale, fresh = (b.replace(version=torch.full_like(b.version, v)) for b, v in ((stale, 1), (fresh, 2)))
     write_step(tmp_path / "mixed", 0, rows_of(stale) + rows_of(fresh))
     assert audit(tmp_path / "mixed", {}).verdict.causes == causes
-    parts.learner.model.load_state_dict(_open(str(older)).state_dict())
-    previous = parts.learner.scorer.score(stale, replay=False).logp_old
+    parts.scorer.model.load_state_dict(_open(str(older)).state_dict())
+    previous = parts.scorer.score(stale, replay=False).logp_old
     write_step(tmp_path / "undeclared", 0, rows_of(stale, logp_previous=previous))
     assert audit(tmp_path / "undeclared", {}).verdict.causes == causes

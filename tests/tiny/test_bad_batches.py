@@ -42,7 +42,7 @@ def changed(batch, name, slot, value):
     ],
 )
 def test_a_batch_that_was_not_sampled_is_refused_before_any_forward(learner, spoil, words, monkeypatch):
-    monkeypatch.setattr(learner, "_forward", lambda *_, **__: pytest.fail("a forward was run"))
+    monkeypatch.setattr(learner.scorer, "forward", lambda *_, **__: pytest.fail("a forward was run"))
     with pytest.raises(TrainingError, match=f"batch: {words}"):
         learner.score(spoil(batch_of()))
 

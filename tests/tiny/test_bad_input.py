@@ -7,8 +7,8 @@ import pytest
 import torch
 from models import make
 
-from onepolicy.build import engines
 from onepolicy.cli import main
+from onepolicy.rollout import copies
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import optim
 
@@ -34,7 +34,7 @@ def fails(recipe, tmp_path, capsys):
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading weights fails the test."""
-    monkeypatch.setattr(engines, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
+    monkeypatch.setattr(copies, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
 
 
 def edit_json(path, **changes):

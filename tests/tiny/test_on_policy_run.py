@@ -1,6 +1,7 @@
 """Training runs with numerics = on-policy: every step exactly on-policy, faults found and located."""
 
 import asyncio
+import dataclasses
 import json
 from dataclasses import asdict, replace
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.own import bitwise
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import MeasureComponents, SamplingComponents, build_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
@@ -44,6 +45,12 @@ def weights(run, step=2):
 def parts_of(recipe, *overrides):
     config = load(str(recipe), ["numerics=on-policy", *overrides])
     return build_parts(config)[0]
+
+
+def measured(parts):
+    """The same engine and scorer, as `onepolicy measure` has them."""
+    shared = {field.name: getattr(parts, field.name) for field in dataclasses.fields(SamplingComponents)}
+    return MeasureComponents(**shared, scorer=parts.learner.scorer)
 
 
 def plant(parts, layer=1):
@@ -128,7 +135,7 @@ def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
     plant(parts)
     with pytest.raises(TrainingError, match=r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"):
         asyncio.run(rl_step(parts, 0))
-    found = asyncio.run(measure_bitwise(parts, "small"))
+    found = asyncio.run(measure_bitwise(measured(parts), "small"))
     assert not found.holds
     assert found.differing > 0
     assert found.first.layer == 1
@@ -141,7 +148,7 @@ def test_a_fault_of_attention_is_located(recipe):
     parts = parts_of(recipe)
     attention = parts.engine.model.model.layers[2].self_attn
     attention.scaling = torch.tensor(attention.scaling).nextafter(torch.tensor(1.0)).item()
-    found = asyncio.run(measure_bitwise(parts, "small"))
+    found = asyncio.run(measure_bitwise(measured(parts), "small"))
     assert found.first.layer == 2
     assert found.first.operator == "rotary embedding or attention function of model.layers.2.self_attn"
 
@@ -152,7 +159,7 @@ def test_a_fault_of_a_router_is_located(recipe):
     router = parts.engine.model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = lambda hidden: (lambda logits, scores, ids: (logits, scores * (1 + 2**-20), ids))(*forward(hidden))
-    found = asyncio.run(measure_bitwise(parts, "small"))
+    found = asyncio.run(measure_bitwise(measured(parts), "small"))
     assert (found.first.layer, found.first.operator) == (1, "model.layers.1.mlp.gate (Qwen3MoeTopKRouter)")
 
 
@@ -172,7 +179,7 @@ def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
 @pytest.mark.parametrize("option", [("--top", "5"), ("--dense", "x"), ("--engine-model", "x"), ("--png", "--out", "y")])
 def test_options_that_bits_have_no_use_for(recipe, option, capsys):
     assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), *option]) == 2
-    message = capsys.readouterr().err
+    message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith(f"onepolicy: {option[0]}: ")
     assert "numerics = on-policy compares bits" in message or "has no effect with numerics = on-policy" in message
 

@@ -167,7 +167,7 @@ def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypat
     monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
     monkeypatch.setattr(RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own))
     learner = learner_on(two, folders["qwen3_moe"], CASES["idle"])
-    batch, _ = one_step(learner, batch_for(learner))
+    batch, _, _ = one_step(learner, batch_for(learner))
     parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
     known = samples_of(batch)
     assert len(parts) == 4
@@ -198,7 +198,7 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
     one_step(ranked, batch_for(ranked))
     path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
     held = weights_of(ranked)
-    _, expected = one_step(ranked, batch_for(ranked))  # while the files are being written
+    _, expected, _ = one_step(ranked, batch_for(ranked))  # while the files are being written
     after = weights_of(ranked)
     assert not checkpoint.complete(tmp_path)
     stepped.set()
@@ -213,7 +213,7 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
         assert all(torch.equal(tensor, held[name]) for name, tensor in again.named_weights())
         again.restore(path)
         assert (again.version, again.updates) == (1, 1)
-        _, found = one_step(again, batch_for(again))
+        _, found, _ = one_step(again, batch_for(again))
         if same:
             assert {k: v for k, v in found.items() if "time" not in k} == {
                 k: v for k, v in expected.items() if "time" not in k
@@ -230,10 +230,10 @@ def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path
     one = learner_on(None, folders["qwen3_moe"], overrides)
     one_step(one, batch_for(one))
     path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
-    _, expected = one_step(one, batch_for(one))
+    _, expected, _ = one_step(one, batch_for(one))
     ranked = build_learner(config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two)
     ranked.restore(path)
-    _, found = one_step(ranked, batch_for(ranked))
+    _, found, _ = one_step(ranked, batch_for(ranked))
     assert_close(found, expected)
     for name, tensor in ranked.named_weights():
         torch.testing.assert_close(tensor, weights_of(one)[name], rtol=0, atol=2e-5)
@@ -267,7 +267,7 @@ def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
 def test_bfloat16_forward_with_float32_masters(setting, two, folders):
     ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
     one = learner_on(None, folders["qwen3_moe"], QWEN)
-    (rounded, metrics), (exact, expected) = (one_step(each, batch_for(each)) for each in (ranked, one))
+    (rounded, metrics, _), (exact, expected, _) = (one_step(each, batch_for(each)) for each in (ranked, one))
     gap = (rounded.logp_old - exact.logp_old)[exact.trainable].abs()
     assert 1e-4 < gap.mean() < 0.1
     assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.1)
@@ -313,7 +313,7 @@ def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(tw
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ranked = learner_on(two, tmp_path, QWEN)
-    size = sum(tensor.nbytes for tensor in ranked.model.state_dict().values())
+    size = sum(tensor.nbytes for tensor in ranked.own.model.state_dict().values())
     assert size > 100e6
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**20)
     names = CheckpointNames(config, trust_remote_code=False)

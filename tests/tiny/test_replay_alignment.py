@@ -150,7 +150,7 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
     valid[bounds[2] : bounds[3]] = False
     parts.learner.score(with_ids(batch, ids, valid))
     nothing = parts.learner.score(with_ids(batch, ids, torch.zeros_like(valid)))
-    assert torch.equal(nothing.logp_old, parts.learner.score_without_replay(batch).logp_old)
+    assert torch.equal(nothing.logp_old, parts.learner.scorer.score(batch, replay=False).logp_old)
     metrics = measure(nothing) | per_layer(nothing)
     assert metrics["replay/missing_samples"] == batch.num_samples
     assert metrics["replay/native_rows"] == 1
@@ -331,7 +331,7 @@ def collapse(parts: Components, layer: int) -> None:
     hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, -2)))
     ranks = torch.linspace(-1, 1, router.weight.shape[0]).roll(5)[:, None]
     for _ in range(4):  # other routes, other tokens, other inputs
-        parts.learner.score_without_replay(rollout(parts))
+        parts.learner.scorer.score(rollout(parts), replay=False)
         inputs = torch.cat(seen)
         direction = inputs.mean(0)
         while (behind := inputs @ direction <= 0.5).any():  # the perceptron's rule
@@ -364,7 +364,7 @@ def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     assert found["repeat/max_dlogp"] == pytest.approx(0.1, rel=1e-5)
     assert found["repeat/k3"] == pytest.approx((0.1051709 - 0.1) / trained, rel=1e-4)
     assert found["repeat/routers"] == pytest.approx(1 / (3 * slots))
-    again = repeat(parts.learner, scored, parts.learner.score_without_replay(batch))
+    again = repeat(parts.learner.scorer, scored, parts.learner.scorer.score(batch, replay=False))
     assert again["repeat/max_dlogp"] < 1e-4  # fp32: rounding only
     assert again["repeat/routers"] < 0.01
 

@@ -141,7 +141,7 @@ def test_bad_values(tmp_path, capsys, suffix, change, parts) -> None:
     path = write(tmp_path / f"d{suffix}", rows)
     assert main(["audit", str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"onepolicy: {path}: ")
+    assert f"\nonepolicy: {path}: " in error  # after the lines that say what is being done
     for part in parts:
         assert part in error
 

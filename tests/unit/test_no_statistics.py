@@ -72,10 +72,10 @@ def test_exported_settings_do_not_open_a_ray_that_is_started_for_the_run(monkeyp
 
 ACTORS = """
 import json, os, sys
-from onepolicy.cluster import start
+from onepolicy.launch.ray import connect
 from onepolicy.config import resolve
 from onepolicy.config.cluster import RayCluster
-with start._connected(RayCluster(kind="ray")):
+with connect._connected(RayCluster(kind="ray")):
     import ray
     from onepolicy.no_statistics import OFF
 

@@ -193,7 +193,7 @@ def test_a_signal_that_comes_while_the_process_is_started_reaches_it(monkeypatch
 
 CTRL_C = '''
 import signal, sys
-from onepolicy.loop import supervise
+from onepolicy.launch import restarts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script it is ignored
 code = """import os, signal, time
 came = []
@@ -203,7 +203,7 @@ while not came:
     time.sleep(0.01)
 time.sleep(0.5)  # a second one would be on its way by now; under load this may miss it, never see one that is not
 raise SystemExit(1)"""
-print(supervise._run([sys.executable, "-c", code]))
+print(restarts._run([sys.executable, "-c", code]))
 '''
 
 

@@ -121,7 +121,7 @@ def test_every_text_file_names_its_encoding():
 
 def _reads_text(call):
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-    if name in ("read_text", "write_text"):
+    if isinstance(call.func, ast.Attribute) and name in ("read_text", "write_text"):
         return True
     constants = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
     return name == "open" and any(mode in ("r", "w", "a", "x", "r+", "w+", "a+") for mode in constants)

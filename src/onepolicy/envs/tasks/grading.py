@@ -16,7 +16,7 @@ from pathlib import Path
 from onepolicy.config import UsageError
 
 LOG = logging.getLogger(__name__)
-WORKER = Path(__file__).with_name("math_worker.py")
+WORKER = Path(__file__).with_name("math_verify_worker.py")
 MOST_TIMEOUTS = 8
 """Responses of one step that may run out of time; each costs `timeout` and a new worker, a few seconds."""
 _RELATION = r"[=<>≠≤≥]|\\(?:neq?|not\s*=|leq?|geq?|leqslant|geqslant|lt|gt)(?![a-zA-Z])"
