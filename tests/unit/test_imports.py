@@ -1,6 +1,7 @@
 """Imports go one way, and the config loads no torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -31,12 +32,13 @@ config files
 no_statistics
 """
 RANK = {room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()}
+FACTORY = r"onepolicy(\.\w+)+:\w+"
 ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 
 def imports(path: Path) -> list[str]:
-    """Every module a file imports, also inside functions."""
+    """Every module a file imports, also inside functions, and by the name of a factory in a table."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -44,6 +46,8 @@ def imports(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(FACTORY, str(node.value)):
+            found.append(node.value.replace(":", "."))
     return found
 
 
