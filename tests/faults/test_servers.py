@@ -49,7 +49,15 @@ class Far:
         self.lives += 1
         path = self.log.with_suffix(f".{self.lives}")
         serve = [sys.executable, "-m", "onepolicy", "engine", "serve", str(self.policy), "--host", self.host]
-        serve += ["--port", str(self.port), "--token-env", TOKEN, *SETTINGS]
+        serve += [
+            "--port",
+            str(self.port),
+            "--token-env",
+            TOKEN,
+            "--name",
+            self.near,
+            *SETTINGS,
+        ]  # a relay is called so
         with path.open("ab") as file:
             self.process = subprocess.Popen([*self.enter, *serve], stdout=file, stderr=file, start_new_session=True)
         wait_for(lambda: "ready after" in path.read_text() or self.process.poll() is not None, poll=0.2)
