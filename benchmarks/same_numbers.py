@@ -84,7 +84,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     """Every value a run wrote, by its place; without times."""
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("*.json*")):
-        if path.name in {"metrics.jsonl", "report.json", "samples.jsonl", "bitwise.json"}:
+        if path.name in {"metrics.jsonl", "measure.json", "samples.jsonl", "bitwise.json"}:
             for number, line in enumerate(
                 path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
             ):
