@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from audit_faults import FAULTS, GAPS, MOE, ROUNDINGS, SMALL, clean, outcome, table, world
+from audit_faults import FAULTS, GAPS, MOE, ROUNDINGS, SMALL, clean, outcome, swapped, table, world
 
 SEEDS = range(20)
 DOCS = Path(__file__).parents[2] / "docs" / "audit.md"
@@ -64,6 +64,45 @@ def test_a_fault_is_never_recommended_upon(name) -> None:
         assert action not in RECOMMENDED, text
         wanted = FAULTS[name].causes
         assert not wanted or set(wanted) & set(causes), text
+
+
+@pytest.mark.parametrize(("seed", "gap"), [(7, MOE), (19, SMALL), (26, MOE)])
+@pytest.mark.parametrize("side", ["logp_trainer", "logp_rollout"])
+def test_two_rows_that_were_exchanged_explain_each_other(seed, gap, side) -> None:
+    """Of unequal length: most of the longer row is its own, so that only the shorter one looks strange."""
+    w = world(seed, gap)
+    swapped(0.0, side)(w)
+    said = w.audited().verdict
+    assert said.causes == ("rows",), said.text()
+    assert "hold the values of another row" in said.text()
+
+
+@pytest.mark.parametrize("gap", [SMALL, MOE, *OTHER_GAPS])
+@pytest.mark.parametrize("settings", [{"rows": 24}, {"rows": 64, "longest": 300}, {"rows": 300, "longest": 60}])
+def test_two_rows_that_were_exchanged_are_named_in_other_worlds(gap, settings, monkeypatch) -> None:
+    if gap in OTHER_GAPS:
+        monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
+    w = world(0, gap, **settings)
+    swapped(0.0)(w)
+    said = w.audited().verdict
+    assert said.causes == ("rows",), said.text()
+
+
+def _holds_a_row_of_another_dump(seed, gap, row, **settings):
+    """A world, one row of which has the engine's values of a row that is not there."""
+    w, other = world(seed, gap, **settings), world(seed + 1000, gap, **settings)
+    here = (w.segment == row) & w.sampled
+    w.columns["logp_rollout"][here] = other.columns["logp_rollout"][other.sampled][: int(here.sum())]
+    return w
+
+
+@pytest.mark.parametrize("gap", [SMALL, MOE])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_row_whose_sides_do_not_follow_each_other_forbids_a_recommendation(seed, gap) -> None:
+    """With no row to explain it, and too small a part of the dump to be one of two kinds."""
+    said = _holds_a_row_of_another_dump(seed, gap, 5, rows=300, longest=60).audited().verdict
+    assert said.action == "unclear", said.text()
+    assert "in 1 of 300 rows the two sides do not follow each other" in said.text()
 
 
 @pytest.mark.slow
