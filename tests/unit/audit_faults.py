@@ -7,7 +7,9 @@ softmax over the same logits but for noise. A fault changes what one side comput
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,13 @@ class World:
     @property
     def rows(self) -> int:
         return len(self.lengths)
+
+    def copy(self) -> World:
+        """With the same random numbers ahead. The logits are shared: a fault replaces them, and writes into none."""
+        columns = {name: values.clone() for name, values in self.columns.items()}
+        rng, generator = copy.deepcopy(self.rng), torch.Generator()
+        generator.set_state(self.generator.get_state())
+        return dataclasses.replace(self, rng=rng, generator=generator, columns=columns)
 
     def noise(self, scale: float, like: Tensor | None = None) -> Tensor:
         shape = self.trainer.shape if like is None else like.shape
@@ -545,9 +554,15 @@ FAULTS: dict[str, Planted] = {
 }
 
 
+@functools.lru_cache(maxsize=2)
+def _sound(seed: int, gap: str) -> World:
+    """A world to copy: most of the time of an outcome is that of making it."""
+    return world(seed, gap)
+
+
 def outcome(name: str, seed: int, gap: str) -> Outcome:
     """(action, causes, words) of an audit; `refused` where the dump is refused."""
-    w = world(seed, gap)
+    w = _sound(seed, gap).copy()
     FAULTS[name].plant(w)
     try:
         said = w.audited().verdict
@@ -573,6 +588,16 @@ def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Au
 ROUNDINGS = {"bfloat16": rounded(torch.bfloat16), "float16": rounded(torch.float16)}
 
 
+def outcomes(seeds: range) -> dict[str, list[Outcome]]:
+    """Of every fault, in every world."""
+    worlds = [(seed, gap) for seed in seeds for gap in (SMALL, MOE)]
+    found: dict[str, list[Outcome]] = {name: [] for name in FAULTS}
+    for seed, gap in worlds:
+        for name, of_fault in found.items():
+            of_fault.append(outcome(name, seed, gap))
+    return found
+
+
 def table(found: dict[str, list[Outcome]]) -> str:
     """Markdown: what an audit says of each fault, and how often the cause is right."""
     lines = ["| fault | verdict | causes named | right cause |", "|---|---|---|---|"]
@@ -589,4 +614,4 @@ def table(found: dict[str, list[Outcome]]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(table({name: [outcome(name, seed, gap) for seed in range(20) for gap in (SMALL, MOE)] for name in FAULTS}))
+    print(table(outcomes(range(20))))
