@@ -92,7 +92,8 @@ def numbers(folder: Path) -> dict[str, Any]:
     return found
 
 
-TIMES = ("time", "seconds", "per_second", "written", "path", "out", "onepolicy", "fingerprint", "memory", "took", "started", "async")
+TIMES = ("time", "seconds", "per_second", "written", "path", "out", "onepolicy", "fingerprint", "memory", "took")
+TIMES += ("started", "async")
 
 
 def _walk(value: Any, place: str, found: dict[str, Any]) -> None:
