@@ -1,5 +1,8 @@
 """What launch/ray/ does without a running Ray: settings, room and messages."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -135,3 +138,10 @@ def test_contract_survives_json():
 
 def vars_of(contract):
     return {name: getattr(contract, name) for name in NumericsContract.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("module", ["rank_actor", "replica_actor"])
+def test_an_actor_sets_its_environment_before_torch_is_imported(module):
+    """A worker imports the class first, and OMP_WAIT_POLICY counts only if it is there when torch is."""
+    check = f"import onepolicy.launch.ray.{module}, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -125,11 +125,14 @@ def _check_reuse(config: Sections) -> None:
         )
 
 
-def _check_precision(config: Sections) -> None:
+def _check_head(config: Sections) -> None:
     if config.model.lm_head == "float32" and config.model.dtype == "float32" and config.train.autocast == "off":
         raise ValueError(
             "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
         )
+
+
+def _check_autocast(config: Sections) -> None:
     if config.train.autocast != "off" and config.model.dtype == "bfloat16":
         raise ValueError(
             "train.autocast: has no effect on bfloat16 parameters; set it to off or model.dtype to float32"
@@ -320,6 +323,7 @@ RULES = (
     _check_routes,
     _check_scoring_replay,
     _check_reuse,
+    _check_head,
     _check_correction,
     _check_on_policy,
     _check_staleness,
@@ -328,6 +332,6 @@ RULES = (
     _check_anchor,
     _check_ranks,
     _check_cluster,
-    _check_precision,
+    _check_autocast,
 )
 """In the order in which they are checked: the first that is broken is the one a user reads."""

@@ -40,7 +40,7 @@ class Rescorer:
 
     def __call__(self, batch: TokenBatch, *, replay: bool = False) -> TokenBatch:
         """The batch with logp_old of this scoring; replay: with the rollout's routes."""
-        with self._support(float(batch.temperature[0]) * self.factor):
+        with self._support(float((batch.temperature * self.factor)[0])):
             return score_at(self.scorer, batch, self.factor, replay=replay)
 
     def of(self, scorer: PolicyScorer) -> Rescorer:

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import ray
 
-from onepolicy.launch.place import Place
 from onepolicy.no_statistics import turn_off
 
 
@@ -40,6 +39,7 @@ class RankProcess:
     def serve(self, rank: int, ranks: int, store: tuple[str, int], driver: str) -> None:
         """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
         token it wants (channel.advertised)."""
+        from onepolicy.launch.place import Place
         from onepolicy.launch.rank_main import JOIN_LIMIT, serve_as
         from onepolicy.sync.group import join_store
         from onepolicy.train.sharded.channel import RankLost
