@@ -224,6 +224,22 @@ def copy(run):
         yield shutil.copytree(run, Path(made) / "run")
 
 
+def test_a_summary_without_a_number_is_read_or_refused(copy):
+    """Each entry null, and each left out."""
+    whole = json.loads((copy / "summary.json").read_text())
+    read, refused = 0, []
+    for name in whole:
+        for changed in (whole | {name: None}, {key: value for key, value in whole.items() if key != name}):
+            (copy / "summary.json").write_text(json.dumps(changed))
+            try:
+                read_report(copy)
+                read += 1
+            except UsageError as error:
+                refused.append(str(error))
+    assert read > len(whole)
+    assert all("summary.json" in said for said in refused)
+
+
 def test_ten_thousand_damages(copy, tmp_path):
     """Seconds; most of them are files that are read and refused."""
     read, refused = damage(copy, tmp_path, 10_000, seed=0)

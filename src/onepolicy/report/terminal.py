@@ -71,7 +71,7 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
         rows.append(("sampled while learning", overlap_words(overlap)))
     if split := time_shares(summary):
         rows.append(("time per step", split))
-    if saved := summary.get("time", {}).get("score_saved"):
+    if saved := (summary.get("time") or {}).get("score_saved"):
         rows.append(("scoring left out", f"about {number(saved)} s per step saved: the rollout is the anchor"))
     if summary.get("tokens_per_second") is not None:
         rows.append(("tokens / s", number(summary["tokens_per_second"])))
