@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src"
@@ -66,40 +67,13 @@ def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of two modules or more."""
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def visit(name: str, edges: dict[str, set[str]], out: list[str]) -> None:
-        stack = [(name, iter(sorted(edges[name])))]
-        seen.add(name)
-        while stack:
-            here, rest = stack[-1]
-            following = next((n for n in rest if n not in seen), None)
-            if following is None:
-                out.append(here)
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, iter(sorted(edges[following]))))
-
-    for name in graph:
-        if name not in seen:
-            visit(name, graph, order)
-    back: dict[str, set[str]] = {name: set() for name in graph}
-    for name, others in graph.items():
-        for other in others:
-            back[other].add(name)
-    seen.clear()
-    found = []
-    for name in reversed(order):
-        if name not in seen:
-            group: list[str] = []
-            visit(name, back, group)
-            if len(group) > 1:
-                found.append(sorted(group))
-    return found
+def circle(graph: dict[str, set[str]]) -> str:
+    """A circle of modules that import each other, or none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " -> ".join(error.args[1])
+    return "none"
 
 
 def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -124,10 +98,8 @@ files = set()
 def watch(frame, event, argument):
     if event == "call":
         files.add(frame.f_code.co_filename)
-{imports}
-from onepolicy.{step} import rl_step
-import onepolicy.{step} as step_module
-import onepolicy.{train} as train_module
+import onepolicy.run.step as step_module
+import onepolicy.run.train as train_module
 inner = step_module.rl_step
 async def traced(*arguments, **named):
     sys.setprofile(watch); threading.setprofile(watch)
@@ -144,13 +116,12 @@ print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))
 """
 
 
-def step_files(step: str, train: str, settings: list[str]) -> list[Path]:
+def step_files(settings: list[str]) -> list[Path]:
     """The package's files in which one step of the quickstart calls a function."""
-    code = TRACE.format(imports="", step=step, train=train)
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=False
+            [sys.executable, "-c", TRACE, *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=False
         )
     found = [line for line in done.stdout.splitlines() if line.startswith("FILES")]
     if not found:
@@ -161,21 +132,19 @@ def step_files(step: str, train: str, settings: list[str]) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", action="store_true", help="trace one step with and without replay")
-    parser.add_argument("--old", action="store_true", help="names of the modules before the rooms")
     arguments = parser.parse_args()
-    step, train = ("loop.step", "loop.run") if arguments.old else ("run.step", "run.train")
     known = modules()
     eager = {name: imported(path, known, lazy=False) for name, path in known.items()}
     every = {name: imported(path, known, lazy=True) for name, path in known.items()}
     print(f"files {len(known)}, lines {lines(list(known.values())):,}")
-    for entry in (train, step):
+    for entry in ("run.train", "run.step"):
         names = closure(f"onepolicy.{entry}", eager)
         print(f"import closure of {entry}: {len(names)} files, {lines([known[n] for n in names]):,} lines")
-    print(f"folder circles: {circles(rooms(every))}")
-    print(f"file circles, TYPE_CHECKING and lazy imports included: {circles(every)}")
+    print(f"folder circle: {circle(rooms(every))}")
+    print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:
         for name, settings in (("one plain local step", []), ("the same without replay", ["replay.mode=off"])):
-            used = step_files(step, train, ["log.counterfactual_every=0", "eval.every=0", *settings])
+            used = step_files(["log.counterfactual_every=0", "eval.every=0", *settings])
             print(f"{name}: {len(used)} files, {lines(used):,} lines")
 
 

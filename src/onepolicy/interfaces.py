@@ -61,7 +61,10 @@ class EngineCaps:
 class HasWeights(Protocol):
     """Whose weights are given to engines."""
 
-    version: int  # RL steps taken
+    @property
+    def version(self) -> int:
+        """RL steps taken."""
+        ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -142,7 +145,11 @@ class LastingEngine(RolloutEngine, Metered, Protocol):
 class Scorer(Protocol):
     """Scores packed batches with the policy."""
 
-    version: int  # RL steps taken by its weights
+    @property
+    def version(self) -> int:
+        """RL steps taken by its weights."""
+        ...
+
     fingerprint: str  # of what computes its log-probabilities (invariant.fingerprint)
     device: torch.device
 
@@ -179,9 +186,20 @@ class Update(NamedTuple):
 class Learner(Protocol):
     """Owns the trained weights and the optimiser."""
 
-    version: int  # RL steps taken
-    updates: int  # optimiser steps taken, by this run and those it was forked from
-    skipped: int  # optimiser steps in a row that were not taken, because their gradients were not finite
+    @property
+    def version(self) -> int:
+        """RL steps taken."""
+        ...
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps taken, by this run and those it was forked from."""
+        ...
+
+    @property
+    def skipped(self) -> int:
+        """Optimiser steps in a row that were not taken, because their gradients were not finite."""
+        ...
 
     @property
     def fingerprint(self) -> str: ...

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from onepolicy.train.reprefill import Reprefill
     from onepolicy.train.sharded.learner import RankedScorer
     from onepolicy.train.sharded.team import Ranks
+
+
+C = TypeVar("C")
 
 
 def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
@@ -130,12 +135,9 @@ def build_parts(
     refuse_quant(config)
     learner = build_learner(config, model, ranks)
     engine, routes = _engine_of(config, model, max_len, learner.scorer, engine_builder or build_engine)
-    parts = Components(
-        **_sampling(config, model, environment, tokenizer, engine, routes, learner.scorer),
-        learner=learner,
-        evaluator=build_evaluator(config, model, learner.scorer.device, max_len),
-    )
-    return parts, tokenizer
+    evaluator = build_evaluator(config, model, learner.scorer.device, max_len)
+    make = partial(Components, learner=learner, evaluator=evaluator)
+    return _with_sampling(make, config, model, environment, tokenizer, engine, routes, learner.scorer), tokenizer
 
 
 def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
@@ -144,23 +146,12 @@ def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTraine
     refuse_unreplayable(config, model)
     environment, tokenizer, max_len = open_environment(config, model)
     pair = build_pair(config, model, max_len)
-    sampling = _sampling(config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer)
-    return MeasureComponents(**sampling, scorer=pair.scorer), tokenizer
+    make = partial(MeasureComponents, scorer=pair.scorer)
+    return _with_sampling(make, config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer), tokenizer
 
 
-class Sampling(TypedDict):
-    """Fields of SamplingComponents."""
-
-    config: RunConfig
-    engine: RolloutEngine
-    environment: Environment
-    stop: tuple[int, ...]
-    routes: RouteRules | None
-    reprefill: Reprefill | None
-    top_logprobs: int
-
-
-def _sampling(
+def _with_sampling(
+    make: Callable[..., C],
     config: RunConfig,
     model: ModelConfig,
     environment: Environment,
@@ -168,19 +159,19 @@ def _sampling(
     engine: RolloutEngine,
     routes: RouteRules | None,
     scorer: PolicyScorer | RankedScorer,
-) -> Sampling:
-    reprefill = build_reprefill(config, model, scorer.device) if from_reprefill(config) else None
+) -> C:
+    """Call `make` with the fields of SamplingComponents."""
     top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
     check_engine(config, engine.caps, top_logprobs)
-    return {
-        "config": config,
-        "engine": engine,
-        "environment": environment,
-        "stop": (tokenizer.eos_token_id,),
-        "routes": routes,
-        "reprefill": reprefill,
-        "top_logprobs": top_logprobs,
-    }
+    return make(
+        config=config,
+        engine=engine,
+        environment=environment,
+        stop=(tokenizer.eos_token_id,),
+        routes=routes,
+        reprefill=build_reprefill(config, model, scorer.device) if from_reprefill(config) else None,
+        top_logprobs=top_logprobs,
+    )
 
 
 def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:

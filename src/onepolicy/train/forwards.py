@@ -74,8 +74,10 @@ class ReusedForward(TwoForwards):
 
 
 class UpdateForward(TwoForwards):
-    """correction.ratio = new/rollout: there is no old policy to score. The update's own first forwards are kept as the
-    scoring of the weights before it."""
+    """correction.ratio = new/rollout: nobody scores the batch before the update.
+
+    The forwards of the first mini-step see the weights of before it, so their log-probabilities stand in for that.
+    """
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)

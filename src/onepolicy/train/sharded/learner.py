@@ -138,10 +138,6 @@ class RankedScorer:
     def version(self) -> int:
         return self._own.version
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self._own.version = version
-
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
         if not replay:
             return self._ranks.score(batch, "native")
@@ -179,25 +175,13 @@ class RankedLearner:
     def version(self) -> int:
         return self.own.version
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self.own.version = version
-
     @property
     def updates(self) -> int:
         return self.own.updates
 
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        self.own.updates = updates
-
     @property
     def skipped(self) -> int:
         return self.own.skipped
-
-    @skipped.setter
-    def skipped(self, skipped: int) -> None:
-        self.own.skipped = skipped
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         check_batch(batch, self.config.replay, self.scorer.vocabulary)
@@ -223,7 +207,7 @@ class RankedLearner:
             if index == 0 and not self.config.scores_old:
                 scored = check_routes(self.ranks.merged(whole, parts, answers), replay, self.version)
         own.forwards.seconds = seconds
-        self.version += 1
+        own.version += 1
         return Update(own.metrics(batch, sums, norms), scored)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
