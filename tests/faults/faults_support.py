@@ -24,9 +24,9 @@ NEAR, FAR = (f"10.213.{os.getpid() % 256}.{end}" for end in (1, 2))
 LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 
 
-def start(*arguments, **how):
-    """`onepolicy train ...` in a process group of its own."""
-    command = [sys.executable, "-m", "onepolicy", "train", *map(str, arguments)]
+def start(*arguments, program=("-m", "onepolicy"), **how):
+    """Start `onepolicy train ...` in a process group of its own. `program` is what Python runs."""
+    command = [sys.executable, *program, "train", *map(str, arguments)]
     pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
     return Popen(command, **pipes | how)
 
