@@ -45,7 +45,12 @@ from onepolicy.run.step import rl_step
 from onepolicy.types import Completion, Sampling
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
-SMALL = ("rollout.prompts_per_step=8", "rollout.engine.slots=64", "train.threads=1", "optim.decay=none")
+SMALL = (
+    "rollout.prompts_per_step=8",
+    "rollout.engine.slots=64",
+    "train.threads=1",
+    "optim.decay=none",
+)
 QUIET = ("eval.every=0", "log.tensorboard=false", "log.report=false", "log.counterfactual_every=0")
 SPEED = {  # name -> settings
     "one after the other, 1 thread": ("train.threads=1",),
@@ -69,7 +74,11 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.speed:
-        with nullcontext(()) if options.server is None else served(options.server, options.out) as engine:
+        with (
+            nullcontext(())
+            if options.server is None
+            else served(options.server, options.out) as engine
+        ):
             for repeat, (i, settings) in itertools.product(
                 range(options.repeats), enumerate(rows_of(options).values())
             ):
@@ -85,18 +94,31 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--speed", action="store_true")
     parser.add_argument(
-        "--elsewhere", type=float, default=0.0, metavar="SECONDS", help="that the longest request takes"
+        "--elsewhere",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="that the longest request takes",
     )
-    parser.add_argument("--show", action="store_true", help="measure nothing: tables of what is there")
+    parser.add_argument(
+        "--show", action="store_true", help="measure nothing: tables of what is there"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2, help="of --speed")
     parser.add_argument(
-        "--server", nargs="+", metavar="a=b", help="of --speed: a vLLM server's settings, as engine serve"
+        "--server",
+        nargs="+",
+        metavar="a=b",
+        help="of --speed: a vLLM server's settings, as engine serve",
     )
-    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="of --speed: of every run")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="a.b=c", help="of --speed: of every run"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/asynchronous"))
     return parser.parse_args()
 
@@ -104,7 +126,16 @@ def arguments() -> argparse.Namespace:
 def train(out: Path, steps: int, settings: Sequence[str]) -> None:
     if (out / "summary.json").exists():
         return
-    run = ["train", str(RECIPE), f"out={out}", f"steps={steps}", *SMALL, *QUIET, "checkpoint.every=1000", *settings]
+    run = [
+        "train",
+        str(RECIPE),
+        f"out={out}",
+        f"steps={steps}",
+        *SMALL,
+        *QUIET,
+        "checkpoint.every=1000",
+        *settings,
+    ]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     environment.pop("OMP_NUM_THREADS", None)
     subprocess.run([sys.executable, "-m", "onepolicy", *run], check=True, env=environment)
@@ -116,7 +147,17 @@ def served(settings: Sequence[str], out: Path) -> Iterator[tuple[str, ...]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(port), "tiny", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "onepolicy",
+        "engine",
+        "serve",
+        "--port",
+        str(port),
+        "tiny",
+        *settings,
+    ]
     log = out / "server.log"
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=file, stderr=file)
@@ -138,12 +179,16 @@ class Elsewhere:
     def __init__(self, engine: RolloutEngine, seconds: float) -> None:
         self.caps, self.version, self.seconds = engine.caps, 0, seconds
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         version, draw = self.version, random.Random(seed)
         count = draw.randrange(sampling.max_tokens // 2, sampling.max_tokens + 1)
         await asyncio.sleep(self.seconds * count / sampling.max_tokens)
         tokens = torch.tensor([draw.randrange(3, 10) for _ in range(count)], dtype=torch.int32)
-        return Completion(tokens, torch.full((count,), -2.0), torch.full_like(tokens, version), "length")
+        return Completion(
+            tokens, torch.full((count,), -2.0), torch.full_like(tokens, version), "length"
+        )
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         self.version = version
@@ -188,8 +233,15 @@ def rows_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 def speed_runs(options: argparse.Namespace) -> dict[str, list[Row]]:
     found = {}
     for i, name in enumerate(rows_of(options)):
-        runs = [options.out / f"{kind_of(options)}{i}-{repeat}" for repeat in range(options.repeats)]
-        rows = [row for run in runs if (run / "summary.json").exists() for row in read_metrics(run)[FILLING:]]
+        runs = [
+            options.out / f"{kind_of(options)}{i}-{repeat}" for repeat in range(options.repeats)
+        ]
+        rows = [
+            row
+            for run in runs
+            if (run / "summary.json").exists()
+            for row in read_metrics(run)[FILLING:]
+        ]
         if rows:
             found[name] = rows
     return found
@@ -202,14 +254,29 @@ def speed_table(found: dict[str, list[Row]]) -> list[tuple[str, ...]]:
     for name, rows in found.items():
         rate = statistics.median(row["train/tokens_per_second"] for row in rows)
         first = first or rate
-        seconds = [f"{statistics.median(row.get(f'time/{part}', 0.0) for row in rows):.2f}" for part in PARTS]
+        seconds = [
+            f"{statistics.median(row.get(f'time/{part}', 0.0) for row in rows):.2f}"
+            for part in PARTS
+        ]
         learner = statistics.median(learner_busy(row) for row in rows)
         sampler = statistics.median(sampler_busy(row) for row in rows)
         old = statistics.fmean(row.get("staleness/mean", 0.0) for row in rows)
         spanning = statistics.fmean(row.get("staleness/spanning", 0.0) for row in rows)
-        more = [f"{rate / first:.2f}", f"{learner:.0%}", f"{sampler:.0%}", f"{old:.2f}", f"{spanning:.0%}"]
+        more = [
+            f"{rate / first:.2f}",
+            f"{learner:.0%}",
+            f"{sampler:.0%}",
+            f"{old:.2f}",
+            f"{spanning:.0%}",
+        ]
         lines.append((name, *seconds, *more, str(len(rows))))
-    header = ("", *(f"{part} [s]" for part in PARTS), "slots/s of the first", "learner busy", "sampler busy")
+    header = (
+        "",
+        *(f"{part} [s]" for part in PARTS),
+        "slots/s of the first",
+        "learner busy",
+        "sampler busy",
+    )
     return [(*header, "mean age", "samples spanning an update", "steps"), *lines] if lines else []
 
 

@@ -46,10 +46,17 @@ def write(path: Path, tokens: int, layers: int) -> None:
             "logp_trainer": trainer.astype(np.float32),
         }
         offsets = pa.array(np.arange(count + 1, dtype=np.int32) * LENGTH)
-        columns = {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in flat.items()}
-        columns["step"] = pa.array((np.arange(first, first + count) * STEPS // rows).astype(np.int32))
+        columns = {
+            name: pa.ListArray.from_arrays(offsets, pa.array(values))
+            for name, values in flat.items()
+        }
+        columns["step"] = pa.array(
+            (np.arange(first, first + count) * STEPS // rows).astype(np.int32)
+        )
         if layers:
-            ids = rng.integers(0, 16, (n, layers, TOP_K), dtype=np.int32) + 16 * np.arange(TOP_K, dtype=np.int32)
+            ids = rng.integers(0, 16, (n, layers, TOP_K), dtype=np.int32) + 16 * np.arange(
+                TOP_K, dtype=np.int32
+            )
             other = np.where(rng.random((n, layers, 1)) < 0.02, (ids + 1) % 128, ids)
             routed = pa.array(np.arange(count + 1, dtype=np.int32) * LENGTH * each)
             for name, routes in (("routes_rollout", ids), ("routes_trainer", other)):
@@ -82,11 +89,17 @@ def measure(path: Path) -> None:
         "cpu_seconds": cpu,
         "k3": found.tally.total.numbers()["k3"],
     }
-    print(json.dumps(row | {"baseline_mib": baseline, "peak_mib": peak(), "verdict": found.verdict.action}))
+    print(
+        json.dumps(
+            row | {"baseline_mib": baseline, "peak_mib": peak(), "verdict": found.verdict.action}
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 5, 20])
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -101,7 +114,10 @@ def main() -> None:
             write(path, millions * 1_000_000, args.layers)
             size = path.stat().st_size / 2**20
             done = subprocess.run(
-                [sys.executable, __file__, "--child", str(path)], check=True, capture_output=True, text=True
+                [sys.executable, __file__, "--child", str(path)],
+                check=True,
+                capture_output=True,
+                text=True,
             )
         row = json.loads(done.stdout.splitlines()[-1])
         print(

@@ -34,7 +34,10 @@ PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- table: python benchmarks/comparison.py --write -->\n", "<!-- end -->\n"
 MODELS = {
     "Qwen3-MoE": ("qwen3_moe", {"norm_topk_prob": True}),  # layer 1 of 3 dense
-    "Qwen2-MoE": ("qwen2_moe", {"norm_topk_prob": False, "use_sliding_window": False}),  # every second layer
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        {"norm_topk_prob": False, "use_sliding_window": False},
+    ),  # every second layer
     "OLMoE": ("olmoe", {"norm_topk_prob": False}),
     "GLM-4.5": ("glm4_moe", {"norm_topk_prob": True}),  # sigmoid, layer 0 dense
     "DeepSeek-V3": ("deepseek_v3", {"norm_topk_prob": True}),  # sigmoid, groups, layer 0 dense
@@ -68,7 +71,9 @@ def off(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractC
     return nullcontext()
 
 
-def layers_in_order(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
+def layers_in_order(
+    model: PreTrainedModel, routers: Routers, rollout: Rollout
+) -> AbstractContextManager:
     """The i-th MoE block takes entry i of an axis of all decoder layers, whose dense entries are zero."""
     trace = rollout.trace
     whole = trace.ids.new_zeros(len(trace), model.config.num_hidden_layers, trace.top_k)
@@ -81,19 +86,27 @@ def zero_fill(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> Abs
     return _unchecked(routers, rollout.trace.ids.masked_fill(_missing(rollout)[:, None, None], 0))
 
 
-def first_experts(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
+def first_experts(
+    model: PreTrainedModel, routers: Routers, rollout: Rollout
+) -> AbstractContextManager:
     """Rows that were not captured are experts 0..K-1."""
     filler = torch.arange(rollout.trace.top_k, dtype=rollout.trace.ids.dtype)
-    return _unchecked(routers, torch.where(_missing(rollout)[:, None, None], filler, rollout.trace.ids))
+    return _unchecked(
+        routers, torch.where(_missing(rollout)[:, None, None], filler, rollout.trace.ids)
+    )
 
 
-def own_choice(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
+def own_choice(
+    model: PreTrainedModel, routers: Routers, rollout: Rollout
+) -> AbstractContextManager:
     """Rows that were not captured are routed by the trainer: onepolicy's valid=False."""
     ids, layers, experts = rollout.trace.ids, rollout.trace.layers, rollout.trace.num_experts
     return routers.replay(RoutingTrace(ids, ~_missing(rollout), layers, experts), check=False)
 
 
-def softmax_of_all(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
+def softmax_of_all(
+    model: PreTrainedModel, routers: Routers, rollout: Rollout
+) -> AbstractContextManager:
     """Weights are the softmax over all experts at the recorded ids, normalised if the config says so."""
     normalise = getattr(model.config, "norm_topk_prob", False)
 
@@ -104,7 +117,9 @@ def softmax_of_all(model: PreTrainedModel, routers: Routers, rollout: Rollout) -
     return _weighed(routers, rollout.trace, weigh)
 
 
-def softmax_of_selected(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
+def softmax_of_selected(
+    model: PreTrainedModel, routers: Routers, rollout: Rollout
+) -> AbstractContextManager:
     """The R3 paper's equation (8) to the letter: weights are the softmax over the recorded experts' logits."""
     return _weighed(routers, rollout.trace, lambda logits, ids: logits.gather(-1, ids).softmax(-1))
 
@@ -128,7 +143,9 @@ def _missing(rollout: Rollout) -> Tensor:
 @contextmanager
 def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
     """Replay of what our check of traces would refuse."""
-    trace = RoutingTrace(ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts)
+    trace = RoutingTrace(
+        ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts
+    )
     checks = "onepolicy.replay.routers.check_"
     with patch(f"{checks}trace"), patch(f"{checks}captured"), routers.replay(trace, check=False):
         yield
@@ -148,13 +165,19 @@ def _weighed(
 
     modules = [router.module for router in routers._routers]
     columns = trace.ids.long().unbind(1)
-    return override("forward", [(m, standing_in(m.forward, ids)) for m, ids in zip(modules, columns, strict=True)])
+    return override(
+        "forward",
+        [(m, standing_in(m.forward, ids)) for m, ids in zip(modules, columns, strict=True)],
+    )
 
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The trainer in float32, and its copy in bfloat16 that stands for the rollout engine."""
     family, changes = MODELS[name]
-    trainer, engine = (TABLE[family].model(dtype=dtype, **changes).eval() for dtype in (torch.float32, torch.bfloat16))
+    trainer, engine = (
+        TABLE[family].model(dtype=dtype, **changes).eval()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     engine.load_state_dict(trainer.state_dict())
     return trainer, engine
 
@@ -180,7 +203,10 @@ def roll_out(engine: PreTrainedModel, samples: int, length: int) -> Rollout:
 def experts_used(routers: Routers) -> Iterator[list[Tensor]]:
     """[rows, K] ids that left each router, in layer order."""
     seen: list[Tensor] = []
-    hooks = [r.module.register_forward_hook(lambda _, __, out: seen.append(out[2])) for r in routers._routers]
+    hooks = [
+        r.module.register_forward_hook(lambda _, __, out: seen.append(out[2]))
+        for r in routers._routers
+    ]
     try:
         yield seen
     finally:
@@ -194,7 +220,10 @@ def measure(trainer: PreTrainedModel, rollout: Rollout, rule: Rule) -> Result:
         logps = logp(trainer, rollout.tokens)
     found = op.mismatch(logps, rollout.logp, torch.ones_like(logps, dtype=torch.bool))
     recorded = rollout.trace.ids.long().unbind(1)
-    wrong = [(a.sort(-1).values != b.sort(-1).values).any(-1) for a, b in zip(used, recorded, strict=True)]
+    wrong = [
+        (a.sort(-1).values != b.sort(-1).values).any(-1)
+        for a, b in zip(used, recorded, strict=True)
+    ]
     return Result(found.k3, found.max_dlogp, torch.stack(wrong).float().mean().item())
 
 
@@ -215,8 +244,12 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/comparison.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="replace the table in docs/comparison.md"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = table()

@@ -16,7 +16,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--slots", type=int, default=1_000_000)
 parser.add_argument("--device", default="cpu")
@@ -60,9 +62,15 @@ def main() -> None:
     old = rollout + torch.randn(T, device=DEVICE) * 0.05
     mask = torch.rand(T, device=DEVICE) < 0.9
     segment = (torch.arange(T, device=DEVICE) * SEQUENCES // T).long()
-    more = {"segment": segment, "turn": torch.zeros_like(segment), "advantage": torch.randn(T, device=DEVICE)}
+    more = {
+        "segment": segment,
+        "turn": torch.zeros_like(segment),
+        "advantage": torch.randn(T, device=DEVICE),
+    }
     yardstick = median(softmax)
-    print(f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; softmax {yardstick:.3f} s\n")
+    print(
+        f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; softmax {yardstick:.3f} s\n"
+    )
     print("| preset | seconds | / softmax | memory [T float32] |\n| --- | --- | --- | --- |")
     for name in args.presets or presets():
         config = preset(name)
@@ -78,7 +86,9 @@ def main() -> None:
             run()
         fields = peak.peak / (4 * T) - 1.25
         print(f"| {name} | {seconds:.3f} | {seconds / yardstick:.2f} | {fields:.1f} |", flush=True)
-    print(f"\npeak of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    print(
+        f"\npeak of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

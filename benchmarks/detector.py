@@ -20,18 +20,25 @@ import time
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["cost", "agreement"])
     parser.add_argument(
-        "--model", help="policy folder, or tiny (the one make-policy made); cost: a random MoE if unset"
+        "--model",
+        help="policy folder, or tiny (the one make-policy made); cost: a random MoE if unset",
     )
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=1, help="agreement: clean batches")
     parser.add_argument("--engine", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--kind", default="hf", choices=["hf", "vllm"], help="agreement: rollout.engine.kind")
-    parser.add_argument("--quantise", choices=["int8", "int4", "fp8"], help="agreement: round the engine's weights")
+    parser.add_argument(
+        "--kind", default="hf", choices=["hf", "vllm"], help="agreement: rollout.engine.kind"
+    )
+    parser.add_argument(
+        "--quantise", choices=["int8", "int4", "fp8"], help="agreement: round the engine's weights"
+    )
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
 
@@ -122,10 +129,19 @@ def cost() -> None:
         f"{model.num_parameters() / 1e6:.1f}M parameters, {len(routers.layers)} MoE layers, top {routers.top_k} of "
         f"{routers.num_experts}, {args.tokens} tokens: plain forward {plain * 1000:.0f} ms of CPU, {args.rounds} rounds"
     )
-    for one, other in (("replay", "plain"), ("native", "replay"), ("detector", "native"), ("detector", "plain")):
+    for one, other in (
+        ("replay", "plain"),
+        ("native", "replay"),
+        ("detector", "native"),
+        ("detector", "plain"),
+    ):
         ratios = [r[one] / r[other] for r in rounds]
-        draws = sorted(statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000))
-        print(f"{one:8s} / {other:8s} {statistics.median(ratios):.4f} [{draws[50]:.4f}, {draws[1949]:.4f}]")
+        draws = sorted(
+            statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000)
+        )
+        print(
+            f"{one:8s} / {other:8s} {statistics.median(ratios):.4f} [{draws[50]:.4f}, {draws[1949]:.4f}]"
+        )
 
 
 def agreement() -> None:
@@ -149,7 +165,13 @@ def agreement() -> None:
             quantise(parts.engine._batch.forward.model)
         cfg = parts.config.rollout
         return await collect(
-            parts.engine, parts.environment, cfg, stop=parts.stop, step=step, seed=0, routes=parts.routes
+            parts.engine,
+            parts.environment,
+            cfg,
+            stop=parts.stop,
+            step=step,
+            seed=0,
+            routes=parts.routes,
         )
 
     clean, k3 = [], {"replayed": [], "not replayed": []}
@@ -186,7 +208,9 @@ def agreement() -> None:
         print(f"    {refusal(parts.learner, batch, changed)}")
     equal = (ids[1:] == ids[:-1]).flatten(1).all(1)
     other = equal & (batch.input_ids[1:] != batch.input_ids[:-1])
-    print(f"adjacent rows with equal routes in all layers: {int(equal.sum())}, of other tokens {int(other.sum())}")
+    print(
+        f"adjacent rows with equal routes in all layers: {int(equal.sum())}, of other tokens {int(other.sum())}"
+    )
 
 
 def agreements(learner, batch, ids):

@@ -53,8 +53,12 @@ def engine_runner(engine: HFEngine, prompts: torch.Tensor, new: int) -> Callable
     rows = prompts.tolist()
 
     async def together() -> None:
-        await engine.load_weights(engine.model.state_dict().items(), 1)  # forget prefixes of the last round
-        await asyncio.gather(*(engine.generate(row, Sampling(1.0, new), seed=i) for i, row in enumerate(rows)))
+        await engine.load_weights(
+            engine.model.state_dict().items(), 1
+        )  # forget prefixes of the last round
+        await asyncio.gather(
+            *(engine.generate(row, Sampling(1.0, new), seed=i) for i, row in enumerate(rows))
+        )
 
     return lambda: asyncio.run(together())
 
@@ -62,12 +66,16 @@ def engine_runner(engine: HFEngine, prompts: torch.Tensor, new: int) -> Callable
 def stock_runner(model: PreTrainedModel, prompts: torch.Tensor, new: int) -> Callable[[], None]:
     def run() -> None:
         with torch.inference_mode():
-            model.generate(prompts, max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=0)
+            model.generate(
+                prompts, max_new_tokens=new, min_new_tokens=new, do_sample=True, pad_token_id=0
+            )
 
     return run
 
 
-def interleaved(runners: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+def interleaved(
+    runners: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
     """Median seconds of each; every round runs all of them, after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for n in range(rounds + 1):
@@ -87,15 +95,21 @@ def measure(batch: int, dtype: str, args: argparse.Namespace) -> dict[str, float
     clock = time.process_time if args.device == "cpu" and args.threads == 1 else time.perf_counter
     runners = {"generate": stock_runner(model, prompts, args.new)}
     for record in (True, False):
-        engine = HFEngine(copy.deepcopy(model), config, record=record, max_len=args.prompt + args.new)
+        engine = HFEngine(
+            copy.deepcopy(model), config, record=record, max_len=args.prompt + args.new
+        )
         runners["on" if record else "off"] = engine_runner(engine, prompts, args.new)
     seconds = interleaved(runners, args.rounds, clock)
     return {name: batch * args.new / value for name, value in seconds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256], help="sequences decoded together")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[16, 64, 256], help="sequences decoded together"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--prompt", type=int, default=26, help="prompt tokens")
     parser.add_argument("--new", type=int, default=75, help="sampled tokens per sequence")
@@ -107,14 +121,25 @@ def main() -> None:
     table = Table(
         title=f"tokens per second, {args.prompt} + {args.new} tokens, {args.threads} thread(s), {args.device}"
     )
-    for name in ("dtype", "batch", "generate", "engine, recording", "ratio", "engine, not recording", "on / off"):
+    for name in (
+        "dtype",
+        "batch",
+        "generate",
+        "engine, recording",
+        "ratio",
+        "engine, not recording",
+        "on / off",
+    ):
         table.add_column(name, justify="right")
     for dtype in args.dtypes:
         for batch in args.batches:
             speed = measure(batch, dtype, args)
             ratios = f"{speed['on'] / speed['generate']:.2f}", f"{speed['on'] / speed['off']:.2f}"
             stock, on, off = (f"{speed[name]:.0f}" for name in ("generate", "on", "off"))
-            print(f"{dtype} batch {batch}: generate {stock}, engine {on}, ratio {ratios[0]}", flush=True)
+            print(
+                f"{dtype} batch {batch}: generate {stock}, engine {on}, ratio {ratios[0]}",
+                flush=True,
+            )
             table.add_row(dtype, str(batch), stock, on, ratios[0], off, ratios[1])
     Console().print(table)
 

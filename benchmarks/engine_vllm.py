@@ -48,7 +48,9 @@ RATIOS = (
 def adapter(engine: RolloutEngine, prompts: list[list[int]], new: int) -> Callable[[], None]:
     async def together() -> None:
         await engine.reset_cache()
-        await asyncio.gather(*(engine.generate(row, Sampling(1.0, new), seed=i) for i, row in enumerate(prompts)))
+        await asyncio.gather(
+            *(engine.generate(row, Sampling(1.0, new), seed=i) for i, row in enumerate(prompts))
+        )
 
     return lambda: asyncio.run(together())
 
@@ -60,7 +62,9 @@ def bare(engine: VLLMEngine, prompts: list[list[int]], new: int) -> Callable[[],
         engine.llm.reset_prefix_cache()
         for seed, row in enumerate(prompts):
             prompt = {"type": "token", "prompt_token_ids": row}
-            engine.llm.add_request(f"bare {next(numbers)}", prompt, engine_module._parameters(Sampling(1.0, new), seed))
+            engine.llm.add_request(
+                f"bare {next(numbers)}", prompt, engine_module._parameters(Sampling(1.0, new), seed)
+            )
         while engine.llm.has_unfinished_requests():
             engine.llm.step()
 
@@ -89,19 +93,25 @@ class Inside:
 def build(folder: str, slots: int, max_len: int, kinds: list[str]) -> dict[str, RolloutEngine]:
     model = ModelConfig(path=folder)
     hf = read_config(model)
-    rules = RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
+    rules = RouteRules(
+        tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
+    )
     engines: dict[str, RolloutEngine] = {}
     for name, routes in (("vllm bf16", rules), ("vllm bf16, no routes", None)):
         config = VLLMEngineConfig(slots=slots, cache_gib=0.5)
         engines[name] = VLLMEngine(model, hf, config, routes=routes, max_len=max_len, cpu=True)
     for name, dtype in (("hf bf16", "bfloat16"), ("hf fp32", "float32")) if "hf" in kinds else ():
         own = load_model(model, DTYPES[dtype], CPU)
-        engines[name] = HFEngine(own, HFEngineConfig(dtype=dtype, slots=slots), record=True, max_len=max_len)
+        engines[name] = HFEngine(
+            own, HFEngineConfig(dtype=dtype, slots=slots), record=True, max_len=max_len
+        )
     return engines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--prompt", type=int, default=26)
     parser.add_argument("--new", type=int, default=75)
@@ -114,7 +124,9 @@ def main() -> None:
         engines = build(folder, max(args.batches), args.prompt + args.new, args.kinds)
         ours = engines["vllm bf16"]
         assert isinstance(ours, VLLMEngine)
-        inside = Inside((ours.llm, "add_request"), (ours.llm, "step"), (engine_module, "_parameters"))
+        inside = Inside(
+            (ours.llm, "add_request"), (ours.llm, "step"), (engine_module, "_parameters")
+        )
         for batch in args.batches:
             prompts = torch.randint(3, 32, (batch, args.prompt)).tolist()
             runs = {name: adapter(engine, prompts, args.new) for name, engine in engines.items()}
@@ -122,7 +134,9 @@ def main() -> None:
             report(runs, inside, batch * args.new, batch, args.rounds)
 
 
-def report(runs: dict[str, Callable[[], None]], inside: Inside, tokens: int, batch: int, rounds: int) -> None:
+def report(
+    runs: dict[str, Callable[[], None]], inside: Inside, tokens: int, batch: int, rounds: int
+) -> None:
     speeds: list[dict[str, float]] = []
     shares = []
     for _ in range(rounds + 1):
@@ -137,11 +151,17 @@ def report(runs: dict[str, Callable[[], None]], inside: Inside, tokens: int, bat
         speeds.append(speed)
     speeds, shares = speeds[1:], shares[1:]  # warm-up
     for name in runs:
-        print(f"batch {batch}: {name:22s} {statistics.median(s[name] for s in speeds):8.0f} tokens/s")
-    print(f"batch {batch}: adapter's share {statistics.median(shares):.4f} [{min(shares):.4f}, {max(shares):.4f}]")
+        print(
+            f"batch {batch}: {name:22s} {statistics.median(s[name] for s in speeds):8.0f} tokens/s"
+        )
+    print(
+        f"batch {batch}: adapter's share {statistics.median(shares):.4f} [{min(shares):.4f}, {max(shares):.4f}]"
+    )
     for one, other in [pair for pair in RATIOS if pair[1] in runs]:
         found = sorted(s[one] / s[other] for s in speeds)
-        print(f"batch {batch}: {one} / {other}: {statistics.median(found):.3f} [{found[0]:.3f}, {found[-1]:.3f}]")
+        print(
+            f"batch {batch}: {one} / {other}: {statistics.median(found):.3f} [{found[0]:.3f}, {found[-1]:.3f}]"
+        )
 
 
 if __name__ == "__main__":

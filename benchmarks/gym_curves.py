@@ -35,12 +35,20 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="*", type=Path, help="default: every recipes/gym_*.toml")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/gym"), help="folder of the runs (default: runs/gym)")
     parser.add_argument(
-        "--policies", type=Path, help="folder of the policies (default: where the recipes' model.path points)"
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gym"), help="folder of the runs (default: runs/gym)"
+    )
+    parser.add_argument(
+        "--policies",
+        type=Path,
+        help="folder of the policies (default: where the recipes' model.path points)",
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
     return parser.parse_args()
@@ -56,7 +64,9 @@ def policy_command(recipe: Path) -> list[str]:
     text = " ".join(comment).replace("\\ ", " ")
     words = shlex.split(text.partition("onepolicy make-policy")[2])
     if "--out" not in words:
-        raise SystemExit(f"{recipe}: the leading comment gives no `onepolicy make-policy --out ...` command")
+        raise SystemExit(
+            f"{recipe}: the leading comment gives no `onepolicy make-policy --out ...` command"
+        )
     return ["make-policy", *words]
 
 
@@ -71,7 +81,9 @@ def make_policy(recipe: Path, folder: Path | None, threads: int) -> Path:
     return path
 
 
-def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int, overrides: Sequence[str] = ()) -> None:
+def train(
+    recipe: Path, policy: Path, run: Path, seed: int, threads: int, overrides: Sequence[str] = ()
+) -> None:
     if (run / "summary.json").exists():
         return
     run.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +92,22 @@ def train(recipe: Path, policy: Path, run: Path, seed: int, threads: int, overri
         onepolicy(["train", "--resume", str(run)], log)
         return
     shutil.rmtree(run, ignore_errors=True)  # stopped before its first checkpoint
-    settings = (f"model.path={policy}", f"out={run}", f"seed={seed}", f"train.threads={threads}", *overrides)
+    settings = (
+        f"model.path={policy}",
+        f"out={run}",
+        f"seed={seed}",
+        f"train.threads={threads}",
+        *overrides,
+    )
     onepolicy(["train", str(recipe), *settings], log)
 
 
 def onepolicy(command: list[str], log: Path) -> None:
     with log.open("a") as file:
         process = [sys.executable, "-m", "onepolicy", *command]
-        code = subprocess.run(process, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            process, stdout=file, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
         raise SystemExit(f"onepolicy {shlex.join(command)} failed with status {code}; see {log}")
 
@@ -98,7 +118,9 @@ def figures(run: Path) -> tuple[str, ...]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row for row in rows if "eval/greedy" in row]
     sampled = next(key for key in evaluated[0] if key.startswith("eval/avg@"))
-    changes = [f"{evaluated[0][key]:.2f} → {evaluated[-1][key]:.2f}" for key in ("eval/greedy", sampled)]
+    changes = [
+        f"{evaluated[0][key]:.2f} → {evaluated[-1][key]:.2f}" for key in ("eval/greedy", sampled)
+    ]
     rewards = (f"{summary[key]:.3f}" for key in ("reward_first", "reward_last"))
     return *rewards, *changes, f"{summary['time']['step']:.1f}"
 

@@ -90,7 +90,9 @@ def decoding(flops: float, dims: Dims) -> tuple[float, float]:
         engine = HFEngine(copy.deepcopy(build_model()), config, record=True, max_len=PROMPT + NEW)
         run = engine_runner(engine, prompts, NEW)
         found.append(seconds(run) / NEW)
-    work = [batch * (2 * dims.multiplied + dims.decode_flops(PROMPT + NEW / 2)) for batch in BATCHES]
+    work = [
+        batch * (2 * dims.multiplied + dims.decode_flops(PROMPT + NEW / 2)) for batch in BATCHES
+    ]
     return line(work, found, flops, dims.layers)
 
 
@@ -111,13 +113,26 @@ def main() -> None:
         "memory": (memory, "B", "the machine's memory over its cores"),
         "flops": (flops, "FLOP/s", "float32, 1024 x 1024 times 1024 x 1024"),
         "bandwidth": (bandwidth(), "B/s", "a copy, bytes read and written"),
-        "train_efficiency": (train, "of flops", "forward and backward, tiny policy's shape, float32"),
+        "train_efficiency": (
+            train,
+            "of flops",
+            "forward and backward, tiny policy's shape, float32",
+        ),
         "train_overhead": (launch, "s per layer and forward", "the same"),
-        "prefill_efficiency": (decode, "of flops", "the embedded engine's decode, tiny policy's shape, bfloat16"),
+        "prefill_efficiency": (
+            decode,
+            "of flops",
+            "the embedded engine's decode, tiny policy's shape, bfloat16",
+        ),
         "decode_overhead": (step, "s per layer and token", "the same"),
     }
     entries = {
-        name: {"value": float(f"{value:.3g}"), "unit": unit, "origin": "measured", "source": f"`{COMMAND}`: {what}"}
+        name: {
+            "value": float(f"{value:.3g}"),
+            "unit": unit,
+            "origin": "measured",
+            "source": f"`{COMMAND}`: {what}",
+        }
         for name, (value, unit, what) in values.items()
     }
     print(json.dumps(entries, indent=2))

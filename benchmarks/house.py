@@ -121,17 +121,27 @@ def step_files(settings: list[str]) -> list[Path]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
         done = subprocess.run(
-            [sys.executable, "-c", TRACE, *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=False
+            [sys.executable, "-c", TRACE, *arguments],
+            cwd=ROOT.parent,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     found = [line for line in done.stdout.splitlines() if line.startswith("FILES")]
     if not found:
         raise SystemExit(done.stdout + done.stderr)
-    return [Path(name) for name in json.loads(found[0].removeprefix("FILES ")) if str(PACKAGE) in name]
+    return [
+        Path(name) for name in json.loads(found[0].removeprefix("FILES ")) if str(PACKAGE) in name
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", action="store_true", help="trace one step with and without replay")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", action="store_true", help="trace one step with and without replay"
+    )
     arguments = parser.parse_args()
     known = modules()
     eager = {name: imported(path, known, lazy=False) for name, path in known.items()}
@@ -139,11 +149,16 @@ def main() -> None:
     print(f"files {len(known)}, lines {lines(list(known.values())):,}")
     for entry in ("run.train", "run.step"):
         names = closure(f"onepolicy.{entry}", eager)
-        print(f"import closure of {entry}: {len(names)} files, {lines([known[n] for n in names]):,} lines")
+        print(
+            f"import closure of {entry}: {len(names)} files, {lines([known[n] for n in names]):,} lines"
+        )
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")
     if arguments.steps:
-        for name, settings in (("one plain local step", []), ("the same without replay", ["replay.mode=off"])):
+        for name, settings in (
+            ("one plain local step", []),
+            ("the same without replay", ["replay.mode=off"]),
+        ):
             used = step_files(["log.counterfactual_every=0", "eval.every=0", *settings])
             print(f"{name}: {len(used)} files, {lines(used):,} lines")
 

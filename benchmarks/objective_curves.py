@@ -13,7 +13,10 @@ from pathlib import Path
 from gym_curves import HEADER, ROOT, figures, make_policy, train
 
 RECIPE = ROOT / "recipes" / "gym_spell_backward.toml"
-TWO = ("objective.mini_steps=2", "train.reuse_scoring_forward=false")  # or the PPO ratio would be 1 throughout
+TWO = (
+    "objective.mini_steps=2",
+    "train.reuse_scoring_forward=false",
+)  # or the PPO ratio would be 1 throughout
 OBJECTIVES = {
     "grpo": TWO,
     "gspo": TWO,
@@ -23,15 +26,23 @@ OBJECTIVES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("objectives", nargs="*", choices=[[], *OBJECTIVES], help="default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="default: 0 1 2"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
-    parser.add_argument("--policies", type=Path, help="folder of the policy (default: where the recipe points)")
+    parser.add_argument(
+        "--policies", type=Path, help="folder of the policy (default: where the recipe points)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     policy = make_policy(RECIPE, options.policies, options.threads)
-    print("| " + " | ".join(("objective", *HEADER[1:])) + " |\n|" + " --- |" * len(HEADER), flush=True)
+    print(
+        "| " + " | ".join(("objective", *HEADER[1:])) + " |\n|" + " --- |" * len(HEADER), flush=True
+    )
     for name in options.objectives or OBJECTIVES:
         for seed in options.seeds:
             run = options.out / f"{name}-seed{seed}"

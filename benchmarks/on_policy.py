@@ -69,12 +69,18 @@ def report(dtype: str, seconds: dict[str, list[dict[str, float]]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="policy folder (default: the one make-policy made)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="tiny", help="policy folder (default: the one make-policy made)"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new", type=int, default=75, help="most new tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=5, help="counted steps of each, after one warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="counted steps of each, after one warm-up"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
@@ -90,7 +96,11 @@ def main() -> None:
         for side, parts in sides.items() if args.profile else ():
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 step(parts, args.steps + 1)
-            print(side, profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15), sep="\n")
+            print(
+                side,
+                profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15),
+                sep="\n",
+            )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from onepolicy.invariant import ops
 
-SIZES = {"silu": (256, 26624), "rms_norm": (64, 6400)}  # rows of a decode step and a training step, tiny policy
+SIZES = {
+    "silu": (256, 26624),
+    "rms_norm": (64, 6400),
+}  # rows of a decode step and a training step, tiny policy
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -32,7 +35,9 @@ def microseconds(function: Callable[[Tensor], Tensor], x: Tensor, rounds: int = 
 def main() -> None:
     torch.set_num_threads(1)
     for name, eager, width in (("silu", ops.silu, 32), ("rms_norm", rms_norm, 128)):
-        compiled = torch.compile((lambda x: x / (1 + (-x).exp())) if name == "silu" else rms_norm, dynamic=True)
+        compiled = torch.compile(
+            (lambda x: x / (1 + (-x).exp())) if name == "silu" else rms_norm, dynamic=True
+        )
         rows = torch.randn(SIZES[name][-1], width)
         whole = compiled(rows)
         cuts = [(0, 2), (1, 4), (3, 10), (9, 300), (300, len(rows))]

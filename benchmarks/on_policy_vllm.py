@@ -24,7 +24,12 @@ from onepolicy.types import TokenBatch
 
 def parts_of(model: str, dtype: str) -> MeasureComponents:
     engine = {"kind": "vllm", "dtype": dtype, "cache_gib": 0.25, "block_size": 32, "max_len": 128}
-    rollout = {"engine": engine, "prompts_per_step": 8, "group_size": 2, "sampling": {"max_tokens": 80}}
+    rollout = {
+        "engine": engine,
+        "prompts_per_step": 8,
+        "group_size": 2,
+        "sampling": {"max_tokens": 80},
+    }
     tree = {"model": {"path": model, "dtype": dtype}, "train": {"threads": 1}, "rollout": rollout}
     return build_measure_parts(measure_config(tree, [], None))[0]
 
@@ -37,7 +42,11 @@ def show(what: str, batch: TokenBatch) -> None:
 async def compare(parts: MeasureComponents) -> None:
     scorer = parts.scorer
     groups = await sample(parts)
-    batch = pack(outcomes(groups, parts.config.objective, max_tokens=parts.config.rollout.sampling.max_tokens))
+    batch = pack(
+        outcomes(
+            groups, parts.config.objective, max_tokens=parts.config.rollout.sampling.max_tokens
+        )
+    )
     show("fast trainer", scorer.score(batch, replay=False))
     if scorer.routers is not None:
         show("fast trainer, routes replayed", scorer.score(batch))
@@ -45,11 +54,15 @@ async def compare(parts: MeasureComponents) -> None:
     show("on-policy trainer", scorer.score(batch, replay=False))
     again = await sample_again(parts, groups, batch, alone=True)
     moved = int((again.same & (again.logp != again.before)).sum())
-    print(f"vLLM one request at a time: {again.share:.0%} of the tokens come out the same, {moved} of them differ")
+    print(
+        f"vLLM one request at a time: {again.share:.0%} of the tokens come out the same, {moved} of them differ"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--model", default="tiny")
     arguments = parser.parse_args()

@@ -92,7 +92,9 @@ def measured(name: str, case: Case) -> float:
 
 def _rank(rank: int, name: str, case: Case, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.ranks
+    )
     mesh = init_device_mesh("cpu", (case.ranks,))
     compute = None if case.compute == "same" else getattr(torch, case.compute)
     found = _measured(MODELS[name](), case, Spread(mesh, compute))
@@ -109,8 +111,15 @@ def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> floa
     prepare_for_training(model, CPU, compute=None if spread is None else spread.compute)
     learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
     step(learner, case)
-    state = [t for own in learner.optimizer.state.values() for t in own.values() if isinstance(t, torch.Tensor)]
-    standing = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)]
+    state = [
+        t
+        for own in learner.optimizer.state.values()
+        for t in own.values()
+        if isinstance(t, torch.Tensor)
+    ]
+    standing = [
+        t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)
+    ]
     with Peak(standing) as peak, resizes(peak):
         step(learner, case)
     return peak.peak + sum(tensor.nbytes for tensor in standing)
@@ -134,7 +143,9 @@ def resizes(peak: Peak) -> Iterator[None]:
 
 
 def step(learner: LocalLearner, case: Case) -> None:
-    batch = learner.score(pack([Group(0, tuple(sample(learner, case, i) for i in range(case.samples)))]))
+    batch = learner.score(
+        pack([Group(0, tuple(sample(learner, case, i) for i in range(case.samples)))])
+    )
     zeros = torch.zeros(batch.num_slots)
     batch = batch.replace(advantage=zeros + 1, weight=zeros + 1, keep=batch.trainable)
     learner.step(batch)
@@ -176,25 +187,43 @@ def predicted(name: str, case: Case) -> float:
     held = dry.held(case.micro, checkpointing=case.checkpointing, first=first and not case.ranks)
     dims = read_dims(dry.model, "unused")
     memory = learner_memory(
-        dims, config, max(1, case.ranks), held, slots=sum(case.micro.slots), graphs=1, first=first, cpu=True
+        dims,
+        config,
+        max(1, case.ranks),
+        held,
+        slots=sum(case.micro.slots),
+        graphs=1,
+        first=first,
+        cpu=True,
     )
     return memory.total
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--ranks", type=int, default=0, help="processes that share the learner; 0: one, unsharded")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="processes that share the learner; 0: one, unsharded"
+    )
     parser.add_argument("--numerics", choices=("fast", "on-policy"), default="fast")
-    parser.add_argument("--compute", choices=("same", "bfloat16"), default="same", help="train.compute of ranks")
+    parser.add_argument(
+        "--compute", choices=("same", "bfloat16"), default="same", help="train.compute of ranks"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.models:
         for micro_batches in (1, 2):
             for checkpointing in (False, True):
                 case = replace(
-                    Case(dtype=args.dtype, ranks=args.ranks, compute=args.compute, numerics=args.numerics),
+                    Case(
+                        dtype=args.dtype,
+                        ranks=args.ranks,
+                        compute=args.compute,
+                        numerics=args.numerics,
+                    ),
                     micro_batches=micro_batches,
                     checkpointing=checkpointing,
                 )

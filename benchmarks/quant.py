@@ -63,10 +63,15 @@ def main() -> None:
     options = arguments()
     if options.device == "cpu":
         torch.set_num_threads(1)
-    print("| model | format | weights, MB | response | tokens/s | speed / bfloat16 [min, max] |\n|" + " --- |" * 6)
+    print(
+        "| model | format | weights, MB | response | tokens/s | speed / bfloat16 [min, max] |\n|"
+        + " --- |" * 6
+    )
     for name in options.models or (["tiny", "big"] if options.device == "cpu" else list(MODELS)):
         model = MODELS[name]()
-        engines = {each: build(model, FORMATS[each], options) for each in ["bfloat16", *options.formats]}
+        engines = {
+            each: build(model, FORMATS[each], options) for each in ["bfloat16", *options.formats]
+        }
         for length in options.lengths:
             found = speeds(engines, options.batch, length, options.rounds, options.device)
             for each, values in found.items():
@@ -77,22 +82,35 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--models", nargs="+", choices=list(MODELS), help="default: what the device is large enough for"
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        help="default: what the device is large enough for",
     )
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS)[1:], choices=list(FORMATS)[1:])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 256], help="tokens of a response")
+    parser.add_argument(
+        "--formats", nargs="+", default=list(FORMATS)[1:], choices=list(FORMATS)[1:]
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[16, 64, 256], help="tokens of a response"
+    )
     parser.add_argument("--batch", type=int, default=64, help="sequences decoded together")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
 
-def build(model: PreTrainedModel, quant: QuantFormat | None, options: argparse.Namespace) -> HFEngine:
+def build(
+    model: PreTrainedModel, quant: QuantFormat | None, options: argparse.Namespace
+) -> HFEngine:
     config = HFEngineConfig(dtype="bfloat16", slots=options.batch)
     own = copy.deepcopy(model).to(options.device)
-    return HFEngine(own, config, record=True, max_len=PROMPT + max(WARM_UP, *options.lengths), quant=quant)
+    return HFEngine(
+        own, config, record=True, max_len=PROMPT + max(WARM_UP, *options.lengths), quant=quant
+    )
 
 
 def megabytes(engine: HFEngine) -> float:
@@ -101,15 +119,21 @@ def megabytes(engine: HFEngine) -> float:
     return sum(parameter.nbytes for parameter in engine.model.parameters()) / 1e6
 
 
-def speeds(engines: dict[str, HFEngine], batch: int, length: int, rounds: int, device: str) -> dict[str, list[float]]:
+def speeds(
+    engines: dict[str, HFEngine], batch: int, length: int, rounds: int, device: str
+) -> dict[str, list[float]]:
     """Tokens per second of every round; a short one before them warms up and calibrates."""
     vocabulary = next(iter(engines.values())).model.config.vocab_size
-    prompts = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(
+        vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     found: dict[str, list[float]] = {name: [] for name in engines}
     clock = cuda_seconds if device == "cuda" else cpu_seconds
     for engine in engines.values():
         asyncio.run(sample(engine, prompts, WARM_UP))
-        if engine.quantised is not None and any(each.scale is None for each in engine.quantised.static.values()):
+        if engine.quantised is not None and any(
+            each.scale is None for each in engine.quantised.static.values()
+        ):
             engine.quantised.calibrate()
     for _ in range(rounds):
         for name, engine in engines.items():

@@ -34,38 +34,60 @@ STATIC = 'rollout.quant={format="int8", activations="static"}'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--out", type=Path, default=Path("runs/quant_drift"))
     parser.add_argument("--settings", nargs="*", default=[], metavar="a.b=c", help="of the RL run")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    every = [STATIC, "train.threads=1", f"steps={options.steps}", f"checkpoint.every={options.steps}"]
+    every = [
+        STATIC,
+        "train.threads=1",
+        f"steps={options.steps}",
+        f"checkpoint.every={options.steps}",
+    ]
     settings = [*every, "eval.every=0", "optim.decay=none", *options.settings]
     run = options.out / "rl"
     train(RECIPE, options.model, run, 0, 1, settings)
     config = load(RECIPE, [*settings, f"model.path={options.model}", "out=unused"])
     start = resolve_model(config.model)
-    trained = {"start": Path(start.path), f"RL, lr {config.optim.lr:g}": folder_of(run, options.steps)}
+    trained = {
+        "start": Path(start.path),
+        f"RL, lr {config.optim.lr:g}": folder_of(run, options.steps),
+    }
     for factor in (1, 10):
         rate = factor * config.optim.lr
         path = options.out / f"sft-{rate:g}"
         if not path.exists():
             fine_tune(start, path, rate, options.steps)
         trained[f"SFT, lr {rate:g}"] = path
-    print("| weights | relative change | drift, mean | drift, largest | clipped |\n|" + " --- |" * 5)
+    print(
+        "| weights | relative change | drift, mean | drift, largest | clipped |\n|" + " --- |" * 5
+    )
     for name, path in trained.items():
         found = staleness(config, path, run / FILE)
         numbers = (found[f"quant/{key}"] for key in ("drift_mean", "drift_max", "clipped"))
         mean, largest, clipped = numbers
-        print(f"| {name} | {change(start, path):.2g} | {mean:.3f} | {largest:.3f} | {clipped:.2g} |", flush=True)
+        print(
+            f"| {name} | {change(start, path):.2g} | {mean:.3f} | {largest:.3f} | {clipped:.2g} |",
+            flush=True,
+        )
 
 
 def fine_tune(start: ModelConfig, path: Path, lr: float, steps: int) -> None:
     model, tokenizer = load_model(start, torch.float32, torch.device("cpu")), load_tokenizer(start)
-    own = PolicyConfig(lr=lr, steps=steps, warmup_steps=4, tokens_per_step=8192, mistakes=0.0, seed=1)
-    warm_up(model, tokenizer, lambda mistakes: warmup_examples(own.task, mistakes=mistakes, seed=own.seed), own)
+    own = PolicyConfig(
+        lr=lr, steps=steps, warmup_steps=4, tokens_per_step=8192, mistakes=0.0, seed=1
+    )
+    warm_up(
+        model,
+        tokenizer,
+        lambda mistakes: warmup_examples(own.task, mistakes=mistakes, seed=own.seed),
+        own,
+    )
     save_policy(model, tokenizer, own, path)
 
 
@@ -77,19 +99,27 @@ def staleness(config: RunConfig, path: Path, scales: Path) -> dict[str, float]:
     engine = build_engine(EngineSpec(model, config.rollout.engine, device, max_len, quant=quant))
     assert isinstance(engine, HFEngine)
     assert engine.quantised is not None
-    asyncio.run(calibrate(config, engine, environment, stop, None))  # the same problems, each layer's largest value
+    asyncio.run(
+        calibrate(config, engine, environment, stop, None)
+    )  # the same problems, each layer's largest value
     own, first = engine.quantised.scales(), json.loads(scales.read_text())
     engine.quantised.use_scales(first)
     asyncio.run(play_episodes(config, engine, environment, stop))
     drift = [own[name] / first[name] for name in own]
     clipped = engine.take_metrics()["quant/clipped"]
-    return {"quant/drift_mean": sum(drift) / len(drift), "quant/drift_max": max(drift), "quant/clipped": clipped}
+    return {
+        "quant/drift_mean": sum(drift) / len(drift),
+        "quant/drift_max": max(drift),
+        "quant/clipped": clipped,
+    }
 
 
 def change(start: ModelConfig, path: Path) -> float:
     """|new - old| / |old| over all weights."""
     cpu, paths = torch.device("cpu"), (start.path, str(path))
-    first, last = (load_model(ModelConfig(path=each), torch.float32, cpu).state_dict() for each in paths)
+    first, last = (
+        load_model(ModelConfig(path=each), torch.float32, cpu).state_dict() for each in paths
+    )
     moved = sum((last[name] - first[name]).square().sum() for name in first)
     return float((moved / sum(each.square().sum() for each in first.values())).sqrt())
 

@@ -40,14 +40,25 @@ HEADER = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--model", default="tiny")
     options = parser.parse_args()
     print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
     for name, quant in FORMATS.items():
-        settings = ["rollout.group_size=4", "correction.preset=tis", "train.threads=1", *options.overrides, *quant]
-        print(f"| {name} | " + " | ".join(asyncio.run(gap(settings, options.model))) + " |", flush=True)
+        settings = [
+            "rollout.group_size=4",
+            "correction.preset=tis",
+            "train.threads=1",
+            *options.overrides,
+            *quant,
+        ]
+        print(
+            f"| {name} | " + " | ".join(asyncio.run(gap(settings, options.model))) + " |",
+            flush=True,
+        )
 
 
 async def gap(settings: list[str], model: str) -> tuple[str, ...]:
@@ -59,7 +70,14 @@ async def gap(settings: list[str], model: str) -> tuple[str, ...]:
     length = found.tokens // seen.native.num_samples
     would = predict(parts.config.correction, found.k3, length)
     extreme = (f"{found.extreme(tau):.2%}" for tau in (1.25, 2))
-    return f"{found.k3:.2g}", replayed, f"{found.max_dp:.3f}", *extreme, f"{would.keep:.1%}", f"{would.attenuation:.4f}"
+    return (
+        f"{found.k3:.2g}",
+        replayed,
+        f"{found.max_dp:.3f}",
+        *extreme,
+        f"{would.keep:.1%}",
+        f"{would.attenuation:.4f}",
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ TIMES = ("rollout", "score", "update", "sync", "step")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", nargs="+", default=["off", "int8"])
     parser.add_argument("--steps", type=int, default=2, help="after one that warms up")
     parser.add_argument("--length", type=int, default=64, help="tokens of a response")
@@ -36,17 +38,26 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder) / "model")
-        runs = {quant: build(Path(folder), quant, options.steps, options.length) for quant in options.formats}
+        runs = {
+            quant: build(Path(folder), quant, options.steps, options.length)
+            for quant in options.formats
+        }
         rows = {quant: [] for quant in runs}
         for step in range(options.steps + 1):
             for quant, parts in runs.items():
                 rows[quant].append(asyncio.run(rl_step(parts, step)).metrics)
-    print("| rollout.quant | " + " | ".join(f"{name}, s" for name in TIMES) + " | sampling's share | step / first |")
+    print(
+        "| rollout.quant | "
+        + " | ".join(f"{name}, s" for name in TIMES)
+        + " | sampling's share | step / first |"
+    )
     print("|" + " --- |" * (len(TIMES) + 3))
     first = [row["time/step"] for row in rows[options.formats[0]][1:]]
     for quant, (_, *measured) in rows.items():
         found = [statistics.median(row[f"time/{name}"] for row in measured) for name in TIMES]
-        ratio = statistics.median(row["time/step"] / other for row, other in zip(measured, first, strict=True))
+        ratio = statistics.median(
+            row["time/step"] / other for row, other in zip(measured, first, strict=True)
+        )
         seconds = " | ".join(f"{each:.2f}" for each in found)
         print(f"| {quant} | {seconds} | {found[0] / found[-1]:.0%} | {ratio:.2f} |", flush=True)
 
@@ -65,7 +76,12 @@ def build(folder: Path, quant: str, steps: int, length: int) -> Components:
         "steps": steps + 1,
         "model": {"path": str(folder / "model")},
         "task": {"kind": "chain", "ops": 1},
-        "rollout": {"prompts_per_step": 2, "group_size": 8, "sampling": {"max_tokens": length}, "quant": quant},
+        "rollout": {
+            "prompts_per_step": 2,
+            "group_size": 8,
+            "sampling": {"max_tokens": length},
+            "quant": quant,
+        },
         "replay": {"mode": "r3"},
         "correction": {"preset": "tis"},
         "eval": {"every": 0},

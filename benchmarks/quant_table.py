@@ -55,7 +55,9 @@ def main() -> None:
     if not options.show:
         require_fixed(options.out)
         run_all(options)
-    found = [outcome for job in jobs(options) if (outcome := finished(options.out, *job)) is not None]
+    found = [
+        outcome for job in jobs(options) if (outcome := finished(options.out, *job)) is not None
+    ]
     print(table(found, FALL))
     if options.figures:
         for path in write_figures(options.figures, figures(found), png=options.png):
@@ -63,20 +65,34 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--search", action="store_true", help="find the learning rate")
     parser.add_argument("--show", action="store_true", help="start nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/quant_table"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="N")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="NAME")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run later than this")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time, a core each")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="NAME"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", default=list(FORMATS), choices=FORMATS, metavar="NAME"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no run later than this"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="runs at a time, a core each"
+    )
     parser.add_argument("--figures", type=Path, help="write the curves there, as plotly JSON")
     parser.add_argument("--png", action="store_true")
     parser.add_argument("--model", default="tiny")
     parser.add_argument(
-        "--trial", nargs="*", default=None, metavar="a.b=c", help="a trial with other settings: no rule"
+        "--trial",
+        nargs="*",
+        default=None,
+        metavar="a.b=c",
+        help="a trial with other settings: no rule",
     )
     return parser.parse_args()
 
@@ -85,7 +101,9 @@ def jobs(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     """(method, format, seed), seeds outermost: what is there after any time can be compared."""
     return [
         (method, quant, seed)
-        for seed, quant, method in itertools.product(options.seeds, options.formats, options.methods)
+        for seed, quant, method in itertools.product(
+            options.seeds, options.formats, options.methods
+        )
     ]
 
 
@@ -115,7 +133,9 @@ def run_all(options: argparse.Namespace) -> None:
 
 def finished(out: Path, method: str, quant: str, seed: int) -> Outcome | None:
     run = folder(out, method, quant, seed)
-    return Outcome(method, quant, seed, read_metrics(run)) if (run / "summary.json").exists() else None
+    return (
+        Outcome(method, quant, seed, read_metrics(run)) if (run / "summary.json").exists() else None
+    )
 
 
 def search(options: argparse.Namespace) -> None:
@@ -139,7 +159,9 @@ def search(options: argparse.Namespace) -> None:
         if not failed:
             steady = rate
             break
-    (options.out / "search.json").write_text(json.dumps({"lr": steady, "seeds": options.seeds, "fall": FALL}))
+    (options.out / "search.json").write_text(
+        json.dumps({"lr": steady, "seeds": options.seeds, "fall": FALL})
+    )
     print(f"largest steady learning rate: {steady}; set optim.lr in {RECIPE.name} to it and commit")
 
 
@@ -148,7 +170,10 @@ def require_fixed(out: Path) -> None:
     path = out / "search.json"
     if not path.exists():
         raise SystemExit(f"{path}: run --search first")
-    found, own = json.loads(path.read_text())["lr"], tomllib.loads(RECIPE.read_text())["optim"]["lr"]
+    found, own = (
+        json.loads(path.read_text())["lr"],
+        tomllib.loads(RECIPE.read_text())["optim"]["lr"],
+    )
     if found != own:
         raise SystemExit(f"{RECIPE}: optim.lr is {own}, --search found {found}; set it and commit")
     changed = subprocess.run(
@@ -159,7 +184,9 @@ def require_fixed(out: Path) -> None:
         check=True,
     ).stdout
     if changed:
-        raise SystemExit(f"not committed: {changed.strip()}; what is compared must be fixed before the first run")
+        raise SystemExit(
+            f"not committed: {changed.strip()}; what is compared must be fixed before the first run"
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,14 @@ CURVES: dict[str, tuple[str, dict[str, Any]]] = {
     "train/entropy": ("entropy of the trainer, nats", {"type": "log", "dtick": 1}),
 }
 LEGEND = {"orientation": "h", "x": 0, "y": -0.18, "yanchor": "top"}
-LABEL = {"y": 1.0, "xref": "paper", "yref": "paper", "xanchor": "center", "yanchor": "bottom", "showarrow": False}
+LABEL = {
+    "y": 1.0,
+    "xref": "paper",
+    "yref": "paper",
+    "xanchor": "center",
+    "yanchor": "bottom",
+    "showarrow": False,
+}
 HEADER = (
     "rollouts", "method", "seeds", "fell back", "largest fall", "held-out, last", "reward, last 10", "k3, mean",
     "gradient norm, largest", "entropy, last 10",
@@ -92,9 +99,14 @@ def panels(found: list[Outcome], name: str) -> Figure:
         layout[f"xaxis{suffix}"] = axis("step", domain=[left, right])
         layout["annotations"].append(LABEL | {"text": f"<b>{quant}</b>", "x": (left + right) / 2})
         for method, look in LOOKS.items():
-            runs = [each.series(name) for each in found if (each.quant, each.method) == (quant, method)]
+            runs = [
+                each.series(name) for each in found if (each.quant, each.method) == (quant, method)
+            ]
             if runs:
-                mean = [statistics.fmean(values) for values in zip(*(run[1] for run in runs), strict=True)]
+                mean = [
+                    statistics.fmean(values)
+                    for values in zip(*(run[1] for run in runs), strict=True)
+                ]
                 place = {"xaxis": f"x{suffix}", "legendgroup": method, "showlegend": number == 1}
                 data.append(line(method, *smooth(runs[0][0], mean), look, **place))
     seeds = len({each.seed for each in found})
@@ -108,4 +120,6 @@ def smooth(steps: list[int], values: list[float]) -> tuple[list[int], list[float
     if len(steps) <= 2 * WINDOW:
         return steps, values
     ends = range(WINDOW, len(steps) + 1, WINDOW)
-    return [steps[end - 1] for end in ends], [statistics.fmean(values[end - WINDOW : end]) for end in ends]
+    return [steps[end - 1] for end in ends], [
+        statistics.fmean(values[end - WINDOW : end]) for end in ends
+    ]

@@ -22,7 +22,9 @@ ROWS, SIZES, CALLS = 64, (128, 512), 300
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("| size | float32, us | torchao, us | ours, us | torchao - float32 | ours - float32 | ours - torchao |")
+    print(
+        "| size | float32, us | torchao, us | ours, us | torchao - float32 | ours - float32 | ours - torchao |"
+    )
     print("|" + " --- |" * 7)
     for size in SIZES:
         plain, x = torch.nn.Linear(size, size, bias=False), torch.randn(ROWS, size)
@@ -31,7 +33,9 @@ def main() -> None:
         layers = (plain, theirs, Int8Linear(plain, int8_rows))
         exact, ao, own = (layer(x) for layer in layers)
         times = (f"{best(layer, x):.0f}" for layer in layers)
-        gaps = (f"{float((a - b).abs().max()):.2g}" for a, b in ((ao, exact), (own, exact), (own, ao)))
+        gaps = (
+            f"{float((a - b).abs().max()):.2g}" for a, b in ((ao, exact), (own, exact), (own, ao))
+        )
         print(f"| {size} | " + " | ".join((*times, *gaps)) + " |")
 
 

@@ -10,11 +10,19 @@ import argparse
 from onepolicy.build.components import resolve_model
 from onepolicy.config import ModelConfig
 
-METHODS = ["fp8", "fp8_per_tensor", "fp8_per_channel", "experts_int8", "int8_per_channel_weight_only"]
+METHODS = [
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "experts_int8",
+    "int8_per_channel_weight_only",
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("methods", nargs="*", default=METHODS)
     parser.add_argument("--model", default="tiny")
     options = parser.parse_args()
@@ -24,9 +32,17 @@ def main() -> None:
     print("| quantization | result |\n| --- | --- |")
     for method in options.methods:
         try:
-            LLM(model=path, quantization=method, dtype="bfloat16", enforce_eager=True, max_model_len=128)
+            LLM(
+                model=path,
+                quantization=method,
+                dtype="bfloat16",
+                enforce_eager=True,
+                max_model_len=128,
+            )
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            print(f"| {method} | {type(error).__name__}: {str(error).splitlines()[0]} |", flush=True)
+            print(
+                f"| {method} | {type(error).__name__}: {str(error).splitlines()[0]} |", flush=True
+            )
         else:
             print(f"| {method} | loads |", flush=True)
 

@@ -47,9 +47,21 @@ def build(name: str) -> PreTrainedModel:
     if name != "large":
         return make_model(PolicyConfig(experts=int(name)), 32).eval()
     torch.manual_seed(0)
-    size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=1024, head_dim=64, **size, **experts)).eval()
+    size = {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    experts = {
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+    }
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(vocab_size=1024, head_dim=64, **size, **experts)
+    ).eval()
 
 
 def samples(count: int, length: int) -> TokenBatch:
@@ -57,7 +69,15 @@ def samples(count: int, length: int) -> TokenBatch:
     blank = torch.zeros(length, dtype=torch.int32)
     made = [
         Sample(
-            torch.randint(3, 32, (length + 1,)).int(), slots, slots.float(), blank, blank, 1.0, 0.0, "stop", outcome=0.0
+            torch.randint(3, 32, (length + 1,)).int(),
+            slots,
+            slots.float(),
+            blank,
+            blank,
+            1.0,
+            0.0,
+            "stop",
+            outcome=0.0,
         )
         for _ in range(count)
     ]
@@ -72,10 +92,14 @@ def loss_of(model: PreTrainedModel, batch: TokenBatch, *, compiled: bool) -> Cal
     model.set_experts_implementation("batched_mm")
     whole = torch.compile(model)
     ids = batch.input_ids.view(batch.num_samples, -1)
-    return lambda: whole(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 5].sum()
+    return lambda: (
+        whole(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)[..., 5].sum()
+    )
 
 
-def pairs_of(first: Callable[[], None], second: Callable[[], None], count: int) -> tuple[Times, Times]:
+def pairs_of(
+    first: Callable[[], None], second: Callable[[], None], count: int
+) -> tuple[Times, Times]:
     """Seconds of both by every clock; who goes first alternates. Two pairs of warm-up do not count."""
     times: tuple[Times, Times] = ({name: [] for name in CLOCKS}, {name: [] for name in CLOCKS})
     for pair in range(-2, count):
@@ -161,7 +185,9 @@ def measure_check(name: str, args: argparse.Namespace) -> list[str]:
     ]
 
 
-def own_routes(model: PreTrainedModel, routers: Routers, loss: Callable[[], Tensor]) -> RoutingTrace:
+def own_routes(
+    model: PreTrainedModel, routers: Routers, loss: Callable[[], Tensor]
+) -> RoutingTrace:
     with torch.no_grad(), routers.record() as tape:
         loss()
     return tape.trace()
@@ -176,7 +202,12 @@ def measure_recording(batch: int, args: argparse.Namespace) -> list[str]:
     ]
     on, off = pairs_of(runs[0], runs[1], args.pairs)
     cpu = ratio(on["CPU"], off["CPU"]) if args.threads == 1 else "-"
-    return [str(batch), f"{statistics.median(off['wall']):.2f} s", ratio(on["wall"], off["wall"]), cpu]
+    return [
+        str(batch),
+        f"{statistics.median(off['wall']):.2f} s",
+        ratio(on["wall"], off["wall"]),
+        cpu,
+    ]
 
 
 def add(table: Table, row: list[str]) -> None:
@@ -185,27 +216,44 @@ def add(table: Table, row: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["8", "32", "128", "large"], help="experts, or 'large'")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=["8", "32", "128", "large"], help="experts, or 'large'"
+    )
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--check", action="store_true", help="measure the check of the first forward instead")
+    parser.add_argument(
+        "--check", action="store_true", help="measure the check of the first forward instead"
+    )
     parser.add_argument("--recording", action="store_true", help="measure the embedded engine too")
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="sequences decoded together")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[16, 64], help="sequences decoded together"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.check:
-        table = Table(title=f"forward, {args.samples} x {args.length} tokens, {args.threads} thread(s)")
-        for column in ("model", "not checked", "checked / not", f"on average, one in {CHECK_EVERY} checked"):
+        table = Table(
+            title=f"forward, {args.samples} x {args.length} tokens, {args.threads} thread(s)"
+        )
+        for column in (
+            "model",
+            "not checked",
+            "checked / not",
+            f"on average, one in {CHECK_EVERY} checked",
+        ):
             table.add_column(column, justify="right")
         for name in args.models:
             add(table, measure_check(name, args))
         return Console(width=150).print(table)
     how = "compiled" if args.compiled else "eager"
-    table = Table(title=f"forward + backward, {args.samples} x {args.length} tokens, {args.threads} thread(s), {how}")
+    table = Table(
+        title=f"forward + backward, {args.samples} x {args.length} tokens, {args.threads} thread(s), {how}"
+    )
     for column in (
         "model",
         "plain",

@@ -43,10 +43,14 @@ class Written:
         self.seconds = time.perf_counter() - begun
 
 
-def measured(folder: str, model: PreTrainedModel, count: int, rounds: int) -> dict[str, list[float]]:
+def measured(
+    folder: str, model: PreTrainedModel, count: int, rounds: int
+) -> dict[str, list[float]]:
     """Seconds by what was done, sorted."""
     settings = {"out": "x", "steps": 1, "model": {"path": folder}, "task": {"kind": "chain"}}
-    config = resolve(settings, ["cluster.kind=ray", f"cluster.replicas={count}", "train.device=cpu"])
+    config = resolve(
+        settings, ["cluster.kind=ray", f"cluster.replicas={count}", "train.device=cpu"]
+    )
     own = HFEngineConfig(dtype="bfloat16")
     found: dict[str, list[float]] = {"files": [], "together": [], "one each": [], "disk": []}
     with opened(config, Progress()) as hosts:
@@ -55,7 +59,11 @@ def measured(folder: str, model: PreTrainedModel, count: int, rounds: int) -> di
         together = replicas._broadcast
         disk = config.cluster.model_copy(update={"weights": "disk"})
 
-        ways = [("together", together, config.cluster), ("one each", None, config.cluster), ("disk", None, disk)]
+        ways = [
+            ("together", together, config.cluster),
+            ("one each", None, config.cluster),
+            ("disk", None, disk),
+        ]
 
         async def load() -> None:
             for version in range(rounds + 1):
@@ -74,7 +82,9 @@ def measured(folder: str, model: PreTrainedModel, count: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=("tiny", "big"), default=["big"])
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=5)

@@ -30,22 +30,32 @@ RUNS = {  # the five that are asked for, then one for each option of the learner
     "two_ranks": QUICK + "steps=3 train.ranks=2 train.reuse_scoring_forward=false eval.every=0",
     "measure": "measure --tiny --out {out} rollout.engine.dtype=bfloat16",
     "off": QUICK + SMALL + " replay.mode=off correction.preset=tis",
-    "r2": QUICK + SMALL + " replay.mode=r2 objective.mini_steps=2 train.reuse_scoring_forward=false",
+    "r2": QUICK
+    + SMALL
+    + " replay.mode=r2 objective.mini_steps=2 train.reuse_scoring_forward=false",
     "soft": QUICK + SMALL + " replay.mode=soft replay.ratio=0.9 train.reuse_scoring_forward=false",
     "weights": QUICK + SMALL + " replay.mode=weights train.reuse_scoring_forward=false",
     "reprefill": QUICK + SMALL + " replay.source=reprefill",
     "critic": QUICK + SMALL + " objective.preset=ppo",
     "reference": QUICK + SMALL + " objective.kl.coef=0.01",
-    "bypass": QUICK + SMALL + " correction.preset=ppo-is objective.mini_steps=2 train.reuse_scoring_forward=false",
+    "bypass": QUICK
+    + SMALL
+    + " correction.preset=ppo-is objective.mini_steps=2 train.reuse_scoring_forward=false",
     "centering": QUICK
     + SMALL
     + " correction.preset=score-centering objective.surrogate=pg train.reuse_scoring_forward=false",
-    "live": QUICK + SMALL + " correction.preset=opsm objective.mini_steps=2 train.reuse_scoring_forward=false",
-    "gspo": QUICK + SMALL + " objective.preset=gspo objective.mini_steps=2 train.reuse_scoring_forward=false",
+    "live": QUICK
+    + SMALL
+    + " correction.preset=opsm objective.mini_steps=2 train.reuse_scoring_forward=false",
+    "gspo": QUICK
+    + SMALL
+    + " objective.preset=gspo objective.mini_steps=2 train.reuse_scoring_forward=false",
     "dapo": QUICK + SMALL + " objective.preset=dapo",
     "int8": QUICK + SMALL + " rollout.quant.format=int8 eval.every=2 eval.problems=8",
     "ahead": QUICK + SMALL + " rollout.max_staleness=0",
-    "checkpointing": QUICK + SMALL + " train.activation_checkpointing=true train.reuse_scoring_forward=false",
+    "checkpointing": QUICK
+    + SMALL
+    + " train.activation_checkpointing=true train.reuse_scoring_forward=false",
 }
 POLICIES = {
     "tiny": "",
@@ -58,7 +68,9 @@ POLICIES = {
 def onepolicy(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "onepolicy", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def run(out: Path, names: list[str]) -> None:
@@ -76,7 +88,9 @@ def run(out: Path, names: list[str]) -> None:
             command.append(f"out={folder}")
         done = onepolicy(command)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ("done" if done.returncode == 0 else "failed")).write_text(done.stdout + done.stderr)
+        (folder / ("done" if done.returncode == 0 else "failed")).write_text(
+            done.stdout + done.stderr
+        )
         print(f"{name}: exit {done.returncode}", flush=True)
 
 
@@ -92,7 +106,18 @@ def numbers(folder: Path) -> dict[str, Any]:
     return found
 
 
-TIMES = ("time", "seconds", "per_second", "written", "path", "out", "onepolicy", "fingerprint", "memory", "took")
+TIMES = (
+    "time",
+    "seconds",
+    "per_second",
+    "written",
+    "path",
+    "out",
+    "onepolicy",
+    "fingerprint",
+    "memory",
+    "took",
+)
 TIMES += ("started", "async")
 
 
@@ -113,8 +138,14 @@ def compare(first: Path, second: Path) -> int:
     wrong = 0
     for name in RUNS:
         a, b = numbers(first / name), numbers(second / name)
-        differ = [key for key in sorted(a.keys() | b.keys()) if a.get(key, "missing") != b.get(key, "missing")]
-        differ = [key for key in differ if not (a.get(key) != a.get(key) and b.get(key) != b.get(key))]  # NaN both
+        differ = [
+            key
+            for key in sorted(a.keys() | b.keys())
+            if a.get(key, "missing") != b.get(key, "missing")
+        ]
+        differ = [
+            key for key in differ if not (a.get(key) != a.get(key) and b.get(key) != b.get(key))
+        ]  # NaN both
         print(f"{name}: {len(a)} values, {len(differ)} differ" + ("" if a else "  NOT RUN"))
         for key in differ[:5]:
             print(f"    {key}: {a.get(key, 'missing')} -> {b.get(key, 'missing')}")
@@ -123,7 +154,9 @@ def compare(first: Path, second: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("do", choices=["run", "compare"])
     parser.add_argument("paths", nargs="+", help="run: OUT [NAME ...]; compare: A B")
     arguments = parser.parse_args()

@@ -263,7 +263,9 @@ async def attack(tool: PythonSandbox, code: str, held: Held) -> tuple[int, str]:
         lines = (await call).splitlines()
     except asyncio.CancelledError:
         lines = ["error: stopped, 2 GiB are gone"]
-    return taken, "; ".join(sorted({line for line in lines if re.match(r"(\w+Error |error: ).*", line)}))
+    return taken, "; ".join(
+        sorted({line for line in lines if re.match(r"(\w+Error |error: ).*", line)})
+    )
 
 
 async def gone(most: int, held: Held) -> None:
@@ -289,9 +291,19 @@ if __name__ == "__main__":
     parser.add_argument("attacks", nargs="*", choices=[[], *ATTACKS], default=[])
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--memory", type=int, default=128)
-    parser.add_argument("--usage", type=Path, help="memory.current or memory.usage_in_bytes of the cgroup this runs in")
+    parser.add_argument(
+        "--usage",
+        type=Path,
+        help="memory.current or memory.usage_in_bytes of the cgroup this runs in",
+    )
     parser.add_argument("--field", default="MemAvailable", help="of /proc/meminfo")
     given = parser.parse_args()
-    held = partial(held_by_machine, given.field) if given.usage is None else partial(held_by_cgroup, given.usage)
-    print(f"user {os.geteuid()}, Linux {os.uname().release}, {os.cpu_count()} cores", file=sys.stderr)
+    held = (
+        partial(held_by_machine, given.field)
+        if given.usage is None
+        else partial(held_by_cgroup, given.usage)
+    )
+    print(
+        f"user {os.geteuid()}, Linux {os.uname().release}, {os.cpu_count()} cores", file=sys.stderr
+    )
     asyncio.run(measure(given.attacks or list(ATTACKS), given.seconds, given.memory, held))

@@ -39,24 +39,33 @@ def speed(engine: RolloutEngine, batch: int) -> float:
         await engine.reset_cache()
         start = time.perf_counter()
         rows = ([3 + i % 10] * PROMPT for i in range(batch))
-        await asyncio.gather(*(engine.generate(row, Sampling(1.0, NEW), seed=i) for i, row in enumerate(rows)))
+        await asyncio.gather(
+            *(engine.generate(row, Sampling(1.0, NEW), seed=i) for i, row in enumerate(rows))
+        )
         return batch * NEW / (time.perf_counter() - start)
 
     return asyncio.run(together())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="tiny", help="the one that is served")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     model = resolve_model(ModelConfig(path=arguments.model))
     text = read_config(model).get_text_config()
-    rules = RouteRules(tuple(range(text.num_hidden_layers)), text.num_experts, text.num_experts_per_tok, "error")
+    rules = RouteRules(
+        tuple(range(text.num_hidden_layers)), text.num_experts, text.num_experts_per_tok, "error"
+    )
     server, local = (
         build_engine(EngineSpec(model, config, torch.device("cpu"), PROMPT + NEW, routes=rules))
-        for config in (VLLMServerConfig(url=arguments.url, slots=256), VLLMEngineConfig(slots=96, cache_gib=0.25))
+        for config in (
+            VLLMServerConfig(url=arguments.url, slots=256),
+            VLLMEngineConfig(slots=96, cache_gib=0.25),
+        )
     )
     for batch in (64, 256):
         speed(server, batch), speed(local, batch)

@@ -43,25 +43,50 @@ checkpoint = {{ every = 10, keep = 2 }}
 """
 EMBEDDED = '{ dtype = "float32", slots = 32 }'
 # knows the table, and is taught to err: what the reward rises by is those errors going away
-POLICY = ["hidden_size=64", "layers=2", "experts=16", "top_k=4", "max_len=64", "steps=1200", "warmup_steps=20"]
+POLICY = [
+    "hidden_size=64",
+    "layers=2",
+    "experts=16",
+    "top_k=4",
+    "max_len=64",
+    "steps=1200",
+    "warmup_steps=20",
+]
 POLICY += ["lr=4e-3", "mistakes=0.3", "task.kind=chain", "task.ops=2"]
-AGAIN, SOON_S = 0.3, 15.0  # share of kills that another follows so soon, unless there is a new step before it
+AGAIN, SOON_S = (
+    0.3,
+    15.0,
+)  # share of kills that another follows so soon, unless there is a new step before it
 LIMIT_S = 1800.0  # without a new step
 COMMAND = [sys.executable, "-m", "onepolicy"]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kills", type=int, default=20, help="and some more while it resumes from one of these")
+    parser.add_argument(
+        "--kills", type=int, default=20, help="and some more while it resumes from one of these"
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--server", action="store_true", help="sample from a vLLM server, and kill it too")
+    parser.add_argument(
+        "--server", action="store_true", help="sample from a vLLM server, and kill it too"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
-    parser.add_argument("--policy", type=Path, help="made before; unset: OUT/policy, made if it is not there")
-    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of both runs")
-    parser.add_argument("--show", action="store_true", help="run nothing: outcome and figure of what is in OUT")
-    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="reward over steps with the kills marked")
+    parser.add_argument(
+        "--policy", type=Path, help="made before; unset: OUT/policy, made if it is not there"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="a.b=c", help="settings of both runs"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="run nothing: outcome and figure of what is in OUT"
+    )
+    parser.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="reward over steps with the kills marked"
+    )
     parser.add_argument("--png", action="store_true", help="and as PNG")
     return parser.parse_args()
 
@@ -77,7 +102,9 @@ def main() -> int:
     (args.out / "soak.json").write_text(text)
     print(text)
     if args.figures:
-        for written in write_figures(args.figures, [figure(args.out, record["strikes"], found)], png=args.png):
+        for written in write_figures(
+            args.figures, [figure(args.out, record["strikes"], found)], png=args.png
+        ):
             print(written)
     return 1 if failed(found) else 0
 
@@ -89,30 +116,46 @@ def soak(args: argparse.Namespace) -> None:
         subprocess.run([*COMMAND, "make-policy", "--out", str(policy), *POLICY], check=True)
     began = time.monotonic()
     with ExitStack() as running:
-        server = running.enter_context(Server(COMMAND, policy, args.out / "server.log")) if args.server else None
+        server = (
+            running.enter_context(Server(COMMAND, policy, args.out / "server.log"))
+            if args.server
+            else None
+        )
         engine = server.setting if server else EMBEDDED
-        recipe.write_text(RECIPE.format(steps=args.steps, policy=policy, ranks=args.ranks, engine=engine))
+        recipe.write_text(
+            RECIPE.format(steps=args.steps, policy=policy, ranks=args.ranks, engine=engine)
+        )
         train = [*COMMAND, "train", str(recipe), *args.set]
         if server is None:
-            in_peace = subprocess.Popen([*train, f"out={args.out / 'whole'}"], stdout=subprocess.DEVNULL)
+            in_peace = subprocess.Popen(
+                [*train, f"out={args.out / 'whole'}"], stdout=subprocess.DEVNULL
+            )
             running.callback(in_peace.kill)
         strikes = strike(train, args, server)
         assert server or in_peace.wait() == 0
         lives = {"server_starts": server.lives} if server else {}
     minutes = (time.monotonic() - began) / 60
     record = {"steps": args.steps, "ranks": args.ranks, "server": args.server, "minutes": minutes}
-    (args.out / "strikes.json").write_text(json.dumps(record | lives | {"strikes": strikes}, indent=1))
+    (args.out / "strikes.json").write_text(
+        json.dumps(record | lives | {"strikes": strikes}, indent=1)
+    )
 
 
 def strike(train: list[str], args: argparse.Namespace, server: Server | None) -> list[dict]:
     """Run and kill. Of every kill: whom, after which step, steps that are computed again, seconds until the next new
     step; None where the run had no step left."""
     generator, strikes, out = random.Random(args.seed), [], args.out / "killed"
-    kinds = ["driver", *["rank"] * (args.ranks > 1), *["server", "driver and server"] * (server is not None)]
+    kinds = [
+        "driver",
+        *["rank"] * (args.ranks > 1),
+        *["server", "driver and server"] * (server is not None),
+    ]
     victims = [kinds[number % len(kinds)] for number in range(args.kills)]
     generator.shuffle(victims)
     with (args.out / "killed.log").open("wb") as log:
-        run = subprocess.Popen([*train, f"out={out}", "--restarts", str(2 * args.kills)], stdout=log, stderr=log)
+        run = subprocess.Popen(
+            [*train, f"out={out}", "--restarts", str(2 * args.kills)], stdout=log, stderr=log
+        )
         try:
             for number, whom in enumerate(victims):
                 due = round(0.95 * args.steps * (number + generator.random()) / args.kills)
@@ -120,7 +163,9 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
                 time.sleep(generator.uniform(0, 1.5))
                 hits = [hit(run, whom, server, out)]
                 step = hits[0]["step"]
-                if generator.random() < AGAIN and not wait_beyond(step, run, out, generator.uniform(0.5, SOON_S)):
+                if generator.random() < AGAIN and not wait_beyond(
+                    step, run, out, generator.uniform(0.5, SOON_S)
+                ):
                     hits.append(hit(run, "driver", server, out) | {"whom": "driver, resuming"})
                     if hits[1]["step"] == step:
                         hits[1]["lost"] = 0  # none of them was computed again yet
@@ -176,7 +221,9 @@ def victim(supervisor: int, whom: str) -> int | None:
 
 def children_of(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from onepolicy.report.figure import NEUTRAL, REPLAY, ROLLOUT, TRAINER, Figure, Look, axis, line, markers
+from onepolicy.report.figure import (
+    NEUTRAL,
+    REPLAY,
+    ROLLOUT,
+    TRAINER,
+    Figure,
+    Look,
+    axis,
+    line,
+    markers,
+)
 
 TAIL = 1 << 16  # bytes, more than a line
 SAMPLES = 32  # a step
@@ -35,9 +45,12 @@ def outcome(out: Path, steps: int, strikes: list[dict]) -> dict:
     held = {
         "every_step_once": [row["step"] for row in rows] == list(range(1, steps + 1)),
         "samples_exact": all(samples_in(row) == SAMPLES for row in rows),
-        "weights_finite": bool(tensors) and all(bool(torch.isfinite(t).all()) for t in tensors.values()),
+        "weights_finite": bool(tensors)
+        and all(bool(torch.isfinite(t).all()) for t in tensors.values()),
         "sampled_from_the_learners_weights": all(
-            row["mismatch/k3"] < K3 and row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows
+            row["mismatch/k3"] < K3
+            and row["replay/missing_samples"] == row["replay/native_rows"] == 0
+            for row in rows
         ),
     }
     if (out / "whole").exists():
@@ -58,11 +71,14 @@ def equal_to_the_bit(out: Path, tensors: dict[str, torch.Tensor], rows: list[dic
     whole, killed = out / "whole", out / "killed"
     first, steps = lines(whole / "metrics.jsonl"), len(rows)
     others = tensors_of(whole / "checkpoints" / f"step_{steps:05d}")
-    same = tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in tensors)
+    same = tensors.keys() == others.keys() and all(
+        torch.equal(tensors[name], others[name]) for name in tensors
+    )
     return {
         "metrics_bit_equal": list(map(timeless, first)) == list(map(timeless, rows)),
         "weights_bit_equal": same,
-        "samples_equal": (whole / "samples.jsonl").read_bytes() == (killed / "samples.jsonl").read_bytes(),
+        "samples_equal": (whole / "samples.jsonl").read_bytes()
+        == (killed / "samples.jsonl").read_bytes(),
     }
 
 
@@ -73,7 +89,11 @@ def timeless(row: dict) -> dict:
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Of the model, the optimiser and their shards: `file/name` -> tensor."""
     files = sorted(checkpoint.rglob("*.safetensors"))
-    return {f"{file.relative_to(checkpoint)}/{name}": t for file in files for name, t in load_file(file).items()}
+    return {
+        f"{file.relative_to(checkpoint)}/{name}": t
+        for file in files
+        for name, t in load_file(file).items()
+    }
 
 
 def tenths(rows: list[dict]) -> tuple[list[float], list[float]]:
@@ -85,7 +105,9 @@ def tenths(rows: list[dict]) -> tuple[list[float], list[float]]:
 def rose(rows: list[dict]) -> dict:
     """By more than three standard errors of the difference."""
     first, last = tenths(rows)
-    error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(last) / len(last))
+    error = math.sqrt(
+        statistics.variance(first) / len(first) + statistics.variance(last) / len(last)
+    )
     return {"reward_rose": statistics.mean(last) - statistics.mean(first) > 3 * error}
 
 
@@ -97,7 +119,10 @@ def reward(rows: list[dict]) -> dict:
 def cost(strikes: list[dict]) -> dict:
     """Of all kills and per kind of victim: how many, steps computed again, seconds until a new step."""
     kinds = dict.fromkeys(each["whom"] for each in strikes)
-    return {name: cost_of([each for each in strikes if name in ("all", each["whom"])]) for name in ("all", *kinds)}
+    return {
+        name: cost_of([each for each in strikes if name in ("all", each["whom"])])
+        for name in ("all", *kinds)
+    }
 
 
 def cost_of(strikes: list[dict]) -> dict:
@@ -110,7 +135,11 @@ def cost_of(strikes: list[dict]) -> dict:
 
 def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
     """Moving average of the reward, with every kill on it, over the undisturbed run's."""
-    curves = {name: smooth(lines(out / name / "metrics.jsonl")) for name in CURVES if (out / name).exists()}
+    curves = {
+        name: smooth(lines(out / name / "metrics.jsonl"))
+        for name in CURVES
+        if (out / name).exists()
+    }
     data = []
     for name, curve in curves.items():
         words, look, width = CURVES[name]
@@ -121,7 +150,9 @@ def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
         at = [curves["killed"][step - 1] for step in steps]
         if steps:
             size = 15 if look.symbol.endswith("-open") else 10  # a ring around the kill before it
-            data.append(markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": size}))
+            data.append(
+                markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": size})
+            )
     note = (
         f"{len(curves['killed'])} steps of {SAMPLES} samples, {len(strikes)} kills at random moments; mean of the "
         f"last {SMOOTH} steps. "
@@ -135,7 +166,9 @@ def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
 
 def smooth(rows: list[dict]) -> list[float]:
     rewards = [row["train/reward"] for row in rows]
-    return [statistics.mean(rewards[max(0, end - SMOOTH) : end]) for end in range(1, len(rewards) + 1)]
+    return [
+        statistics.mean(rewards[max(0, end - SMOOTH) : end]) for end in range(1, len(rewards) + 1)
+    ]
 
 
 def lines(path: Path) -> list[dict]:
@@ -154,4 +187,6 @@ def last_step(out: Path) -> int:
 
 
 def newest_checkpoint(out: Path) -> int:
-    return max((int(path.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*")), default=0)
+    return max(
+        (int(path.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*")), default=0
+    )

@@ -44,7 +44,11 @@ from onepolicy.types import Completion, Sampling
 RECIPE = Path(__file__).with_name("quant_table.toml")
 AGES, RATES = (0, 1, 2, 4, 8), (3e-5, 1e-4)
 CORRECTIONS = {"none": "recompute", "TIS": "tis"}
-EVERY, WARM, LAST = 4, 20, 10  # steps between scorings without replay; before any is counted; of the reward
+EVERY, WARM, LAST = (
+    4,
+    20,
+    10,
+)  # steps between scorings without replay; before any is counted; of the reward
 Row = dict[str, Any]
 
 
@@ -62,7 +66,9 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     every = itertools.product(options.ages, options.rates, options.corrections)
-    arms = [Arm(*each) for each in every if each[0] or each[2] == "none"]  # TIS has nothing to do at age 0
+    arms = [
+        Arm(*each) for each in every if each[0] or each[2] == "none"
+    ]  # TIS has nothing to do at age 0
     end = time.monotonic() + 60 * options.minutes
     for seed, arm in [] if options.show else itertools.product(options.seeds, arms):
         path = arm.path(options.out, seed)
@@ -72,19 +78,27 @@ def main() -> None:
     if found:
         print(markdown(mismatch_rows(found)), markdown(learning_rows(found)), sep="\n\n")
     if found and options.figures:
-        for path in write_figures(options.figures, [mismatch_figure(found), learning_figure(found)], png=options.png):
+        for path in write_figures(
+            options.figures, [mismatch_figure(found), learning_figure(found)], png=options.png
+        ):
             print(path)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--show", action="store_true", help="run nothing: tables and figures of what is there")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="run nothing: tables and figures of what is there"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ages", type=int, nargs="+", default=AGES, help="in updates")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run later than this")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start no run later than this"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/staleness"))
     parser.add_argument("--figures", type=Path)
     parser.add_argument("--png", action="store_true")
@@ -98,7 +112,9 @@ class Aged:
         self.engine, self.caps, self.version = engine, engine.caps, engine.version
         self._kept: deque[tuple[int, list]] = deque(maxlen=age + 1)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         return await self.engine.generate(prompt_ids, sampling, seed=seed)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
@@ -114,8 +130,18 @@ class Aged:
 async def aged(arm: Arm, seed: int, steps: int) -> Row:
     """Trains on rollouts that are `arm.age` updates old: the metrics of each step, and a held-out score at the end."""
     # routes this old may look like those of other tokens, which would stop a run
-    settings = ["out=unused", f"steps={steps}", f"seed={seed}", f"optim.lr={arm.rate}", "model.path=tiny"]
-    settings += ["replay.mode=r3", "replay.min_agreement=0", f"correction.preset={CORRECTIONS[arm.correction]}"]
+    settings = [
+        "out=unused",
+        f"steps={steps}",
+        f"seed={seed}",
+        f"optim.lr={arm.rate}",
+        "model.path=tiny",
+    ]
+    settings += [
+        "replay.mode=r3",
+        "replay.min_agreement=0",
+        f"correction.preset={CORRECTIONS[arm.correction]}",
+    ]
     config = load(RECIPE, settings)
     parts, _ = build_parts(config)
     parts = dataclasses.replace(parts, engine=Aged(parts.engine, arm.age))
@@ -125,7 +151,9 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
         rollouts = await sample(parts, step)
         row: Row = {"step": step}
         if step % EVERY == EVERY - 1:
-            groups = outcomes(rollouts.groups, config.objective, max_tokens=config.rollout.sampling.max_tokens)
+            groups = outcomes(
+                rollouts.groups, config.objective, max_tokens=config.rollout.sampling.max_tokens
+            )
             native = measure(parts.learner.scorer.score(pack(groups), replay=False))
             row |= {f"native/{name}": value for name, value in native.items()}
         row |= learn(parts, step, rollouts, Clock()).metrics
@@ -135,12 +163,16 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
     newest = parts.engine.engine
     await push_weights(parts.learner, newest)
     most = config.rollout.sampling.max_tokens
-    scores = await evaluate(newest, parts.environment, config.eval, stop=parts.stop, max_tokens=most)
+    scores = await evaluate(
+        newest, parts.environment, config.eval, stop=parts.stop, max_tokens=most
+    )
     return {"rows": rows, "scores": scores}
 
 
 def finished(arm: Arm, out: Path, seeds: Sequence[int]) -> list[Row]:
-    return [json.loads(path.read_text()) for seed in seeds if (path := arm.path(out, seed)).exists()]
+    return [
+        json.loads(path.read_text()) for seed in seeds if (path := arm.path(out, seed)).exists()
+    ]
 
 
 def settled(run: Row) -> list[Row]:
@@ -160,17 +192,31 @@ def mismatch_rows(found: dict[Arm, list[Row]]) -> list[tuple[str, ...]]:
         for prefix in ("", "native/"):
             for name, form in (("k3", ".1e"), ("f2", ".2%"), ("ess", ".3f")):
                 cells.append(f"{mean(runs, f'{prefix}mismatch/{name}'):{form}}")
-        cells += [f"{mean(runs, 'routing/routers'):.1%}", f"{mean(runs, 'correction/weight_ess'):.3f}", str(len(runs))]
+        cells += [
+            f"{mean(runs, 'routing/routers'):.1%}",
+            f"{mean(runs, 'correction/weight_ess'):.3f}",
+            str(len(runs)),
+        ]
         rows.append((f"{arm.rate:g}", str(arm.age), arm.correction, *cells))
     both = [f"{name}, {way}" for way in ("R3", "no replay") for name in ("k3", "F(2)", "ESS")]
-    header = ("rate", "updates old", "correction", *both, "routers that differ", "ESS of the weights", "seeds")
+    header = (
+        "rate",
+        "updates old",
+        "correction",
+        *both,
+        "routers that differ",
+        "ESS of the weights",
+        "seeds",
+    )
     return [header, *sorted(rows, key=lambda row: (float(row[0]), int(row[1])))]
 
 
 VALUES: dict[str, Callable[[Row], float]] = {
     "held-out": lambda run: run["scores"]["eval/avg@2"],
     f"reward, last {LAST} steps": lambda run: reward(run["rows"][-LAST:]),
-    f"worst {LAST} steps": lambda run: min(reward(run["rows"][i : i + LAST]) for i in range(len(run["rows"]) - LAST)),
+    f"worst {LAST} steps": lambda run: min(
+        reward(run["rows"][i : i + LAST]) for i in range(len(run["rows"]) - LAST)
+    ),
 }
 
 
@@ -180,10 +226,13 @@ def learning_rows(found: dict[Arm, list[Row]]) -> list[tuple[str, ...]]:
     for rate, age in sorted({(arm.rate, arm.age) for arm in found}):
         cells = []
         for value, correction in itertools.product(VALUES.values(), CORRECTIONS):
-            cells.append(", ".join(f"{value(run):.2f}" for run in found.get(Arm(age, rate, correction), [])))
+            cells.append(
+                ", ".join(f"{value(run):.2f}" for run in found.get(Arm(age, rate, correction), []))
+            )
         rows.append((f"{rate:g}", str(age), *cells))
     names = (
-        f"{name}, {'no correction' if way == 'none' else way}" for name, way in itertools.product(VALUES, CORRECTIONS)
+        f"{name}, {'no correction' if way == 'none' else way}"
+        for name, way in itertools.product(VALUES, CORRECTIONS)
     )
     return [("rate", "updates old", *names), *rows]
 
@@ -195,8 +244,14 @@ def reward(rows: list[Row]) -> float:
 def mismatch_figure(found: dict[Arm, list[Row]]) -> Figure:
     """Of the uncorrected runs."""
     rates, curves = sorted({arm.rate for arm in found}), []
-    for rate, (way, prefix, look) in itertools.product(rates, (("R3", "", REPLAY), ("no replay", "native/", TRAINER))):
-        runs = {arm.age: runs for arm, runs in found.items() if (arm.rate, arm.correction) == (rate, "none")}
+    for rate, (way, prefix, look) in itertools.product(
+        rates, (("R3", "", REPLAY), ("no replay", "native/", TRAINER))
+    ):
+        runs = {
+            arm.age: runs
+            for arm, runs in found.items()
+            if (arm.rate, arm.correction) == (rate, "none")
+        }
         points = [(age, mean(of, f"{prefix}mismatch/k3")) for age, of in runs.items()]
         curves.append((f"{way}, rate {rate:g}", of_rate(look, rate == rates[0]), points))
     scale = LogScale.of(*([value for _, value in points] for _, _, points in curves))
@@ -213,15 +268,23 @@ def mismatch_figure(found: dict[Arm, list[Row]]) -> Figure:
 def learning_figure(found: dict[Arm, list[Row]]) -> Figure:
     rates, curves = sorted({arm.rate for arm in found}), []
     for rate, (correction, look) in itertools.product(rates, (("none", NEUTRAL), ("TIS", REPLAY))):
-        runs = {arm.age: runs for arm, runs in found.items() if (arm.rate, arm.correction) == (rate, correction)}
-        points = [(age, statistics.fmean(run["scores"]["eval/avg@2"] for run in of)) for age, of in runs.items()]
+        runs = {
+            arm.age: runs
+            for arm, runs in found.items()
+            if (arm.rate, arm.correction) == (rate, correction)
+        }
+        points = [
+            (age, statistics.fmean(run["scores"]["eval/avg@2"] for run in of))
+            for age, of in runs.items()
+        ]
         name = "no correction" if correction == "none" else correction
         curves.append((f"{name}, rate {rate:g}", of_rate(look, rate == rates[0]), points))
-    layout = {"xaxis": axis("updates old", dtick=1), "yaxis": axis("held-out accuracy", rangemode="tozero")}
+    layout = {
+        "xaxis": axis("updates old", dtick=1),
+        "yaxis": axis("held-out accuracy", rangemode="tozero"),
+    }
     steps = max(len(run["rows"]) for runs in found.values() for run in runs)
-    note = (
-        f"Newest weights after {steps} steps on tokens of that age, R3: 128 problems, 2 samples each; seeds averaged."
-    )
+    note = f"Newest weights after {steps} steps on tokens of that age, R3: 128 problems, 2 samples each; seeds averaged."
     title = "The older the tokens, the lower the learning rate that still learns"
     return Figure("asynchronous_learning", title, note, drawn(curves), layout)
 

@@ -17,16 +17,26 @@ import time
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="policy folder (default: the one make-policy made)")
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of each, after one warm-up")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="tiny", help="policy folder (default: the one make-policy made)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=6, help="counted steps of each, after one warm-up"
+    )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of our rollout engine")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of our rollout engine"
+    )
     return parser.parse_args()
 
 
 args = arguments()
-os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false"
+)
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -95,12 +105,17 @@ def main() -> None:
     answers = {problem.prompt: problem.answer for problem in problems}
 
     def reward(prompts, completions, **_):
-        return [float(c.rsplit("#", 1)[-1] == answers[p]) for p, c in zip(prompts, completions, strict=True)]
+        return [
+            float(c.rsplit("#", 1)[-1] == answers[p])
+            for p, c in zip(prompts, completions, strict=True)
+        ]
 
     side = SideBySide(parts)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(resolve_model(config.model).path, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(
+                resolve_model(config.model).path, dtype=torch.float32
+            ),
             reward_funcs=reward,
             args=GRPOConfig(
                 output_dir=folder,
@@ -125,17 +140,25 @@ def main() -> None:
             processing_class=tokenizer,
             callbacks=[side],
         )
-        assert not trainer.aux_loss_enabled, "TRL would also train the router's load balancing, which is more work"
+        assert not trainer.aux_loss_enabled, (
+            "TRL would also train the router's load balancing, which is more work"
+        )
         trainer.train()
         assert not trainer._metrics["train"].get("aux_loss"), "TRL has logged a load-balancing loss"
-    trl, ours = (statistics.median(wall for wall, _ in times[1:]) for times in (side.trl, side.ours))
+    trl, ours = (
+        statistics.median(wall for wall, _ in times[1:]) for times in (side.trl, side.ours)
+    )
     pairs, of_cpu = (
-        statistics.median(o[which] / t[which] for o, t in zip(side.ours[1:], side.trl[1:], strict=True))
+        statistics.median(
+            o[which] / t[which] for o, t in zip(side.ours[1:], side.trl[1:], strict=True)
+        )
         for which in (0, 1)
     )
     print(f"threads {args.threads}, our rollouts {args.dtype}, median of {args.steps} steps")
     print(f"TRL        {trl:.2f} s per step")
-    print(f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; CPU seconds: {of_cpu:.2f})")
+    print(
+        f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; CPU seconds: {of_cpu:.2f})"
+    )
     print(f"load average {os.getloadavg()[0]:.1f}")
     for part in PARTS:
         seconds = statistics.median(split[part] for split in side.split[1:])

@@ -32,7 +32,13 @@ from engine import build_model
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.build.engines import build_engine
-from onepolicy.config import EngineConfig, HFEngineConfig, ModelConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config import (
+    EngineConfig,
+    HFEngineConfig,
+    ModelConfig,
+    VLLMEngineConfig,
+    VLLMServerConfig,
+)
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.rollout.vllm.handshake import stamp_of
 from onepolicy.rollout.vllm.server import VLLMServer
@@ -75,7 +81,10 @@ def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngin
         yield {kind: build(VLLMEngineConfig(cache_gib=0.125))}
     else:
         with serving(folder, log) as url:
-            yield {f"{kind} {sync}": build(VLLMServerConfig(url=url, sync=sync)) for sync in ("gloo", "disk")}
+            yield {
+                f"{kind} {sync}": build(VLLMServerConfig(url=url, sync=sync))
+                for sync in ("gloo", "disk")
+            }
 
 
 @contextmanager
@@ -99,10 +108,14 @@ def serving(folder: str, log: Path) -> Iterator[str]:
         process.wait()
 
 
-def seconds(engines: dict[str, RolloutEngine], model: PreTrainedModel, rounds: int) -> dict[str, list[float]]:
+def seconds(
+    engines: dict[str, RolloutEngine], model: PreTrainedModel, rounds: int
+) -> dict[str, list[float]]:
     """Of every engine, in turn."""
 
-    async def load() -> dict[str, list[float]]:  # one event loop: a server's client keeps its connections
+    async def load() -> dict[
+        str, list[float]
+    ]:  # one event loop: a server's client keeps its connections
         found: dict[str, list[float]] = {name: [] for name in engines}
         for version in range(rounds + 1):
             for name, engine in engines.items():
@@ -136,7 +149,8 @@ def show(name: str, found: dict[str, list[float]], size: float) -> None:
     for what, times in found.items():
         middle = statistics.median(times)
         print(
-            f"{name}: {what:16s} {middle:.3f} s [{times[0]:.3f}, {times[-1]:.3f}], {middle / size:.2f} s/GB", flush=True
+            f"{name}: {what:16s} {middle:.3f} s [{times[0]:.3f}, {times[-1]:.3f}], {middle / size:.2f} s/GB",
+            flush=True,
         )
 
 
@@ -145,14 +159,19 @@ def saved(names: list[str]) -> Iterator[tuple[str, PreTrainedModel, float, str]]
     for name in names:
         model = build_model() if name == "tiny" else big_model()
         size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9
-        print(f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32", flush=True)
+        print(
+            f"{name}: {model.num_parameters() / 1e6:.1f}M parameters, {size:.3f} GB in float32",
+            flush=True,
+        )
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             yield name, model, size, folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=("tiny", "big"), default=["tiny", "big"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)

@@ -36,7 +36,12 @@ def run(setting: Setting, recipe: str, steps: int) -> list[dict[str, float]]:
         environment["OMP_NUM_THREADS"] = str(omp)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        settings = [f"out={out}", f"steps={steps}", f"train.threads={threads}", f"rollout.engine.kind={kind}"]
+        settings = [
+            f"out={out}",
+            f"steps={steps}",
+            f"train.threads={threads}",
+            f"rollout.engine.kind={kind}",
+        ]
         if kind == "vllm":
             settings.append("rollout.engine.cache_gib=0.25")
         command = [sys.executable, "-m", "onepolicy", "train", recipe, *settings, *SMALL]
@@ -48,7 +53,9 @@ def run(setting: Setting, recipe: str, steps: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", default="recipes/quickstart.toml")
     parser.add_argument("--kinds", nargs="+", default=["hf", "vllm"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -62,9 +69,13 @@ def main() -> None:
     for _ in range(args.rounds):
         for setting in settings:
             found[setting] += run(setting, args.recipe, args.steps)
-    table = Table("engine", "threads", "OpenMP", "OMP_NUM_THREADS", "rollout slots/s", "update s", "step s")
+    table = Table(
+        "engine", "threads", "OpenMP", "OMP_NUM_THREADS", "rollout slots/s", "update s", "step s"
+    )
     for setting, rows in found.items():
-        slots = [row["train/tokens_per_second"] * row["time/step"] / row["time/rollout"] for row in rows]
+        slots = [
+            row["train/tokens_per_second"] * row["time/step"] / row["time/rollout"] for row in rows
+        ]
         update, step = ([row[f"time/{part}"] for row in rows] for part in ("update", "step"))
         numbers = (
             f"{statistics.median(slots):.0f}",

@@ -57,19 +57,35 @@ def main() -> None:
     paired = [each for each in found if there[each.turns, each.seed] == len(ARMS)]
     print(tables(paired))
     if options.figures:
-        drawn = [dataclasses.replace(each, name=each.name + rounded.replace("-", "_")) for each in figures(paired)]
+        drawn = [
+            dataclasses.replace(each, name=each.name + rounded.replace("-", "_"))
+            for each in figures(paired)
+        ]
         for path in write_figures(options.figures, drawn, png=options.png):
             print(path)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N")
     parser.add_argument("--turns", nargs="+", type=int, default=TURNS, metavar="N")
-    parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="task, policy, runs (default: runs/turns)")
-    parser.add_argument("--bits", type=int, metavar="N", help="round the rollout engine's weights to so many bits")
-    parser.add_argument("--control", action="store_true", help="and, with most turns, `off` summed in another order")
-    parser.add_argument("--show", action="store_true", help="train nothing: tables and figures of what is there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/turns"),
+        help="task, policy, runs (default: runs/turns)",
+    )
+    parser.add_argument(
+        "--bits", type=int, metavar="N", help="round the rollout engine's weights to so many bits"
+    )
+    parser.add_argument(
+        "--control", action="store_true", help="and, with most turns, `off` summed in another order"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="train nothing: tables and figures of what is there"
+    )
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
     parser.add_argument("--png", action="store_true", help="and as PNG")
     return parser.parse_args()
@@ -79,8 +95,18 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
     """Train and judge one run in this process, whose start would cost as much as a short run; on one thread."""
     make_data(folder)
     corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
-    task = (f"task.problems.path={folder}/problems.jsonl", f"task.tools={corpus}", f"task.max_turns={turns}")
-    settings = [f"model.path={make_policy(folder)}", f"out={run}", f"seed={seed}", *task, *ARMS.get(arm, CONTROL[1])]
+    task = (
+        f"task.problems.path={folder}/problems.jsonl",
+        f"task.tools={corpus}",
+        f"task.max_turns={turns}",
+    )
+    settings = [
+        f"model.path={make_policy(folder)}",
+        f"out={run}",
+        f"seed={seed}",
+        *task,
+        *ARMS.get(arm, CONTROL[1]),
+    ]
     if bits:
         settings.append(f'rollout.quant={{format="simulated",bits={bits}}}')
     if not (run / "summary.json").exists():

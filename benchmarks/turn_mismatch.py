@@ -20,7 +20,16 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from turn_tables import markdown, turn_curves, turn_table
-from turn_task import Chain, found, make_data, make_long_policy, make_policy, question, random_chain, search
+from turn_task import (
+    Chain,
+    found,
+    make_data,
+    make_long_policy,
+    make_policy,
+    question,
+    random_chain,
+    search,
+)
 
 from onepolicy.build.components import build_pair
 from onepolicy.config import load
@@ -56,13 +65,16 @@ def main() -> None:
         batch, right = asyncio.run(play(pair.engine, tokenizer, turns, options.episodes))
         native, replayed = pair.scorer.score(batch, replay=False), pair.scorer.score(batch)
         slots = batch.num_slots // batch.num_samples
-        print(f"{batch.num_samples} episodes of {turns} turns and {slots} slots; {right:.1%} search as scripted\n")
+        print(
+            f"{batch.num_samples} episodes of {turns} turns and {slots} slots; {right:.1%} search as scripted\n"
+        )
         rows = [metrics(native.select([i]), replayed.select([i])) for i in range(batch.num_samples)]
         print(f"{turn_table(rows)}\n\n{table(native, replayed)}\n", flush=True)
         where = f"Scripted episodes, the same tokens scored twice; {len(rows)} episodes."
         drawn.append(
             dataclasses.replace(
-                by_turn(turn_curves(rows), where), name=f"turns_scripted_{turns}{'_short' * options.short}"
+                by_turn(turn_curves(rows), where),
+                name=f"turns_scripted_{turns}{'_short' * options.short}",
             )
         )
     if options.figures:
@@ -71,11 +83,17 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", nargs="+", type=int, default=[32, 100], metavar="N")
     parser.add_argument("--episodes", type=int, default=16, metavar="N")
-    parser.add_argument("--out", type=Path, default=Path("runs/turns"), help="where turn_curves.py has its policy")
-    parser.add_argument("--short", action="store_true", help="the policy of turn_curves.py, which knows 16 turns")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/turns"), help="where turn_curves.py has its policy"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="the policy of turn_curves.py, which knows 16 turns"
+    )
     parser.add_argument("--figures", type=Path, help="folder for the figures as plotly JSON")
     parser.add_argument("--png", action="store_true", help="and as PNG")
     return parser.parse_args()
@@ -87,8 +105,12 @@ async def play(
     """All episodes packed, and the share of turns that made the search whose passage came next."""
     rng = np.random.default_rng(turns)
     chains = [random_chain(turns, rng) for _ in range(episodes)]
-    played = await asyncio.gather(*(episode(engine, tokenizer, chain, i) for i, chain in enumerate(chains)))
-    samples = (dataclasses.replace(sample, outcome=0.0, episode=i) for i, (sample, _) in enumerate(played))
+    played = await asyncio.gather(
+        *(episode(engine, tokenizer, chain, i) for i, chain in enumerate(chains))
+    )
+    samples = (
+        dataclasses.replace(sample, outcome=0.0, episode=i) for i, (sample, _) in enumerate(played)
+    )
     return pack([Group(0, tuple(samples))]), sum(right for _, right in played) / (turns * episodes)
 
 
@@ -108,13 +130,21 @@ async def episode(
 
 def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:
     """k3 by turn of one episode, scored both ways."""
-    return per_turn(replayed) | {f"{NATIVE}{name}": value for name, value in per_turn(native).items()}
+    return per_turn(replayed) | {
+        f"{NATIVE}{name}": value for name, value in per_turn(native).items()
+    }
 
 
 def table(native: TokenBatch, replayed: TokenBatch) -> str:
     """What else differs by turn, over all episodes; the entropy is that of the scoring without replay."""
     names = ("max dlogp", "routers differing")
-    rows = [("turns", *(f"{name} {side}" for name in names for side in ("without", "with replay")), "entropy")]
+    rows = [
+        (
+            "turns",
+            *(f"{name} {side}" for name in names for side in ("without", "with replay")),
+            "entropy",
+        )
+    ]
     bins = turn_bins(native.turn.long().clamp(min=0))
     for i in bins[native.trainable].unique().tolist():
         slots = (native.trainable & (bins == i)).nonzero()[:, 0]
@@ -122,7 +152,9 @@ def table(native: TokenBatch, replayed: TokenBatch) -> str:
         dlogp = (f"{largest(each, slots):.3f}" for each in both)
         routers = (f"{differing(each, slots):.2%}" for each in both)
         assert native.entropy is not None
-        rows.append((turn_name(TURNS[i]), *dlogp, *routers, f"{float(native.entropy[slots].mean()):.3f}"))
+        rows.append(
+            (turn_name(TURNS[i]), *dlogp, *routers, f"{float(native.entropy[slots].mean()):.3f}")
+        )
     return markdown(rows)
 
 

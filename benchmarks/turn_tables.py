@@ -72,7 +72,9 @@ def table(found: list[Outcome], title: str, value: Callable[[Outcome], float]) -
     rows = [(f"turns: {title}", *arms, *(f"{arm} - off" for arm in others), "seeds")]
     for turns in sorted({run.turns for run in found}):
         by_arm = {arm: seeds(found, arm, turns, value) for arm in arms}
-        differences = [[by_arm[arm][s] - by_arm["off"][s] for s in sorted(by_arm[arm])] for arm in others]
+        differences = [
+            [by_arm[arm][s] - by_arm["off"][s] for s in sorted(by_arm[arm])] for arm in others
+        ]
         cells = [cell([*by_arm[arm].values()]) for arm in arms]
         rows.append((str(turns), *cells, *map(signed, differences), str(len(by_arm["off"]))))
     return markdown(rows)
@@ -85,7 +87,9 @@ def signed(differences: Sequence[float]) -> str:
     return f"{mean(differences):+.3f} ± {spread(differences):.3f} ({each})"
 
 
-def seeds(found: list[Outcome], arm: str, turns: int, value: Callable[[Outcome], float]) -> dict[int, float]:
+def seeds(
+    found: list[Outcome], arm: str, turns: int, value: Callable[[Outcome], float]
+) -> dict[int, float]:
     return {run.seed: value(run) for run in found if (run.arm, run.turns) == (arm, turns)}
 
 
@@ -93,7 +97,9 @@ def k3_table(found: list[Outcome]) -> str:
     rows = [("turns: k3 over all steps", *LOOKS)]
     for turns in sorted({run.turns for run in found}):
         values = [[*seeds(found, arm, turns, lambda run: run.k3).values()] for arm in LOOKS]
-        rows.append((str(turns), *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values)))
+        rows.append(
+            (str(turns), *(f"{mean(v):.1e} ({min(v):.1e} to {max(v):.1e})" for v in values))
+        )
     return markdown(rows)
 
 
@@ -111,32 +117,53 @@ def probes(found: list[Outcome]) -> list[Row]:
 
 def turn_curves(rows: Sequence[Row]) -> list[Curve]:
     """Two scorings of the same tokens."""
-    return [Curve.of("with replay", REPLAY, rows), Curve.of("without replay", TRAINER, rows, NATIVE)]
+    return [
+        Curve.of("with replay", REPLAY, rows),
+        Curve.of("without replay", TRAINER, rows, NATIVE),
+    ]
 
 
 def turn_table(rows: Sequence[Row]) -> str:
     replayed, native = turn_curves(rows)
     lines = [("turns", "tokens", "k3 without replay (lowest to highest)", "with replay", "ratio")]
     for turn, count in native.tokens.items():
-        cells = (f"{c.k3[turn]:.1e} ({c.spread[turn][0]:.1e} to {c.spread[turn][1]:.1e})" for c in (native, replayed))
-        lines.append((turn_name(turn), f"{count:.0f}", *cells, f"{native.k3[turn] / replayed.k3[turn]:.2f}"))
+        cells = (
+            f"{c.k3[turn]:.1e} ({c.spread[turn][0]:.1e} to {c.spread[turn][1]:.1e})"
+            for c in (native, replayed)
+        )
+        lines.append(
+            (turn_name(turn), f"{count:.0f}", *cells, f"{native.k3[turn] / replayed.k3[turn]:.2f}")
+        )
     return markdown(lines)
 
 
 def figures(found: list[Outcome]) -> list[Figure]:
     rows = probes(found)
     where = f"The r3 runs with the most turns, steps 1, 4, 7, 10: {len(rows)} batches, each scored twice."
-    return [reward_figure(found), dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3")]
+    return [
+        reward_figure(found),
+        dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3"),
+    ]
 
 
 def reward_figure(found: list[Outcome]) -> Figure:
     turns = sorted({run.turns for run in found})
     data = []
     for place, (arm, look) in enumerate(LOOKS.items()):
-        values = [[*seeds(found, arm, t, lambda run: run.scores["eval/avg@2"]).values()] for t in turns]
-        x = [t * 1.04 ** (place - 1) for t in turns]  # side by side, or the bars would hide each other
+        values = [
+            [*seeds(found, arm, t, lambda run: run.scores["eval/avg@2"]).values()] for t in turns
+        ]
+        x = [
+            t * 1.04 ** (place - 1) for t in turns
+        ]  # side by side, or the bars would hide each other
         data.append(points(arm, x, values, look))
-    xaxis = axis("allowed turns", type="log", tickmode="array", tickvals=turns, ticktext=[str(t) for t in turns])
+    xaxis = axis(
+        "allowed turns",
+        type="log",
+        tickmode="array",
+        tickvals=turns,
+        ticktext=[str(t) for t in turns],
+    )
     note = (
         "Share of 64 held-out problems solved, 2 samples each, by the policy after training under the same limit: mean "
         f"and standard deviation of {len({run.seed for run in found})} seeds. A problem takes 2 to 16 turns."
@@ -147,7 +174,12 @@ def reward_figure(found: list[Outcome]) -> Figure:
 
 def points(name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: Look) -> Spec:
     """Means, joined, with bars of one standard deviation."""
-    bars = {"type": "data", "array": [spread(each) for each in values], "thickness": 1.2, "width": 3}
+    bars = {
+        "type": "data",
+        "array": [spread(each) for each in values],
+        "thickness": 1.2,
+        "width": 3,
+    }
     marker = {"symbol": look.symbol, "size": 7, "color": look.color}
     middle = [mean(each) for each in values]
     return line(name, x, middle, look, mode="lines+markers", marker=marker, error_y=bars)

@@ -36,7 +36,9 @@ def make_data(folder: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = [*[LINKS] * CHAINS, *(1 + i % LINKS for i in range(HELD_OUT))]
     codes = rng.choice(26**3, size=sum(lengths), replace=False).tolist()
-    names = iter("".join(string.ascii_lowercase[code // 26**i % 26] for i in range(3)) for code in codes)
+    names = iter(
+        "".join(string.ascii_lowercase[code // 26**i % 26] for i in range(3)) for code in codes
+    )
     chains = [Chain([next(names) for _ in range(length)], rng) for length in lengths]
     passages = [passage for chain in chains for passage in chain.passages]
     training = [problem for chain in chains[:CHAINS] for problem in chain.problems]
@@ -103,7 +105,13 @@ def policy_config(folder: Path) -> PolicyConfig:
     tools = (SearchTool(corpus=str(folder / "corpus.jsonl"), passages=1),)
     task = ReActTask(problems=problems, tools=tools, max_turns=LINKS + 1, instructions="")
     return PolicyConfig(
-        task=task, layers=4, max_len=8192, mistakes=0.1, mistakes_from=0.75, steps=800, tokens_per_step=2048
+        task=task,
+        layers=4,
+        max_len=8192,
+        mistakes=0.1,
+        mistakes_from=0.75,
+        steps=800,
+        tokens_per_step=2048,
     )
 
 
@@ -127,16 +135,31 @@ def make_long_policy(folder: Path) -> Path:
     path = folder / "policy-long"
     if path.exists():
         return path
-    further = {"steps": 120, "tokens_per_step": 4096, "lr": 1e-3, "mistakes": 0.02, "mistakes_from": 0.0, "seed": 1}
+    further = {
+        "steps": 120,
+        "tokens_per_step": 4096,
+        "lr": 1e-3,
+        "mistakes": 0.02,
+        "mistakes_from": 0.0,
+        "seed": 1,
+    }
     config = policy_config(folder).model_copy(update=further)
     torch.set_num_threads(1)
     start = ModelConfig(path=str(make_policy(folder)))
     model, tokenizer = load_model(start, torch.float32, torch.device("cpu")), load_tokenizer(start)
-    warm_up(model, tokenizer, functools.partial(worked, seed=config.seed, links=99), config, progress=_say)
+    warm_up(
+        model,
+        tokenizer,
+        functools.partial(worked, seed=config.seed, links=99),
+        config,
+        progress=_say,
+    )
     save_policy(model, tokenizer, config, path)
     return path
 
 
 def _say(step: int, loss: float, accuracy: float) -> None:
     if step % 20 == 0:
-        print(f"warm-up step {step}: loss {loss:.3f}, next-token accuracy {accuracy:.3f}", flush=True)
+        print(
+            f"warm-up step {step}: loss {loss:.3f}, next-token accuracy {accuracy:.3f}", flush=True
+        )

@@ -67,7 +67,9 @@ def build_engine(model: PreTrainedModel, dtype: str, max_len: int, *, reuse: boo
     return HFEngine(copy.deepcopy(model), config, record=True, max_len=max_len)
 
 
-async def play(engines: dict[str, HFEngine], clock: Clock, args: argparse.Namespace, seed: int, out: Seconds) -> None:
+async def play(
+    engines: dict[str, HFEngine], clock: Clock, args: argparse.Namespace, seed: int, out: Seconds
+) -> None:
     """One episode; its turns are timed into `out`."""
     draw = random.Random(seed)
     path = Trajectory([draw.randrange(3, 32) for _ in range(PROMPT)])
@@ -95,7 +97,16 @@ def report(out: Seconds, args: argparse.Namespace) -> None:
     table = Table(
         title=f"ms per turn of {args.sampled} sampled and {args.observed} observed tokens, {args.dtype}, medians"
     )
-    heads = ("turns", "context", "with reuse", "its attention", "its rest", "after one piece", "ratio", "no reuse")
+    heads = (
+        "turns",
+        "context",
+        "with reuse",
+        "its attention",
+        "its rest",
+        "after one piece",
+        "ratio",
+        "no reuse",
+    )
     for name in heads:
         table.add_column(name, justify="right")
     for i in range(PARTS):
@@ -112,12 +123,16 @@ def report(out: Seconds, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--sampled", type=int, default=8, help="tokens of a turn")
     parser.add_argument("--observed", type=int, default=12, help="tokens between two turns")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=3, help="episodes, after one short one to warm up")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="episodes, after one short one to warm up"
+    )
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     if args.turns < PARTS * EVERY:

@@ -44,7 +44,9 @@ def sample_of(prompt: list[int], completion: Completion) -> Sample:
     before, nothing = len(prompt) - 1, torch.full((len(prompt) - 1,), -1, dtype=torch.int32)
     return Sample(
         tokens=torch.cat([torch.tensor(prompt, dtype=torch.int32), response]),
-        trainable=torch.cat([torch.zeros(before, dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)]),
+        trainable=torch.cat(
+            [torch.zeros(before, dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)]
+        ),
         logp_rollout=torch.cat([torch.full((before,), torch.nan), completion.logp]),
         version=torch.cat([nothing, completion.version]),
         turn=torch.cat([nothing, torch.zeros_like(response)]),
@@ -58,7 +60,11 @@ def sample_of(prompt: list[int], completion: Completion) -> Sample:
 async def rollout(engine: HFEngine, step: int) -> list[Group]:
     prompts = [[3 + p, 4 + step % 8, 5, 6] for p in range(PROMPTS)]
     seeds = range(1000 * step, 1000 * step + SIBLINGS)
-    calls = [engine.generate(p, Sampling(1.0, LENGTH), seed=100 * s + i) for i, p in enumerate(prompts) for s in seeds]
+    calls = [
+        engine.generate(p, Sampling(1.0, LENGTH), seed=100 * s + i)
+        for i, p in enumerate(prompts)
+        for s in seeds
+    ]
     done = await asyncio.gather(*calls)
     samples = [sample_of(prompts[i // SIBLINGS], completion) for i, completion in enumerate(done)]
     return [Group(p, tuple(samples[p * SIBLINGS : (p + 1) * SIBLINGS])) for p in range(PROMPTS)]
@@ -81,20 +87,30 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
         apart = routing_disagreement(tape.trace(), batch.routing)
         off = op.mismatch(alone, batch.logp_rollout, batch.trainable)
 
-        with routers.replay(batch.routing):  # R3: the sampler's experts, the trainer's router weights
+        with routers.replay(
+            batch.routing
+        ):  # R3: the sampler's experts, the trainer's router weights
             logp = forward(trainer, batch).logp
             r3 = op.mismatch(logp.detach(), batch.logp_rollout, batch.trainable)
-            applied = op.reweight(logp.detach(), batch.logp_rollout, batch.trainable, op.preset("tis"))
+            applied = op.reweight(
+                logp.detach(), batch.logp_rollout, batch.trainable, op.preset("tis")
+            )
             share = slot_shares(batch, objective, max_tokens=LENGTH)
-            batch = batch.replace(logp_old=logp.detach(), weight=applied.weight, keep=applied.keep, share=share)
+            batch = batch.replace(
+                logp_old=logp.detach(), weight=applied.weight, keep=applied.keep, share=share
+            )
             loss, _ = policy_loss(logp, batch, config=objective)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         reward = float((batch.target_ids[batch.trainable] == WANTED).float().mean())
-        log.append({"reward": reward, "k3": off.k3, "k3 with R3": r3.k3, "routers apart": apart.routers})
-        print(f"step {step}  " + "  ".join(f"{name} {value:.2g}" for name, value in log[-1].items()))
+        log.append(
+            {"reward": reward, "k3": off.k3, "k3 with R3": r3.k3, "routers apart": apart.routers}
+        )
+        print(
+            f"step {step}  " + "  ".join(f"{name} {value:.2g}" for name, value in log[-1].items())
+        )
     return log
 
 

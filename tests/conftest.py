@@ -19,7 +19,10 @@ MAY_LACK = ("this processor", "this system", "no CUDA device")
 
 
 # A shell lets what it starts in the background ignore these, and so would every process that a test starts.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
@@ -54,5 +57,7 @@ def _failed_in_ci(report):
         reason = said.removeprefix("Skipped: ")
         if not reason.startswith(MAY_LACK):
             report.outcome = "failed"
-            report.longrepr = f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
+            report.longrepr = (
+                f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
+            )
     return report

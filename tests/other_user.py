@@ -52,8 +52,18 @@ def command_as_user(code, spare):
 
 def environment_as_user(**more):
     own = {name: value for name, value in os.environ.items() if name in {"PATH", "LANG"}}
-    return own | {"PYTHONPATH": str(PACKAGES.resolve()), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nowhere"} | more
+    return (
+        own
+        | {
+            "PYTHONPATH": str(PACKAGES.resolve()),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HOME": "/nowhere",
+        }
+        | more
+    )
 
 
 def start(command, environment):
-    return subprocess.Popen(command, env=environment, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )

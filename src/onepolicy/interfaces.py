@@ -54,7 +54,9 @@ class EngineCaps:
     routing_weights: bool = False  # and the combine weights of those experts
     top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
     seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
-    contract: NumericsContract | None = None  # how it computes log-probabilities, if it computes in this process
+    contract: NumericsContract | None = (
+        None  # how it computes log-probabilities, if it computes in this process
+    )
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
 
 
@@ -83,7 +85,9 @@ class RolloutEngine(Protocol):
     caps: EngineCaps
     version: int  # of the weights it holds
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion: ...
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors (transformers names) and forget all cached keys, values and routes.
@@ -258,7 +262,9 @@ class Environment(Protocol):
         """Before a run: raise UsageError if a prompt cannot be fed or a right response could not fit."""
         ...
 
-    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> tuple[Sample, ...]:
+    async def episode(
+        self, problem: Problem, sample: SampleFn, temperature: float
+    ) -> tuple[Sample, ...]:
         """Play one episode: render the prompt, call `sample` for every model turn, grade the result.
 
         One sample, or several of one reward if the history was rewritten on the way. EpisodeError if it cannot end.

@@ -34,7 +34,9 @@ def arguments(caller: str, given: Mapping[str, Layout | None]) -> dict[str, Tens
         if (ids := flat.get(name)) is not None and (
             ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
         ):
-            raise UsageError(f"{caller}: {name} is {shown(ids)}, expected whole numbers; pass {name}.long()")
+            raise UsageError(
+                f"{caller}: {name} is {shown(ids)}, expected whole numbers; pass {name}.long()"
+            )
     devices = {name: str(value.device) for name, value in flat.items() if value is not None}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -54,7 +56,9 @@ def _check_kind(caller: str, name: str, value: object) -> None:
         raise UsageError(f"{caller}: {name} is an empty list; there is no slot to look at")
     for number, item in enumerate(value):
         if not isinstance(item, Tensor) or item.dim() != 1:
-            raise UsageError(f"{caller}: item {number} of {name} is {shown(item)}, expected a tensor [T_i]")
+            raise UsageError(
+                f"{caller}: item {number} of {name} is {shown(item)}, expected a tensor [T_i]"
+            )
 
 
 def _check_shapes(caller: str, given: Mapping[str, Layout | None]) -> None:

@@ -46,7 +46,9 @@ class RouteSpan:
     version: int
 
 
-def spans_of(cached: int, prompt: int, fed: int, version: int, *, start: int = 0) -> tuple[RouteSpan, ...]:
+def spans_of(
+    cached: int, prompt: int, fed: int, version: int, *, start: int = 0
+) -> tuple[RouteSpan, ...]:
     """Of one request's rows [start, fed): the first `cached` came from the cache, those of the other prompt tokens from
     its prefill. Offsets count from `start`."""
     parts: dict[RouteSource, tuple[int, int]] = {
@@ -62,8 +64,12 @@ def spans_of(cached: int, prompt: int, fed: int, version: int, *, start: int = 0
 class Made:
     """How a trace came about, which decides what replay asks of it."""
 
-    source: str = "given"  # traces of one source are checked at the first of them, and then now and then
-    steps: tuple[tuple[int, int], ...] = ()  # [B, S] of recorded forwards, if B > 1 and they continue each other: rows
+    source: str = (
+        "given"  # traces of one source are checked at the first of them, and then now and then
+    )
+    steps: tuple[
+        tuple[int, int], ...
+    ] = ()  # [B, S] of recorded forwards, if B > 1 and they continue each other: rows
     # lie step by step, and a forward of the whole batch is row by row
 
 
@@ -79,7 +85,9 @@ class RoutingTrace:
     layers: tuple[int, ...]  # [L] decoder index of each MoE layer, ascending
     num_experts: int
     spans: tuple[RouteSpan, ...] = ()
-    weights: Tensor | None = None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
+    weights: Tensor | None = (
+        None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
+    )
     made: Made = field(
         default=Made(), init=False, repr=False
     )  # not copied by dataclasses.replace: that makes a new one
@@ -88,12 +96,18 @@ class RoutingTrace:
         for name in ("ids", "valid", "weights"):
             value = getattr(self, name)
             if not isinstance(value, Tensor) and not (name == "weights" and value is None):
-                raise UsageError(f"RoutingTrace.{name} is {type(value).__name__}, expected a tensor")
+                raise UsageError(
+                    f"RoutingTrace.{name} is {type(value).__name__}, expected a tensor"
+                )
         if self.ids.dim() != 3:
-            raise UsageError(f"RoutingTrace.ids has shape {tuple(self.ids.shape)}, expected [T, L, K]")
+            raise UsageError(
+                f"RoutingTrace.ids has shape {tuple(self.ids.shape)}, expected [T, L, K]"
+            )
         rows, layers, _ = self.ids.shape
         if len(self.layers) != layers:
-            raise UsageError(f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}")
+            raise UsageError(
+                f"RoutingTrace.ids has {layers} layers but `layers` names {len(self.layers)}"
+            )
         if self.valid.shape != (rows,) or self.valid.dtype != torch.bool:
             raise UsageError(
                 f"RoutingTrace.valid has shape {tuple(self.valid.shape)} and dtype {self.valid.dtype}, expected bool "
@@ -105,9 +119,13 @@ class RoutingTrace:
                 f"{id_dtype(self.num_experts)}"
             )
         if self.weights is not None and self.weights.shape != self.ids.shape:
-            raise UsageError(f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}")
+            raise UsageError(
+                f"RoutingTrace.weights has shape {tuple(self.weights.shape)}, ids {tuple(self.ids.shape)}"
+            )
         if self.weights is not None and not self.weights.is_floating_point():
-            raise UsageError(f"RoutingTrace.weights is {self.weights.dtype}, expected a floating dtype")
+            raise UsageError(
+                f"RoutingTrace.weights is {self.weights.dtype}, expected a floating dtype"
+            )
 
     @property
     def top_k(self) -> int:
@@ -119,7 +137,11 @@ class RoutingTrace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutingTrace):
             return NotImplemented
-        if (self.layers, self.num_experts, self.ids.shape) != (other.layers, other.num_experts, other.ids.shape):
+        if (self.layers, self.num_experts, self.ids.shape) != (
+            other.layers,
+            other.num_experts,
+            other.ids.shape,
+        ):
             return False
         pairs = ((self.ids, other.ids), (self.valid, other.valid), (self.weights, other.weights))
         return all(_same(mine, theirs) for mine, theirs in pairs)
@@ -140,13 +162,17 @@ class RoutingTrace:
 
     def to(self, device: torch.device | str) -> RoutingTrace:
         weights = None if self.weights is None else self.weights.to(device)
-        moved = dataclasses.replace(self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights)
+        moved = dataclasses.replace(
+            self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights
+        )
         return moved.made_by(self.made)
 
     def at(self, slots: Tensor | slice) -> RoutingTrace:
         """These rows (index [n] int64 or slice), without spans."""
         weights = None if self.weights is None else self.weights[slots]
-        taken = dataclasses.replace(self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=())
+        taken = dataclasses.replace(
+            self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=()
+        )
         source = self.made.source.removesuffix(_CHOSEN)
         return taken.made_by(Made(source if isinstance(slots, slice) else source + _CHOSEN))
 
@@ -172,10 +198,16 @@ class RoutingTrace:
                     f"RoutingTrace.concat: item {number} is {type(trace).__name__}, expected a RoutingTrace; for a "
                     "sample without routes give rows that are not valid"
                 )
-            if (trace.layers, trace.num_experts, trace.top_k) != (first.layers, first.num_experts, first.top_k):
+            if (trace.layers, trace.num_experts, trace.top_k) != (
+                first.layers,
+                first.num_experts,
+                first.top_k,
+            ):
                 raise UsageError("cannot concatenate routing traces of different models")
             if (trace.weights is None) != (first.weights is None):
-                raise UsageError("cannot concatenate routing traces with and without combine weights")
+                raise UsageError(
+                    "cannot concatenate routing traces with and without combine weights"
+                )
         spans, offset = [], 0
         for trace in traces:
             spans += [dataclasses.replace(span, start=span.start + offset) for span in trace.spans]
@@ -186,10 +218,14 @@ class RoutingTrace:
             first.layers,
             first.num_experts,
             tuple(spans),
-            None if first.weights is None else torch.cat([t.weights for t in traces if t.weights is not None]),
+            None
+            if first.weights is None
+            else torch.cat([t.weights for t in traces if t.weights is not None]),
         )
         sources = sorted({t.made.source for t in traces})
-        return joined.made_by(Made(" and ".join(sources), next((t.made.steps for t in traces if t.made.steps), ())))
+        return joined.made_by(
+            Made(" and ".join(sources), next((t.made.steps for t in traces if t.made.steps), ()))
+        )
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -212,9 +248,15 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 = whole vocabulary
     stop: tuple[int, ...] = ()  # token ids that end a completion (kept as its last token)
-    top_logprobs: int = 0  # log-probabilities of this many of the likeliest tokens, with every sampled one
-    routes_from: int = 0  # first slot whose route is wanted; an engine may return earlier ones as well
-    first_prompt: int = 0  # tokens at the prompt's beginning that its episode began with; 0 = all of them
+    top_logprobs: int = (
+        0  # log-probabilities of this many of the likeliest tokens, with every sampled one
+    )
+    routes_from: int = (
+        0  # first slot whose route is wanted; an engine may return earlier ones as well
+    )
+    first_prompt: int = (
+        0  # tokens at the prompt's beginning that its episode began with; 0 = all of them
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +267,19 @@ class Completion:
     logp: Tensor  # [n] float32, under the distribution actually sampled from
     version: Tensor  # [n] int32, weight version that sampled each token
     finish: Finish
-    routing: RoutingTrace | None = None  # rows of the path prompt + completion, from slot `first_slot` on
+    routing: RoutingTrace | None = (
+        None  # rows of the path prompt + completion, from slot `first_slot` on
+    )
     first_slot: int = 0
-    top_ids: Tensor | None = None  # [n, k] int32, likeliest first; None: not asked for (Sampling.top_logprobs = 0)
-    top_logp: Tensor | None = None  # [n, k] float32, like `logp`; -inf where narrowed sampling leaves fewer than k
-    fingerprint: str | None = None  # of what computed `logp` (invariant.fingerprint); None: not known
+    top_ids: Tensor | None = (
+        None  # [n, k] int32, likeliest first; None: not asked for (Sampling.top_logprobs = 0)
+    )
+    top_logp: Tensor | None = (
+        None  # [n, k] float32, like `logp`; -inf where narrowed sampling leaves fewer than k
+    )
+    fingerprint: str | None = (
+        None  # of what computed `logp` (invariant.fingerprint); None: not known
+    )
 
 
 def all_known(fingerprints: list[frozenset[str]]) -> frozenset[str]:
@@ -250,29 +300,45 @@ class Sample:
     reward: float
     finish: Finish
     routing: RoutingTrace | None = None
-    events: tuple[str, ...] = ()  # of the episode, for its statistics: tools called, `malformed` turns
-    episode: int | None = None  # within its group, shared by the samples of a rewritten history; None: its own
+    events: tuple[
+        str, ...
+    ] = ()  # of the episode, for its statistics: tools called, `malformed` turns
+    episode: int | None = (
+        None  # within its group, shared by the samples of a rewritten history; None: its own
+    )
     outcome: float | None = None  # reward against its group's baseline, set by objective.outcomes
-    top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    top_ids: Tensor | None = (
+        None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    )
     top_logp_rollout: Tensor | None = None  # [T, k] float32, NaN where not trainable
-    fingerprints: frozenset[str] = frozenset()  # of what computed logp_rollout; empty: not known of all of it
+    fingerprints: frozenset[str] = (
+        frozenset()
+    )  # of what computed logp_rollout; empty: not known of all of it
 
     def __post_init__(self) -> None:
         slots = len(self.tokens) - 1
         for name in ("trainable", "logp_rollout", "version", "turn"):
             if len(getattr(self, name)) != slots:
-                raise ValueError(f"Sample.{name} has {len(getattr(self, name))} slots; {slots + 1} tokens have {slots}")
+                raise ValueError(
+                    f"Sample.{name} has {len(getattr(self, name))} slots; {slots + 1} tokens have {slots}"
+                )
         if self.top_ids is not None or self.top_logp_rollout is not None:
-            shapes = [None if x is None else tuple(x.shape) for x in (self.top_ids, self.top_logp_rollout)]
+            shapes = [
+                None if x is None else tuple(x.shape) for x in (self.top_ids, self.top_logp_rollout)
+            ]
             if shapes[0] != shapes[1] or shapes[0] is None or shapes[0][0] != slots:
-                raise ValueError(f"Sample.top_ids {shapes[0]} and top_logp_rollout {shapes[1]}: expected [{slots}, k]")
+                raise ValueError(
+                    f"Sample.top_ids {shapes[0]} and top_logp_rollout {shapes[1]}: expected [{slots}, k]"
+                )
             assert self.top_logp_rollout is not None
             if self.top_logp_rollout[self.trainable].isnan().any():
                 raise ValueError("Sample.top_logp_rollout is missing (NaN) on a trainable slot")
         if not torch.isfinite(self.logp_rollout[self.trainable]).all():
             raise ValueError("Sample.logp_rollout is not finite on a trainable slot")
         if self.routing is not None and len(self.routing) != slots:
-            raise ValueError(f"Sample.routing has {len(self.routing)} rows; {slots + 1} tokens have {slots} slots")
+            raise ValueError(
+                f"Sample.routing has {len(self.routing)} rows; {slots + 1} tokens have {slots} slots"
+            )
 
     @property
     def response_length(self) -> int:
@@ -290,7 +356,9 @@ class Group:
     @property
     def episodes(self) -> list[int]:
         """Of each sample: which episode of the group it comes from."""
-        return [i if sample.episode is None else sample.episode for i, sample in enumerate(self.samples)]
+        return [
+            i if sample.episode is None else sample.episode for i, sample in enumerate(self.samples)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,15 +377,25 @@ class TokenBatch:
     temperature: Tensor  # [S] float32
     outcome: Tensor  # [S] float32
     group: Tensor  # [S] int64
-    top_ids: Tensor | None = None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    top_ids: Tensor | None = (
+        None  # [T, k] int32, the rollout's likeliest tokens; 0 where not trainable
+    )
     top_logp_rollout: Tensor | None = None  # [T, k] float32, 0 where not trainable
-    episode: Tensor | None = None  # [S] int64, within the group; None: every sample is one of its own
+    episode: Tensor | None = (
+        None  # [S] int64, within the group; None: every sample is one of its own
+    )
     routing: RoutingTrace | None = None
-    routing_native: RoutingTrace | None = None  # the trainer's own choice on the same slots, from score()
-    gate_mass: Tensor | None = None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
+    routing_native: RoutingTrace | None = (
+        None  # the trainer's own choice on the same slots, from score()
+    )
+    gate_mass: Tensor | None = (
+        None  # [T, L] float32, of the replayed experts (replay.modes.gate_mass), from score()
+    )
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`, from score()
-    own_ids: Tensor | None = None  # [T, k] int32, the trainer's likeliest tokens, from score() if there are top_ids
+    own_ids: Tensor | None = (
+        None  # [T, k] int32, the trainer's likeliest tokens, from score() if there are top_ids
+    )
     own_logp: Tensor | None = None  # [T, k] float32, of these
     logp_ref: Tensor | None = None  # [T] float32, reference model
     value: Tensor | None = None  # [T] float32, critic before the update
@@ -326,7 +404,9 @@ class TokenBatch:
     advantage: Tensor | None = None  # [T] float32
     weight: Tensor | None = None  # [T] float32, detached
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
-    share: Tensor | None = None  # [T] float32, of each slot in the loss of its optimiser step; 0 where not trainable
+    share: Tensor | None = (
+        None  # [T] float32, of each slot in the loss of its optimiser step; 0 where not trainable
+    )
     fingerprints: frozenset[str] = frozenset()  # of its samples, as in Sample
 
     @property
@@ -363,9 +443,15 @@ class TokenBatch:
         lengths = self.cu_seqlens.diff()[chosen]
         out: dict[str, object] = {}
         for name, value in self._present():
-            rows = chosen if name in ("cu_seqlens", "temperature", "outcome", "group", "episode") else slots
+            rows = (
+                chosen
+                if name in ("cu_seqlens", "temperature", "outcome", "group", "episode")
+                else slots
+            )
             out[name] = value.at(rows) if isinstance(value, RoutingTrace) else value[rows]
-        out["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
+        out["cu_seqlens"] = torch.cat(
+            [torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)]
+        )
         out["segment"] = torch.arange(len(samples)).repeat_interleave(lengths)
         return self.replace(**out)
 

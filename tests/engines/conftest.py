@@ -18,7 +18,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(folders):
-    return [load_model(ModelConfig(path=str(folder)), torch.float32, torch.device("cpu")) for folder in folders]
+    return [
+        load_model(ModelConfig(path=str(folder)), torch.float32, torch.device("cpu"))
+        for folder in folders
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -31,8 +31,14 @@ from wheel_source import Wheel
 LAYERS, MOE, TOP_K, BLOCK = 4, (1, 3), 2, 4
 PROMPT, COMPLETION = 5, 4
 FED = PROMPT + COMPLETION - 1
-REQUESTS = {"first": ([3, 1], 0), "again": ([3, 2], BLOCK)}  # blocks of the cache, tokens that were in it
-STEPS = {"first": [(0, PROMPT)], "again": [(BLOCK, PROMPT)]}  # [start, stop) of the fed tokens, one entry per step
+REQUESTS = {
+    "first": ([3, 1], 0),
+    "again": ([3, 2], BLOCK),
+}  # blocks of the cache, tokens that were in it
+STEPS = {
+    "first": [(0, PROMPT)],
+    "again": [(BLOCK, PROMPT)],
+}  # [start, stop) of the fed tokens, one entry per step
 for steps in STEPS.values():
     steps += [(t, t + 1) for t in range(PROMPT, FED)]
 
@@ -43,8 +49,12 @@ def experts(token: int, layer: int, num_experts: int) -> list[int]:
     return [first, (first + 1 + token % 3) % num_experts]
 
 
-def chosen(start: int, stop: int, layer: int, num_experts: int) -> torch.Tensor:  # [stop - start, K] int32
-    return torch.tensor([experts(t, layer, num_experts) for t in range(start, stop)], dtype=torch.int32)
+def chosen(
+    start: int, stop: int, layer: int, num_experts: int
+) -> torch.Tensor:  # [stop - start, K] int32
+    return torch.tensor(
+        [experts(t, layer, num_experts) for t in range(start, stop)], dtype=torch.int32
+    )
 
 
 CAPTURER = "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py"
@@ -54,7 +64,12 @@ COMPLETIONS, OUTPUTS = "vllm/entrypoints/openai/completion/serving.py", "vllm/ou
 
 def config(num_experts: int) -> Any:
     """As much of a VllmConfig as the capture code reads."""
-    hf = Bag(num_hidden_layers=LAYERS, num_experts_per_tok=TOP_K, num_experts=num_experts, model_type="fixture")
+    hf = Bag(
+        num_hidden_layers=LAYERS,
+        num_experts_per_tok=TOP_K,
+        num_experts=num_experts,
+        model_type="fixture",
+    )
     hf.mlp_only_layers, hf.decoder_sparse_step = [i for i in range(LAYERS) if i not in MOE], 1
     model = Bag(
         hf_text_config=hf,
@@ -81,7 +96,9 @@ class FullAttentionSpec:
 CACHE = Bag(kv_cache_groups=[Bag(kv_cache_spec=FullAttentionSpec())], num_blocks=8)
 GIVEN = {
     "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
-    "vllm.forward_context": {"get_forward_context": lambda: Bag(dp_metadata=None, batch_descriptor=None)},
+    "vllm.forward_context": {
+        "get_forward_context": lambda: Bag(dp_metadata=None, batch_descriptor=None)
+    },
     "vllm.platforms": {"current_platform": Bag(device_type="cpu")},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
     "vllm.v1.worker.ubatching": {"dbo_current_ubatch_token_offset": lambda: 0},
@@ -96,7 +113,9 @@ def slots(blocks: list[int], start: int, stop: int) -> np.ndarray:
 def play_0_20(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     module = wheel.module(CAPTURER)
     capturer, reader = module.RoutedExpertsCapturer.create(), module.RoutedExpertsReader.create()
-    capturer.init_buffer(max_num_batched_tokens=16, max_num_kv_tokens=32, vllm_config=config(num_experts))
+    capturer.init_buffer(
+        max_num_batched_tokens=16, max_num_kv_tokens=32, vllm_config=config(num_experts)
+    )
     reader.attach_buffer(max_num_kv_tokens=32, vllm_config=config(num_experts))
     read = wheel.function(SCHEDULER, "_get_routed_experts", {"np": np})
     found = {}
@@ -108,7 +127,9 @@ def play_0_20(wheel: Wheel, num_experts: int) -> dict[str, Any]:
             capturer.save_captured_experts(slots(blocks, start, stop))
         scheduler = Bag(
             vllm_config=config(num_experts),
-            kv_cache_manager=Bag(get_blocks=lambda name, blocks=blocks: Bag(get_block_ids=lambda: [blocks])),
+            kv_cache_manager=Bag(
+                get_blocks=lambda name, blocks=blocks: Bag(get_block_ids=lambda: [blocks])
+            ),
             routed_experts_attn_gid=0,
             kv_cache_config=CACHE,
             routed_experts_reader=reader,
@@ -123,7 +144,9 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     module = wheel.module(CAPTURER)
     count = module._count_moe_layers(config(num_experts).model_config.hf_text_config)
     device = module._RoutedExpertsDeviceCache(16, count, TOP_K, "cpu")
-    capturer = module._RoutedExpertsCapturerReal.__new__(module._RoutedExpertsCapturerReal)  # without CUDA streams
+    capturer = module._RoutedExpertsCapturerReal.__new__(
+        module._RoutedExpertsCapturerReal
+    )  # without CUDA streams
     capturer.host_cache = module._RoutedExpertsHostCache(count, TOP_K, 64)
     capturer.device_cache, capturer._has_pending_copy = device, False
     found = {}
@@ -133,7 +156,10 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
                 capturer.capture(column, chosen(start, stop, layer, num_experts))
             capturer._pinned_staging = device.buffer.clone()
             capturer._pending_positions = np.arange(start, stop)
-            capturer._pending_num_scheduled, capturer._pending_total_tokens = {name: stop - start}, stop - start
+            capturer._pending_num_scheduled, capturer._pending_total_tokens = (
+                {name: stop - start},
+                stop - start,
+            )
             capturer._scatter_to_host()
         rows = capturer.get_routed_experts(name, free_slot=False)
         prompt, completion = module.split_routed_experts(rows, PROMPT, COMPLETION)
@@ -144,7 +170,9 @@ def play_0_21(wheel: Wheel, num_experts: int) -> dict[str, Any]:
 def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     module = wheel.module(CAPTURER)
     arguments = {"vllm_config": config(num_experts), "kv_cache_config": CACHE}
-    capturer = module.RoutedExpertsCapturer(16, *list(arguments.values())[: 1 if wheel.version < "0.28" else 2])
+    capturer = module.RoutedExpertsCapturer(
+        16, *list(arguments.values())[: 1 if wheel.version < "0.28" else 2]
+    )
     manager = module.RoutedExpertsManager(**arguments)
     store = wheel.statement(SCHEDULER, "self.routed_experts_mgr.store_batch(")
     read = wheel.statement(SCHEDULER, "self._re_block_ids.pop(")
@@ -157,10 +185,13 @@ def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
             data = capturer.get_device_buffer()[: stop - start].clone().numpy()
             space: dict[str, Any] = {
                 "self": Bag(
-                    routed_experts_mgr=manager, enable_return_routed_experts=True, _re_block_ids={name: blocks}
+                    routed_experts_mgr=manager,
+                    enable_return_routed_experts=True,
+                    _re_block_ids={name: blocks},
                 ),
                 "model_runner_output": Bag(
-                    routed_experts=Bag(routing_data=data, slot_mapping=slots(blocks, start, stop)), req_ids=[name]
+                    routed_experts=Bag(routing_data=data, slot_mapping=slots(blocks, start, stop)),
+                    req_ids=[name],
                 ),
                 "num_scheduled_tokens": {name: stop - start},
                 "routing_data": None,
@@ -170,7 +201,9 @@ def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
                 "num_tokens_scheduled": stop - start,
                 "num_output_tokens_before": step,
                 "scheduled_spec_token_ids": None,
-                "request": Bag(sampling_params=Bag(routed_experts_prompt_start=0), num_prompt_tokens=PROMPT),
+                "request": Bag(
+                    sampling_params=Bag(routed_experts_prompt_start=0), num_prompt_tokens=PROMPT
+                ),
             }
             exec(store, space)
             exec(read, space)
@@ -181,7 +214,10 @@ def play_0_22(wheel: Wheel, num_experts: int) -> dict[str, Any]:
 
 def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     folder = "vllm/distributed/aux_output_connector/"
-    store, experts_module = wheel.module(folder + "store.py"), wheel.module(folder + "routed_experts.py")
+    store, experts_module = (
+        wheel.module(folder + "store.py"),
+        wheel.module(folder + "routed_experts.py"),
+    )
     control = wheel.module(folder + "connector.py")
     capturer = wheel.module(CAPTURER).RoutedExpertsCapturer(16, config(num_experts))
     worker_module = wheel.module(folder + "worker.py")
@@ -194,7 +230,9 @@ def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
     )
     worker._buffer = experts_module.RoutedExpertsBuffer(dtype, shape, BLOCK, 2, 16, 1)
     worker._requests, worker._pending_outputs, worker._lock, worker._generation = {}, [], Lock(), 0
-    hashes = [bytes([number]) * 16 for number in (1, 2)]  # of the prompt's block, and of the one decoding fills
+    hashes = [
+        bytes([number]) * 16 for number in (1, 2)
+    ]  # of the prompt's block, and of the one decoding fills
     found = {}
     for name in REQUESTS:
         chunks, sent = [], 0
@@ -214,7 +252,11 @@ def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
             pending = worker.prepare_output(batch)
             pending.enqueue_cpu_copy(np.array([1]), np.array([0]))
             request = Bag(request_id=name, num_tokens=stop + 1, is_finished=lambda: False)
-            chunks.append(control.AuxOutputSchedulerConnector.take_output(None, request, pending.process_output()))
+            chunks.append(
+                control.AuxOutputSchedulerConnector.take_output(
+                    None, request, pending.process_output()
+                )
+            )
         found[name] = {"chunks": chunks}
     worker.close()
     return found
@@ -225,9 +267,13 @@ def finish(wheel: Wheel, found: dict[str, Any]) -> dict[str, Any]:
     completion_output = wheel.module(OUTPUTS).CompletionOutput
     names = {"np": np, "CompletionOutput": completion_output, "RequestOutputKind": Bag(DELTA=1)}
     build = wheel.function(PROCESSOR, "_new_completion_output", names)
-    request = Rest(request_index=0, routed_experts_chunks=found.get("chunks"), logprobs_processor=Rest())
+    request = Rest(
+        request_index=0, routed_experts_chunks=found.get("chunks"), logprobs_processor=Rest()
+    )
     request._weight_version_spans = lambda: None
-    request.detokenizer = Bag(get_next_output_text=lambda finished, delta: "", output_token_ids=[7] * COMPLETION)
+    request.detokenizer = Bag(
+        get_next_output_text=lambda finished, delta: "", output_token_ids=[7] * COMPLETION
+    )
     given = {"routed_experts": found["routed_experts"]} if "routed_experts" in found else {}
     completion = build(request, [7], "length", None, **given)
     return {"output": completion, "prompt_routed_experts": found.get("prompt_routed_experts")}
@@ -241,16 +287,26 @@ def reply(wheel: Wheel, done: dict[str, Any]) -> dict[str, Any] | None:
     space: dict[str, Any] = {"output": output, "np": np, "io": io, "base64": base64}
     if wheel.version < "0.22":
         prompt = {"pre": done["prompt_routed_experts"]}
-        exec(wheel.statement(COMPLETIONS, "prompt_routed_experts = pre.tolist()", ast.Assign), prompt)
-        choice = eval(wheel.argument(COMPLETIONS, "CompletionResponseChoice", "routed_experts"), space)
+        exec(
+            wheel.statement(COMPLETIONS, "prompt_routed_experts = pre.tolist()", ast.Assign), prompt
+        )
+        choice = eval(
+            wheel.argument(COMPLETIONS, "CompletionResponseChoice", "routed_experts"), space
+        )
         choices = [{"index": 0, "routed_experts": choice}]
         return {"prompt_routed_experts": prompt["prompt_routed_experts"], "choices": choices}
     if wheel.version < "0.28":
         exec(wheel.statement(COMPLETIONS, "np.save(buf, output.routed_experts)"), space)
     else:
-        serial = next(p for p in sorted((wheel.root / "vllm").rglob("*.py")) if "def numpy2base64(" in p.read_text())
+        serial = next(
+            p
+            for p in sorted((wheel.root / "vllm").rglob("*.py"))
+            if "def numpy2base64(" in p.read_text()
+        )
         names = {"np": np, "io": io, "pybase64": base64}
-        space["numpy2base64"] = wheel.function(str(serial.relative_to(wheel.root)), "numpy2base64", names)
+        space["numpy2base64"] = wheel.function(
+            str(serial.relative_to(wheel.root)), "numpy2base64", names
+        )
         exec(wheel.statement(COMPLETIONS, "numpy2base64(output.routed_experts)", ast.Assign), space)
     return {"choices": [{"index": 0, "routed_experts": space["routed_experts_b64"]}]}
 

@@ -66,7 +66,9 @@ def open_engine(server, folder, rules=RULES, **settings):
 
 
 def checksums(server):
-    (rank,) = httpx2.post(f"{server}/weights_checker", json={"action": "checksum"}, timeout=60).json()["ranks"]
+    (rank,) = httpx2.post(
+        f"{server}/weights_checker", json={"action": "checksum"}, timeout=60
+    ).json()["ranks"]
     return rank["checksums"]
 
 
@@ -80,14 +82,18 @@ def play(engine, requests):
     """requests: (prompt, sampling), all at once."""
 
     async def together():
-        return await asyncio.gather(*(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests)))
+        return await asyncio.gather(
+            *(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests))
+        )
 
     return asyncio.run(together())
 
 
 def greedy(engine):
     asyncio.run(engine.reset_cache())
-    return [done.logp for p in prompts(4) for done in play(engine, [(p, Sampling(0.0, 12))])]  # one at a time
+    return [
+        done.logp for p in prompts(4) for done in play(engine, [(p, Sampling(0.0, 12))])
+    ]  # one at a time
 
 
 @torch.no_grad()

@@ -79,7 +79,9 @@ def engine(fresh, server, folders):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
-    asked = [(p, Sampling(temperature, 5 + 3 * i, top_logprobs=2)) for i, p in enumerate(prompts(8))]
+    asked = [
+        (p, Sampling(temperature, 5 + 3 * i, top_logprobs=2)) for i, p in enumerate(prompts(8))
+    ]
     for (prompt, sampling), done in zip(asked, play(engine, asked), strict=True):
         logp, routes = stock(models[0], prompt, done, temperature)
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
@@ -104,13 +106,18 @@ def test_narrowed_and_greedy_logp(engine, models):
     (likeliest,) = play(engine, [(prompt, Sampling(0.0, 20))])
     assert torch.equal(nucleus.token_ids, likeliest.token_ids)
     assert (nucleus.logp == 0).all()
-    torch.testing.assert_close(likeliest.logp, stock(models[0], prompt, likeliest)[0], atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        likeliest.logp, stock(models[0], prompt, likeliest)[0], atol=2e-4, rtol=0
+    )
 
 
 def test_cached_prefix_brings_its_routes(engine, models):
     (first,) = play(engine, [(prompts(1)[0], Sampling(1.0, 40))])
     prompt = prompts(1)[0] + first.token_ids.tolist()
-    whole, part = play(engine, [(prompt, Sampling(1.0, 8)), (prompt, Sampling(1.0, 8, routes_from=len(prompt) - 4))])
+    whole, part = play(
+        engine,
+        [(prompt, Sampling(1.0, 8)), (prompt, Sampling(1.0, 8, routes_from=len(prompt) - 4))],
+    )
     cached = whole.routing.spans[0]
     assert (cached.source, cached.start) == ("cache", 0)
     assert cached.length >= len(prompt) - 2
@@ -129,7 +136,10 @@ def test_stops_at_our_token(engine):
     (whole,) = play(engine, [(prompt, Sampling(0.0, 20))])
     stop = whole.token_ids[5].item()
     (done,) = play(engine, [(prompt, Sampling(0.0, 20, stop=(stop,)))])
-    assert done.token_ids.tolist() == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    assert (
+        done.token_ids.tolist()
+        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    )
     assert done.finish == "stop"
 
 
@@ -178,8 +188,13 @@ def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode
     paths = prompts(3)
 
     async def updated():
-        running = [asyncio.create_task(engine.generate(p, Sampling(1.0, 300), seed=i)) for i, p in enumerate(paths)]
-        await engine.generate(paths[0], Sampling(1.0, 2), seed=8)  # begun after them, ended long before them
+        running = [
+            asyncio.create_task(engine.generate(p, Sampling(1.0, 300), seed=i))
+            for i, p in enumerate(paths)
+        ]
+        await engine.generate(
+            paths[0], Sampling(1.0, 2), seed=8
+        )  # begun after them, ended long before them
         await engine.load_weights(models[1].state_dict().items(), 1)
         later = await engine.generate(paths[0], Sampling(1.0, 3), seed=9)
         return await asyncio.gather(*running), later
@@ -199,13 +214,17 @@ def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode
             torch.testing.assert_close(done.logp[changed:], after[changed:], atol=2e-4, rtol=0)
             assert agreement(done.routing.ids[first:], new[first:]) > 0.97
         if mode == "retract":
-            assert (~done.routing.valid).nonzero()[:, 0].tolist() == list(range(len(prompt) - 1, first))
+            assert (~done.routing.valid).nonzero()[:, 0].tolist() == list(
+                range(len(prompt) - 1, first)
+            )
             assert agreement(done.routing.ids[: len(prompt) - 1], new[: len(prompt) - 1]) > 0.9
         else:
             assert done.routing.valid.all()
             assert agreement(done.routing.ids[:first], old[:first]) > 0.97
     assert later.version.tolist() == [1] * 3
-    assert later.routing.spans[0].version == 1  # also if a resumed request has its prompt cached by now
+    assert (
+        later.routing.spans[0].version == 1
+    )  # also if a resumed request has its prompt cached by now
     torch.testing.assert_close(later.logp, stock(models[1], paths[0], later)[0], atol=2e-4, rtol=0)
 
 
@@ -234,7 +253,9 @@ def test_training_on_its_rollouts_with_their_routes_replayed(fresh, server, fold
     """The sync check, R3, the detector, an evaluation, a checkpoint; then a resumed run on the same server."""
     assert main(["train", recipe(folders[0], server, tmp_path)]) == 0
     assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "mismatch/k3" in row]
     assert len(steps) == 4
     for row in steps:
@@ -243,7 +264,9 @@ def test_training_on_its_rollouts_with_their_routes_replayed(fresh, server, fold
 
 
 def test_engine_check_passes(fresh, server, folders, tmp_path, capsys):
-    assert main(["engine", "check", recipe(folders[0], server, tmp_path)]) == 0, capsys.readouterr().out
+    assert main(["engine", "check", recipe(folders[0], server, tmp_path)]) == 0, (
+        capsys.readouterr().out
+    )
 
 
 def test_dense_layers_are_dropped_and_other_families_are_synced(tmp_path):

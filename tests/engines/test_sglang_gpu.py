@@ -29,13 +29,18 @@ def needed():
 
 def open_engine(**settings):
     model = ModelConfig(path=MODEL)
-    engine = SGLangEngine(model, read_config(model), SGLangConfig(url=URL, **settings), routes=None, max_len=512)
+    engine = SGLangEngine(
+        model, read_config(model), SGLangConfig(url=URL, **settings), routes=None, max_len=512
+    )
     asyncio.run(engine.connect())
     return engine
 
 
 def test_engine_check_passes():
-    assert main(["engine", "check", MODEL, "--engine", "sglang", "--url", URL, "train.device=cuda"]) == 0
+    assert (
+        main(["engine", "check", MODEL, "--engine", "sglang", "--url", URL, "train.device=cuda"])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("way", ["nccl", "gloo", "disk"])
@@ -54,7 +59,8 @@ def test_seeds_of_a_deterministic_server():
     engine = open_engine()
     assert engine.caps.seeded, "start the server with --enable-deterministic-inference"
     first, again, other = (
-        asyncio.run(engine.generate([5, 6, 7, 8], Sampling(1.0, 64), seed=seed)).token_ids for seed in (3, 3, 4)
+        asyncio.run(engine.generate([5, 6, 7, 8], Sampling(1.0, 64), seed=seed)).token_ids
+        for seed in (3, 3, 4)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

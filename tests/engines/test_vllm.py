@@ -41,7 +41,9 @@ def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
     agreeing = []
     for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
         logits, routes = stock(models[0], prompt, done.token_ids)
-        logp = torch.log_softmax(logits / temperature, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        logp = torch.log_softmax(logits / temperature, -1).gather(
+            -1, done.token_ids.long()[:, None]
+        )[:, 0]
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         assert len(done.token_ids) == sampling.max_tokens
         assert done.finish == "length"
@@ -51,12 +53,17 @@ def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
             ("prefill", 0, len(prompt)),
             ("decode", len(prompt), len(done.token_ids) - 1),
         ]
-        agreeing.append((done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean())
+        agreeing.append(
+            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        )
     assert min(agreeing) > 0.97
 
 
 def test_top_logprobs_of_those_who_ask(engine, models):
-    requests = [(p, Sampling(0.5, 8, top_logprobs=(3, 0, VOCAB)[i % 3]), i) for i, p in enumerate(prompts(6))]
+    requests = [
+        (p, Sampling(0.5, 8, top_logprobs=(3, 0, VOCAB)[i % 3]), i)
+        for i, p in enumerate(prompts(6))
+    ]
     assert engine.caps.top_logprobs == VOCAB
     for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
         if not sampling.top_logprobs:
@@ -64,9 +71,15 @@ def test_top_logprobs_of_those_who_ask(engine, models):
             continue
         logp = torch.log_softmax(stock(models[0], prompt, done.token_ids)[0] / 0.5, -1)
         assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (8, sampling.top_logprobs))
-        torch.testing.assert_close(done.top_logp, logp.topk(sampling.top_logprobs).values, atol=5e-4, rtol=0)
-        torch.testing.assert_close(done.top_logp, logp.gather(-1, done.top_ids.long()), atol=5e-4, rtol=0)
-        torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=5e-4, rtol=0)
+        torch.testing.assert_close(
+            done.top_logp, logp.topk(sampling.top_logprobs).values, atol=5e-4, rtol=0
+        )
+        torch.testing.assert_close(
+            done.top_logp, logp.gather(-1, done.top_ids.long()), atol=5e-4, rtol=0
+        )
+        torch.testing.assert_close(
+            done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=5e-4, rtol=0
+        )
 
 
 def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
@@ -76,8 +89,12 @@ def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
     best = logits.topk(2)
     assert (best.indices == done.token_ids.long()[:, None]).any(-1).all()
     logp = torch.log_softmax(logits.masked_fill(logits < best.values[:, -1:], float("-inf")), -1)
-    torch.testing.assert_close(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-4, rtol=0)
-    (nucleus,) = play(engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)])  # only the likeliest token is left
+    torch.testing.assert_close(
+        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=2e-4, rtol=0
+    )
+    (nucleus,) = play(
+        engine, [(prompt, Sampling(1.0, 20, top_p=1e-6), 3)]
+    )  # only the likeliest token is left
     (greedy,) = play(engine, [(prompt, Sampling(0.0, 20), 9)])
     assert torch.equal(nucleus.token_ids, greedy.token_ids)
     assert (nucleus.logp == 0).all()
@@ -98,7 +115,9 @@ def test_tokens_follow_from_the_seed_alone(engine):
         (alone,) = play(engine, [request])
         assert torch.equal(alone.token_ids, done.token_ids)
     prompt, sampling = requests[5][:2]
-    siblings = play(engine, [(prompt, sampling, seed) for seed in range(4)])  # n samples of one prompt
+    siblings = play(
+        engine, [(prompt, sampling, seed) for seed in range(4)]
+    )  # n samples of one prompt
     assert len({tuple(s.token_ids.tolist()) for s in siblings}) == 4
 
 
@@ -137,7 +156,9 @@ def test_prefix_cache_keeps_routes_until_the_weights_change(engine, models):
 
 def test_only_the_routes_asked_for_are_returned(engine):
     prompt = prompts(1)[0]
-    ((whole,), (part,)) = (play(engine, [(prompt, Sampling(1.0, 6, routes_from=first), 0)]) for first in (0, 7))
+    ((whole,), (part,)) = (
+        play(engine, [(prompt, Sampling(1.0, 6, routes_from=first), 0)]) for first in (0, 7)
+    )
     assert (part.first_slot, len(part.routing)) == (7, len(whole.routing) - 7)
     assert torch.equal(part.routing.ids, whole.routing.ids[7:])
 
@@ -152,8 +173,13 @@ def test_warm_up_finds_routes_that_are_all_zeros(engine):
 
 def test_kernels_say_whether_they_are_monolithic(engine):
     """What rollout/vllm/start.py asks of every MoE layer."""
-    methods = [getattr(module, "quant_method", None) for module in engine.llm.apply_model(lambda m: m)[0].modules()]
-    assert [method.is_monolithic for method in methods if hasattr(method, "is_monolithic")] == [False] * 3
+    methods = [
+        getattr(module, "quant_method", None)
+        for module in engine.llm.apply_model(lambda m: m)[0].modules()
+    ]
+    assert [method.is_monolithic for method in methods if hasattr(method, "is_monolithic")] == [
+        False
+    ] * 3
     assert engine.llm.apply_model(has_monolithic_kernel) == [False]
 
 
@@ -173,14 +199,20 @@ def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(engin
         followed(engine, fresh, index, version, requests)
 
 
-def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(engine, models, monkeypatch):
+def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(
+    engine, models, monkeypatch
+):
     asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
     monkeypatch.setattr(vllm_weights, "pack_experts", lambda model: None)
-    with pytest.raises(RuntimeError, match=r"VLLMEngine .* moved the log-probabilities .*without a sync: 0\)"):
+    with pytest.raises(
+        RuntimeError, match=r"VLLMEngine .* moved the log-probabilities .*without a sync: 0\)"
+    ):
         asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
 
 
-def test_after_an_update_that_broke_off_it_answers_nothing_until_a_complete_set_came(engine, models, fresh):
+def test_after_an_update_that_broke_off_it_answers_nothing_until_a_complete_set_came(
+    engine, models, fresh
+):
     """vLLM keeps the tensors of a reload that broke off and counts them as the next one's."""
     weights = dict(models[0].state_dict())
     names = list(weights)
@@ -250,10 +282,14 @@ def test_a_run_trains_on_vllm_rollouts_with_their_routes_replayed(tmp_path):
         """
     )
     assert main(["train", str(tmp_path / "recipe.toml")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if "mismatch/k3" in row]
     assert len(steps) == 2
-    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0  # vLLM loads the run's checkpoint
+    assert (
+        main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
+    )  # vLLM loads the run's checkpoint
     for row in steps:
         assert row["mismatch/k3"] < 1e-3
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0

@@ -30,11 +30,25 @@ def learned(monkeypatch):
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 @pytest.mark.parametrize("most", [1, 2])
-def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(server, folders, tmp_path, learned, most, sync):
-    settings = [f"rollout.max_staleness={most}", f"rollout.engine.sync={sync}", f"steps={STEPS}", "eval.every=3"]
+def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(
+    server, folders, tmp_path, learned, most, sync
+):
+    settings = [
+        f"rollout.max_staleness={most}",
+        f"rollout.engine.sync={sync}",
+        f"steps={STEPS}",
+        "eval.every=3",
+    ]
     # two requests at a time: sampling takes several times as long as learning, so that updates find some in the middle
-    settings += ["rollout.sampling.max_tokens=60", "rollout.engine.slots=2", "log.counterfactual_every=0"]
-    settings += ["objective.entropy_coef=0.3", "optim.lr=5e-4"]  # random weights earn nothing; this moves them
+    settings += [
+        "rollout.sampling.max_tokens=60",
+        "rollout.engine.slots=2",
+        "log.counterfactual_every=0",
+    ]
+    settings += [
+        "objective.entropy_coef=0.3",
+        "optim.lr=5e-4",
+    ]  # random weights earn nothing; this moves them
     assert main(["train", str(recipe(tmp_path, folders[0], server)), *settings]) == 0
     assert sorted(learned) == list(range(STEPS))
     weights = [learned[step][0] for step in range(STEPS)]
@@ -82,7 +96,9 @@ def check_sample(model, weights, sample):
         if chosen.sum() > 5:
             for other in others:  # or the comparison could not tell
                 model.load_state_dict(other)
-                wrong = torch.log_softmax(stock(model, first, rest)[0], -1).gather(-1, rest[:, None].long())[:, 0]
+                wrong = torch.log_softmax(stock(model, first, rest)[0], -1).gather(
+                    -1, rest[:, None].long()
+                )[:, 0]
                 assert (wrong[chosen] - sample.logp_rollout[chosen]).abs().max() > 1e-3
         equal = sample.routing.ids.sort(-1).values == routes.sort(-1).values
         same.append(equal[rows_of == version].all(-1).all(-1))

@@ -32,21 +32,35 @@ def array(found):
 
 def trace(made, request, rows):
     rules = RouteRules(tuple(made["layers"]), made["num_experts"], 2, "error")
-    lengths = {"prompt": made["prompt"], "completion": made["completion"], "cached": request["cached"]}
-    got = trace_of(rows, contract_of(made["version"]), **lengths, rules=rules, depth=made["depth"], version=2)
+    lengths = {
+        "prompt": made["prompt"],
+        "completion": made["completion"],
+        "cached": request["cached"],
+    }
+    got = trace_of(
+        rows, contract_of(made["version"]), **lengths, rules=rules, depth=made["depth"], version=2
+    )
     tokens = SimpleNamespace(tolist=lambda: [9] * made["completion"])
-    check_completion(Completion(tokens, None, None, "length", got), [8] * made["prompt"], rules, "fixture")
+    check_completion(
+        Completion(tokens, None, None, "length", got), [8] * made["prompt"], rules, "fixture"
+    )
     return got
 
 
 def check(made, request, got):
     """Every valid row is the one the routers chose; which rows are missing is as documented."""
     chosen = np.array(made["chosen"])
-    missing = request["cached"] if made["version"] == "0.21.0" else 0  # it records no row for a cached token
+    missing = (
+        request["cached"] if made["version"] == "0.21.0" else 0
+    )  # it records no row for a cached token
     assert got.valid.tolist() == [False] * missing + [True] * (len(chosen) - missing)
     assert got.ids[got.valid].tolist() == chosen[missing:].tolist()
     assert (got.layers, got.num_experts) == (tuple(made["layers"]), made["num_experts"])
-    sources = {"cache": request["cached"], "prefill": made["prompt"] - request["cached"], "decode": 3}
+    sources = {
+        "cache": request["cached"],
+        "prefill": made["prompt"] - request["cached"],
+        "decode": 3,
+    }
     assert {s.source: s.length for s in got.spans} == {name: n for name, n in sources.items() if n}
 
 
@@ -55,7 +69,9 @@ def test_every_generation_has_a_fixture():
     assert covered == {contract.newest for contract in CONTRACTS}
 
 
-@pytest.mark.parametrize(("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.parametrize(
+    ("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value)
+)
 def test_in_process(path, request_name):
     made, request = load(path, request_name)
     output = SimpleNamespace(
@@ -65,7 +81,9 @@ def test_in_process(path, request_name):
     check(made, request, trace(made, request, contract_of(made["version"]).rows(output)))
 
 
-@pytest.mark.parametrize(("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value))
+@pytest.mark.parametrize(
+    ("path", "request_name"), CASES, ids=lambda value: getattr(value, "stem", value)
+)
 def test_over_http(path, request_name):
     made, request = load(path, request_name)
     read = contract_of(made["version"]).reply_rows

@@ -14,7 +14,13 @@ from onepolicy.sync.check import checked_push
 from onepolicy.types import Sampling
 
 pytestmark = pytest.mark.vllm
-SIZE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 def test_float32_head_comes_nearer_to_the_trainer(tmp_path, caplog):
@@ -37,14 +43,22 @@ def test_float32_head_comes_nearer_to_the_trainer(tmp_path, caplog):
     gaps, values = {}, {}
     caplog.set_level("INFO", "onepolicy")
     for lm_head in ("same", "float32"):
-        settings = VLLMEngineConfig(dtype="bfloat16", lm_head=lm_head, slots=16, cache_gib=0.125, block_size=32)
-        engine = VLLMEngine(source, read_config(source), settings, routes=None, max_len=96, cpu=True)
+        settings = VLLMEngineConfig(
+            dtype="bfloat16", lm_head=lm_head, slots=16, cache_gib=0.125, block_size=32
+        )
+        engine = VLLMEngine(
+            source, read_config(source), settings, routes=None, max_len=96, cpu=True
+        )
         done = play(engine, requests)
         off = []
         for (prompt, _, _), each in zip(requests, done, strict=True):
             path = torch.tensor([[*prompt, *each.token_ids.tolist()]])
             with torch.no_grad():
-                exact = model(input_ids=path, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                exact = (
+                    model(input_ids=path, use_cache=False)
+                    .logits[0, len(prompt) - 1 : -1]
+                    .log_softmax(-1)
+                )
             off.append(each.logp - exact.gather(-1, each.token_ids.long()[:, None])[:, 0])
         gaps[lm_head], values[lm_head] = float(torch.cat(off).square().mean()), done[0].logp[0]
         asyncio.run(checked_push(FakeLearner(model), engine, vocab=VOCAB))

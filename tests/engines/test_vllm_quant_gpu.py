@@ -24,7 +24,9 @@ def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
     """Experts in codes, routes of its own tokens, and weights that are quantised again at every sync."""
     model = {"path": os.environ["ONEPOLICY_MODEL"], "dtype": "bfloat16"}
     rollout = {"engine": {"kind": "vllm", "dtype": "bfloat16"}, "quant": quant}
-    config = measure_config({"model": model, "rollout": rollout, "train": {"device": "cuda"}}, [], None)
+    config = measure_config(
+        {"model": model, "rollout": rollout, "train": {"device": "cuda"}}, [], None
+    )
     source = resolve_model(config.model)
     tokenizer, max_len = open_tokenizer(config, source)
     pair = build_pair(config, source, max_len)
@@ -34,5 +36,9 @@ def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
     asyncio.run(checked_push(pair.scorer, pair.engine, vocab=vocab))
     found = asyncio.run(check_pair(pair, tokenizer, source))
     with capsys.disabled():
-        print("\n" + pair.engine.caps.sizes.words(), *(f"{check.name}: {check.measured}" for check in found), sep="\n")
+        print(
+            "\n" + pair.engine.caps.sizes.words(),
+            *(f"{check.name}: {check.measured}" for check in found),
+            sep="\n",
+        )
     assert [check.name for check in found if check.passed is False] == []

@@ -29,7 +29,10 @@ def experts_in_torch(method, layer, x, topk_weights, topk_ids, **shared):
     """The layer's codes, dequantised; fp8 activations a token at a time."""
 
     def dequantised(name):
-        codes, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale", None)
+        codes, scale = (
+            getattr(layer, f"{name}_weight"),
+            getattr(layer, f"{name}_weight_scale", None),
+        )
         scale = getattr(layer, f"{name}_scale")[..., None] if scale is None else scale
         return codes.float() * scale
 
@@ -61,18 +64,25 @@ def quantised(request, folders):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_quant, "check", lambda *_, **__: None)
         patch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
-        patch.setattr(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, TritonExperts))
-        patch.setattr(int8, "select_int8_moe_backend", lambda **_: (Int8MoeBackend.TRITON, TritonExperts))
+        patch.setattr(
+            fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, TritonExperts)
+        )
+        patch.setattr(
+            int8, "select_int8_moe_backend", lambda **_: (Int8MoeBackend.TRITON, TritonExperts)
+        )
         patch.setattr(moe_base.OnlineMoEMethodBase, "apply", experts_in_torch)
         rules = rules_of(hf)
-        engine = VLLMEngine(source, hf, CONFIG, routes=rules, max_len=MAX_LEN, cpu=True, quant=request.param)
+        engine = VLLMEngine(
+            source, hf, CONFIG, routes=rules, max_len=MAX_LEN, cpu=True, quant=request.param
+        )
         yield request.param, engine, rules
 
 
 @pytest.fixture(scope="module")
 def learners(folders):
     return [
-        FakeLearner(load_model(ModelConfig(path=str(folder)), torch.float32, torch.device("cpu"))) for folder in folders
+        FakeLearner(load_model(ModelConfig(path=str(folder)), torch.float32, torch.device("cpu")))
+        for folder in folders
     ]
 
 
@@ -83,15 +93,27 @@ def int8_in_bfloat16(weight):
 
 
 def expert_codes(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if name.endswith("w2_weight")}
+    return {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if name.endswith("w2_weight")
+    }
 
 
 def test_experts_are_in_codes_and_routers_are_not(quantised):
     quant, engine, _ = quantised
     parts = {part.part: part for part in engine.caps.sizes.parts}
-    assert parts["experts"].bytes_after < 0.7 * parts["experts"].bytes_before  # float32 scales of rows 32 and 64 wide
-    assert (parts["attention"].bytes_after < 0.7 * parts["attention"].bytes_before) == (quant.format == "fp8")
-    assert parts["router"].bytes_after == parts["router"].bytes_before == 2 * parts["router"].parameters
+    assert (
+        parts["experts"].bytes_after < 0.7 * parts["experts"].bytes_before
+    )  # float32 scales of rows 32 and 64 wide
+    assert (parts["attention"].bytes_after < 0.7 * parts["attention"].bytes_before) == (
+        quant.format == "fp8"
+    )
+    assert (
+        parts["router"].bytes_after
+        == parts["router"].bytes_before
+        == 2 * parts["router"].parameters
+    )
     assert vllm_quant.METHODS[quant.format] in engine.caps.sizes.words()
 
 
@@ -106,7 +128,9 @@ def test_a_sync_quantises_again(quantised, learners):
         found.append(asyncio.run(probe(engine, VOCAB)))
         for name, codes in engine.llm.apply_model(expert_codes)[0].items():
             layer = name.split(".")[2]
-            weight = learner.model.model.layers[int(layer)].mlp.experts.down_proj.detach().bfloat16()
+            weight = (
+                learner.model.model.layers[int(layer)].mlp.experts.down_proj.detach().bfloat16()
+            )
             expected = e4m3_rows(weight)[0] if quant.format == "fp8" else int8_in_bfloat16(weight)
             assert torch.equal(codes.float(), expected.float())
     assert torch.equal(found[1], before)

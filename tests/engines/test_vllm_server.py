@@ -55,7 +55,9 @@ def test_served_at_its_start_as_in_this_process(remote, engine):
     """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
     requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
-    requests += [((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)]
+    requests += [
+        ((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)
+    ]
     requests += [(prompts(1)[0], Sampling(1.0, 6, routes_from=len(prompts(1)[0]) - 1), 8)]
     asyncio.run(remote.reset_cache())
     sources = []
@@ -81,12 +83,16 @@ def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         assert len(done.token_ids) == sampling.max_tokens
         check_completion(done, prompt, remote._routes, "sample")
-        agreeing.append((done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean())
+        agreeing.append(
+            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        )
     assert min(agreeing) > 0.97
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
-def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(server, folders, models, fresh, sync):
+def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(
+    server, folders, models, fresh, sync
+):
     """Also where the one before left packed experts and cached prefixes."""
     remote, requests = connect(server, folders[0], sync=sync), cached_requests()
     for version, index in enumerate((1, 1, 0, 1), start=1):
@@ -146,13 +152,27 @@ FAULTS = {
         SendsAnOldVersion,
         "version 4 came instead of version 5",
     ),
-    "files, a flipped byte": ("disk", served, "written", rewritten(flip), r"the bytes of '.*experts\.7.*' are not"),
-    "files, no such tensor": ("disk", served, "written", rewritten(dict.pop), r"1 tensors are missing, .*experts\.7"),
+    "files, a flipped byte": (
+        "disk",
+        served,
+        "written",
+        rewritten(flip),
+        r"the bytes of '.*experts\.7.*' are not",
+    ),
+    "files, no such tensor": (
+        "disk",
+        served,
+        "written",
+        rewritten(dict.pop),
+        r"1 tensors are missing, .*experts\.7",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_altered_on_its_way_is_never_sampled_from(server, folders, models, fresh, monkeypatch, fault):
+def test_what_is_altered_on_its_way_is_never_sampled_from(
+    server, folders, models, fresh, monkeypatch, fault
+):
     """An error at the driver that says what; nothing is answered until a complete set came."""
     sync, where, name, planted, problem = FAULTS[fault]
     remote = connect(server, folders[0], sync=sync)
@@ -164,7 +184,9 @@ def test_what_is_altered_on_its_way_is_never_sampled_from(server, folders, model
     assert remote.version == -1
     with pytest.raises(RuntimeError, match="failed half-way"):
         play(remote, ragged(prompts(1)))
-    if sync == "disk":  # another run comes: it must not take what it finds for what the server was started with
+    if (
+        sync == "disk"
+    ):  # another run comes: it must not take what it finds for what the server was started with
         followed(connect(server, folders[0]), fresh, 0, 0, ragged(prompts(3)))
         return
     asyncio.run(remote.load_weights(models[1].state_dict().items(), 6))
@@ -230,12 +252,16 @@ def check_interrupted(remote, models, before, after):
     """How many requests were sampled by the weights of both versions. Every token must be of its own weights."""
     paths = prompts(24)
     spanning = 0
-    for prompt, done in zip(paths, asyncio.run(interrupted(remote, paths, models[1], after)), strict=True):
+    for prompt, done in zip(
+        paths, asyncio.run(interrupted(remote, paths, models[1], after)), strict=True
+    ):
         total, kept = len(done.token_ids), int((done.version == before).sum())
         assert done.version.tolist() == [before] * kept + [after] * (total - kept)
         check_completion(done, prompt, remote._routes, "sample")
         first, second = (stock(model, prompt, done.token_ids) for model in models)
-        logits = torch.cat([first[0][:kept], second[0][kept:]])  # the rest was computed anew, by the new weights
+        logits = torch.cat(
+            [first[0][:kept], second[0][kept:]]
+        )  # the rest was computed anew, by the new weights
         logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
         torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
         if not 0 < kept < total:
@@ -243,7 +269,9 @@ def check_interrupted(remote, models, before, after):
         spanning += 1
         old = len(prompt) + kept - 1  # slots fed before the pause
         routes = torch.cat([first[1][:old], second[1][old:]])
-        agreeing = (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        agreeing = (
+            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        )
         assert agreeing > 0.97
         spans = [
             (0, len(prompt), "prefill", before),
@@ -277,14 +305,20 @@ def test_a_cancelled_request_ends_in_the_server(server, folders):
 def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_path):
     other = json.loads((folders[0] / "config.json").read_text()) | {"num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps(other))
-    with pytest.raises(UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"):
+    with pytest.raises(
+        UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"
+    ):
         connect(server, tmp_path)
     config = VLLMServerConfig(url=server.url, dtype="bfloat16")
     with pytest.raises(UsageError, match="bfloat16, but the server runs float32"):
-        build_engine(EngineSpec(ModelConfig(path=str(folders[0])), config, torch.device("cpu"), MAX_LEN))
+        build_engine(
+            EngineSpec(ModelConfig(path=str(folders[0])), config, torch.device("cpu"), MAX_LEN)
+        )
 
 
-def test_what_would_end_the_engine_is_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):
+def test_what_would_end_the_engine_is_refused_and_the_server_lives(
+    server, folders, models, fresh, tmp_path
+):
     """A token id of no token; a checkpoint that breaks off in the middle of a load, and requests after it."""
     remote = connect(server, folders[0])
     with pytest.raises(UsageError, match=r"expected at least one token id in 0\.\.31"):
@@ -301,7 +335,9 @@ def test_what_would_end_the_engine_is_refused_and_the_server_lives(server, folde
     )
     with pytest.raises(TrainingError, match="exceeds dimension size"):
         asyncio.run(remote.call_workers("onepolicy_load", str(broken), client=remote._once))
-    with pytest.raises(TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"):
+    with pytest.raises(
+        TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"
+    ):
         asyncio.run(remote.client.post("/inference/v1/generate", request | {"token_ids": [3]}))
     asyncio.run(remote.load_weights(models[1].state_dict().items(), 7))
     followed(remote, fresh, 1, 7, ragged(prompts(3)))
@@ -310,7 +346,9 @@ def test_what_would_end_the_engine_is_refused_and_the_server_lives(server, folde
 def below(pid):
     """Its processes, a parent before its children."""
     found = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
     ]
     return [*found, *(each for child in found for each in below(child))]
 
@@ -355,12 +393,19 @@ def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path
 def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkeypatch):
     """Killed in the middle of a batch: one error; the run resumes on a new server. Both want a token."""
     monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
-    server = ServerProcess(folders[0], tmp_path / "log", token_env="ENGINE_TOKEN").wait_until_ready()
+    server = ServerProcess(
+        folders[0], tmp_path / "log", token_env="ENGINE_TOKEN"
+    ).wait_until_ready()
     try:
         with pytest.raises(UsageError, match=r"/version; got status 401"):
             connect(server, folders[0])
         remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
-        assert main(["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]) == 0
+        assert (
+            main(
+                ["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]
+            )
+            == 0
+        )
 
         async def dies():
             ended = []
@@ -374,7 +419,9 @@ def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkey
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 75
         assert "Is the vLLM server running there" in capfd.readouterr().err
         check_steps(tmp_path, 2)
-        server = ServerProcess(folders[0], tmp_path / "log of another", server.port, "ENGINE_TOKEN").wait_until_ready()
+        server = ServerProcess(
+            folders[0], tmp_path / "log of another", server.port, "ENGINE_TOKEN"
+        ).wait_until_ready()
         assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
         check_steps(tmp_path, 4)
     finally:

@@ -61,7 +61,9 @@ def make_checkpoints(base):
 
 
 def rules_of(hf):
-    return RouteRules(tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error")
+    return RouteRules(
+        tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
+    )
 
 
 class FakeLearner:
@@ -88,11 +90,16 @@ class ServerProcess:
             free.bind(("127.0.0.1", 0))
             self.port = port or free.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
-        settings = [f"{name}={getattr(CONFIG, name)}" for name in ("dtype", "slots", "cache_gib", "block_size")]
+        settings = [
+            f"{name}={getattr(CONFIG, name)}"
+            for name in ("dtype", "slots", "cache_gib", "block_size")
+        ]
         serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
         serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
         with log.open("ab") as file:
-            self.process = subprocess.Popen([*serve, *settings], stdout=file, stderr=file, start_new_session=True)
+            self.process = subprocess.Popen(
+                [*serve, *settings], stdout=file, stderr=file, start_new_session=True
+            )
 
     def wait_until_ready(self):
         def ready():
@@ -144,7 +151,9 @@ def recipe(tmp_path, folder, server, more=""):
 
 
 def rows(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def prompts(count, seed=0):
@@ -186,7 +195,9 @@ def same(ours, theirs):
 def followed(engine, fresh, index, version, requests):
     """An engine that was given checkpoint `index` answers as one that loaded it at its start, from nothing cached."""
     assert engine.version == version
-    ours = [play(engine, [request])[0] for request in requests]  # what an update left in the cache would show
+    ours = [
+        play(engine, [request])[0] for request in requests
+    ]  # what an update left in the cache would show
     for done, theirs in zip(ours, alone(fresh[index], requests), strict=True):
         same(done, theirs)
         assert (done.version == version).all()

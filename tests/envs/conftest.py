@@ -12,4 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # envs_support
 @pytest.fixture(scope="session", autouse=True)
 def _packages():
     missing = [name for name in ("textarena", "verifiers") if find_spec(name) is None]
-    assert not missing, f"{', '.join(missing)} not installed: `make test-envs` runs these tests where they are"
+    assert not missing, (
+        f"{', '.join(missing)} not installed: `make test-envs` runs these tests where they are"
+    )

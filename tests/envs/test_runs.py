@@ -55,20 +55,29 @@ def recipe_of(task, policy, path):
 
 def timeless(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/") and "per_second" not in k} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith("time/") and "per_second" not in k}
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_and_a_resumed_one(task, policy, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))  # doubling-v1
-    recipe, whole, part = recipe_of(task, policy, tmp_path / "recipe.toml"), tmp_path / "whole", tmp_path / "part"
+    recipe, whole, part = (
+        recipe_of(task, policy, tmp_path / "recipe.toml"),
+        tmp_path / "whole",
+        tmp_path / "part",
+    )
     assert main(["train", recipe, f"out={whole}"]) == 0
     rows = timeless(whole)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["mismatch/k3"] < 1e-3 and row["replay/native_rows"] == 0 for row in rows[1:])
     assert "eval/greedy" in rows[2]
     shutil.copytree(whole, part)
-    shutil.rmtree(part / "checkpoints" / "step_00002")  # as if it had been stopped after the first step
+    shutil.rmtree(
+        part / "checkpoints" / "step_00002"
+    )  # as if it had been stopped after the first step
     assert main(["train", "--resume", str(part)]) == 0
     assert timeless(part) == rows
     sys.modules.pop("doubling_v1", None)

@@ -9,7 +9,14 @@ from onepolicy.cli import main
 from small_recipe import write_recipe
 
 POLICY = ["hidden_size=64", "layers=3", "experts=16", "top_k=4", "max_len=128"]
-POLICY += ["steps=120", "tokens_per_step=512", "warmup_steps=10", "lr=4e-3", "task.kind=chain", "task.ops=2"]
+POLICY += [
+    "steps=120",
+    "tokens_per_step=512",
+    "warmup_steps=10",
+    "lr=4e-3",
+    "task.kind=chain",
+    "task.ops=2",
+]
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +67,10 @@ def network():
         ip("link", "add", LINK, "type", "veth", "peer", "name", FAR_LINK, "netns", SPACE)
         ip("addr", "add", f"{NEAR}/30", "dev", LINK)
         ip("link", "set", LINK, "up")
-        for words in (["addr", "add", f"{FAR}/30", "dev", FAR_LINK], ["link", "set", FAR_LINK, "up"]):
+        for words in (
+            ["addr", "add", f"{FAR}/30", "dev", FAR_LINK],
+            ["link", "set", FAR_LINK, "up"],
+        ):
             ip("-n", SPACE, *words)
         ip("-n", SPACE, "link", "set", "lo", "up")
         yield True

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from onepolicy.train import checkpoint
 from waiting import POLL_S, wait_until
 
-SPACE, LINK, FAR_LINK = (f"{name}{os.getpid()}" for name in ("onepolicy-", "opnear", "opfar"))  # of this session
+SPACE, LINK, FAR_LINK = (
+    f"{name}{os.getpid()}" for name in ("onepolicy-", "opnear", "opfar")
+)  # of this session
 NEAR, FAR = (f"10.213.{os.getpid() % 256}.{end}" for end in (1, 2))
 LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 
@@ -109,7 +111,9 @@ def assert_complete(out, steps):
         {(line["step"], line["problem"]) for line in problems}
     )
     assert (out / "summary.json").exists()
-    assert [p for p in (out / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", p.name)] == []
+    assert [
+        p for p in (out / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", p.name)
+    ] == []
     checkpoint.verify(checkpoint.latest(out))
 
 
@@ -137,7 +141,9 @@ def small_disk(folder, mib):
     if said != "done":
         shell, said = _mounted("-m", folder, mib)
     if said != "done":
-        pytest.skip(f"a tmpfs can be mounted neither in a user namespace (unshare -Urm) nor as root: {said}")
+        pytest.skip(
+            f"a tmpfs can be mounted neither in a user namespace (unshare -Urm) nor as root: {said}"
+        )
 
     def grow(more):
         assert _mount(shell, f"remount,size={more}m", folder) == "done"
@@ -161,7 +167,9 @@ def _mounted(namespaces, folder, mib):
 def _mount(shell, options, folder):
     """With a source named, mount does not repeat the mounted one's options, whose uid may have no name in there."""
     with suppress(BrokenPipeError):
-        shell.stdin.write(f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(folder))} && echo done\n")
+        shell.stdin.write(
+            f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(folder))} && echo done\n"
+        )
         shell.stdin.flush()
     return shell.stdout.readline().strip()
 

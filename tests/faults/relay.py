@@ -17,7 +17,9 @@ class Relay:
         self.host, self.target = host, target
         self.stalled, self._cue = threading.Event(), None
         self._loop, self._begun = asyncio.new_event_loop(), threading.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
+        )
 
     def __enter__(self):
         self._thread.start()

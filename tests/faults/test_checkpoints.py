@@ -28,19 +28,36 @@ def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
         assert "delete the folder to fall back to an older checkpoint" in message
         assert (out / "metrics.jsonl").read_bytes() == log
 
-    files = sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file() and p.name != checkpoint.STATE)
+    files = sorted(
+        str(p.relative_to(newest))
+        for p in newest.rglob("*")
+        if p.is_file() and p.name != checkpoint.STATE
+    )
     assert any(name.startswith("shards/") for name in files) == bool(ranks)
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
+        patch.setattr(
+            engines,
+            "load_model",
+            lambda *a, **k: pytest.fail("weights were loaded before the check"),
+        )
         for name in files:
             good = (newest / name).read_bytes()
             middle = len(good) // 2
-            for bad in (good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :], good[:middle], b""):
+            for bad in (
+                good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :],
+                good[:middle],
+                b"",
+            ):
                 (newest / name).write_bytes(bad)
                 refused(name)
             (newest / name).write_bytes(good)
         good = (newest / checkpoint.STATE).read_text()
-        for bad in ("", "{", good.replace('"step": 6', '"step": 5'), good.replace('"updates": 6', '"updates": 7')):
+        for bad in (
+            "",
+            "{",
+            good.replace('"step": 6', '"step": 5'),
+            good.replace('"updates": 6', '"updates": 7'),
+        ):
             (newest / checkpoint.STATE).write_text(bad)
             refused(checkpoint.STATE)
     shutil.rmtree(newest)

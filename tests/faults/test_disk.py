@@ -38,7 +38,9 @@ def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
     with small_disk(tmp_path / "disk", mib=max(1, int(1.6 * size / 2**20))) as (disk, grow):
         out = disk / "run"
         errors = finished(start(recipe, f"out={out}", f"train.ranks={ranks}"), status=1)
-        assert re.search(FULL, errors)  # ranks save in the background, so the log's next row may be the first to fail
+        assert re.search(
+            FULL, errors
+        )  # ranks save in the background, so the log's next row may be the first to fail
         assert "--resume" in errors
         assert [p.name for p in checkpoint.complete(out)] == ["step_00002"]
         checkpoint.verify(checkpoint.latest(out))
@@ -90,8 +92,12 @@ def test_full_while_weights_are_written_for_an_engine(tmp_path):
     with small_disk(tmp_path / "disk", mib=4) as (disk, grow):
         files = WeightFiles(str(disk))
         first = files.write(weights[:2], 0)
-        with pytest.raises(TrainingError, match=r"cannot hold the weights of version 1: .*[Nn]o space left"):
+        with pytest.raises(
+            TrainingError, match=r"cannot hold the weights of version 1: .*[Nn]o space left"
+        ):
             files.write(weights, 1)
-        assert [p.name for p in files.folder.iterdir() if p.name.startswith("version")] == [first.name]
+        assert [p.name for p in files.folder.iterdir() if p.name.startswith("version")] == [
+            first.name
+        ]
         grow(16)
         assert files.write(weights, 1).name == "version_1"

@@ -40,14 +40,32 @@ def node(rank, port, recipe, out, log):
     """torchrun on one of two nodes; the far one is rank 1."""
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += [f"--node-rank={rank}", f"--master-addr={NEAR}", f"--master-port={port}", "-m", "onepolicy"]
-    command = [*there, *torchrun, "train", str(recipe), f"out={out}", "train.ranks=2", "train.rank_timeout=40"]
+    torchrun += [
+        f"--node-rank={rank}",
+        f"--master-addr={NEAR}",
+        f"--master-port={port}",
+        "-m",
+        "onepolicy",
+    ]
+    command = [
+        *there,
+        *torchrun,
+        "train",
+        str(recipe),
+        f"out={out}",
+        "train.ranks=2",
+        "train.rank_timeout=40",
+    ]
     own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
-        return subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(
+            command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True
+        )
 
 
-def test_a_stalled_network_between_ranks_ends_both_in_time(network, recipe, whole_on_ranks, tmp_path):
+def test_a_stalled_network_between_ranks_ends_both_in_time(
+    network, recipe, whole_on_ranks, tmp_path
+):
     if not network:
         pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
     with socket.socket() as free:
@@ -105,7 +123,9 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
                 yield replace(launched, tell=tell)
 
         stalling = StallsAfter(3, relay, out)
-        with pytest.raises(TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"):
+        with pytest.raises(
+            TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"
+        ):
             train.start(config, stalling, hosts=Hosts(launch))
         stalling.fault.ended()
     stalling.fault.resumed()

@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 def driver_of(supervisor, not_this=None):
     """The run's own process, once it is there."""
-    return wait_for(lambda: [c for c in children_of(supervisor.pid) if c != not_this and not gone(c)], supervisor)[0]
+    return wait_for(
+        lambda: [c for c in children_of(supervisor.pid) if c != not_this and not gone(c)],
+        supervisor,
+    )[0]
 
 
 def saving(out):
@@ -73,7 +76,11 @@ def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp
 def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
     """Start-up, rollout, update and save alike. Nobody has to do anything."""
     steps, kills, generator = 40, 6, random.Random(2)
-    settings = [f"steps={steps}", "checkpoint.every=3", "optim.lr=1e-4"]  # so many at 1e-3 and the routers collapse
+    settings = [
+        f"steps={steps}",
+        "checkpoint.every=3",
+        "optim.lr=1e-4",
+    ]  # so many at 1e-3 and the routers collapse
     whole, out = tmp_path / "whole", tmp_path / "run"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings, "--restarts", "9")
@@ -81,9 +88,14 @@ def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
     for kill in range(kills):
         driver = driver_of(run, driver)
         wait_for(lambda before=kill: len(steps_of(out)) > 5 * before, run)
-        moment = time.monotonic() + generator.uniform(0, 0.5)  # or earlier, where a step takes next to nothing
+        moment = time.monotonic() + generator.uniform(
+            0, 0.5
+        )  # or earlier, where a step takes next to nothing
         wait_for(
-            lambda before=kill, moment=moment: time.monotonic() > moment or len(steps_of(out)) > 5 * before + 3, run
+            lambda before=kill, moment=moment: (
+                time.monotonic() > moment or len(steps_of(out)) > 5 * before + 3
+            ),
+            run,
         )
         os.kill(driver, signal.SIGKILL)
     errors = Fault(out).survived(run)

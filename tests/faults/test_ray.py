@@ -42,7 +42,13 @@ class Run:
 
     def after(self, step):
         wait_for(lambda: len(steps_of(self.out)) >= step, self.process)
-        return dict(re.findall(r"^(\w+(?: \d+)?)(?:, rank 0)? +(\d+) +\d+\.\d", self._said.read_text(), re.MULTILINE))
+        return dict(
+            re.findall(
+                r"^(\w+(?: \d+)?)(?:, rank 0)? +(\d+) +\d+\.\d",
+                self._said.read_text(),
+                re.MULTILINE,
+            )
+        )
 
     def next_step(self, since):
         """Seconds until another step is in the log."""
@@ -72,8 +78,20 @@ def running_ray(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-    head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    head = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+    ]
     head += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     process = subprocess.Popen(head, env=environment, **quiet)
@@ -101,11 +119,15 @@ def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
     print(f"{victim}: rank and replica ended after {time.monotonic() - began:.0f} s")
     print(f"{victim}: next step after {run.next_step(began):.0f} s")
     errors = finished(run.process)
-    wait_for(lambda: all(map(gone, everything)))  # Ray's own helpers look only now and then whether it is still there
+    wait_for(
+        lambda: all(map(gone, everything))
+    )  # Ray's own helpers look only now and then whether it is still there
     print(f"{victim}: nothing of it is left after {time.monotonic() - began:.0f} s")
     how = "SIGKILL" if victim == "driver" else "exit status 1"
     assert re.search(rf"ended by {how} in step \d; restart 1 of 1", errors)
-    assert victim == "driver" or re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
+    assert victim == "driver" or re.search(
+        r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors
+    )
     assert_complete(run.out, 6)
     assert_same_run(whole, run.out, 6)
 

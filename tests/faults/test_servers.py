@@ -48,7 +48,16 @@ class Far:
     def start(self):
         self.lives += 1
         path = self.log.with_suffix(f".{self.lives}")
-        serve = [sys.executable, "-m", "onepolicy", "engine", "serve", str(self.policy), "--host", self.host]
+        serve = [
+            sys.executable,
+            "-m",
+            "onepolicy",
+            "engine",
+            "serve",
+            str(self.policy),
+            "--host",
+            self.host,
+        ]
         serve += [
             "--port",
             str(self.port),
@@ -59,8 +68,12 @@ class Far:
             *SETTINGS,
         ]  # a relay is called so
         with path.open("ab") as file:
-            self.process = subprocess.Popen([*self.enter, *serve], stdout=file, stderr=file, start_new_session=True)
-        wait_for(lambda: "ready after" in path.read_text() or self.process.poll() is not None, poll=0.2)
+            self.process = subprocess.Popen(
+                [*self.enter, *serve], stdout=file, stderr=file, start_new_session=True
+            )
+        wait_for(
+            lambda: "ready after" in path.read_text() or self.process.poll() is not None, poll=0.2
+        )
         assert self.process.poll() is None, path.read_text()
 
     def send(self, number):
@@ -88,9 +101,21 @@ def begin(server, recipe, tmp_path):
 
     def run(url, *overrides, more=()):
         out = tmp_path / "run"
-        engine = ["kind=vllm-server", f"url={url}", f"token_env={TOKEN}", "dtype=float32", "slots=8"]
+        engine = [
+            "kind=vllm-server",
+            f"url={url}",
+            f"token_env={TOKEN}",
+            "dtype=float32",
+            "slots=8",
+        ]
         engine += ["timeout_s=60", "retries=1", *overrides]
-        process = start(recipe, f"out={out}", "steps=12", *more, *(f"rollout.engine.{setting}" for setting in engine))
+        process = start(
+            recipe,
+            f"out={out}",
+            "steps=12",
+            *more,
+            *(f"rollout.engine.{setting}" for setting in engine),
+        )
         wait_for(lambda: len(steps_of(out)) >= 2, process)
         return process, out
 
@@ -112,7 +137,11 @@ def silent(request, network, server):
     if request.param == "link":
         if not network:
             pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
-        yield server.url, partial(ip, "link", "set", LINK, "down"), partial(ip, "link", "set", LINK, "up")
+        yield (
+            server.url,
+            partial(ip, "link", "set", LINK, "down"),
+            partial(ip, "link", "set", LINK, "up"),
+        )
     elif request.param == "relay":
         with Relay(server.near, (server.host, server.port)) as relay:
             yield "http://{}:{}".format(*relay.address), relay.stall, relay.go_on
@@ -125,7 +154,9 @@ def test_silence_for_a_while_is_survived(begin, silent):
     run, out = begin(url, "timeout_s=4", "patience_s=300")
     begins()
     try:
-        time.sleep(12)  # longer than the retries last; where they last longer, the run has only less to survive
+        time.sleep(
+            12
+        )  # longer than the retries last; where they last longer, the run has only less to survive
         assert run.poll() is None
     finally:
         ends()
@@ -158,7 +189,9 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
         ends()
     fault.ended()
     # without its link there is no way to open another connection either
-    assert re.search(r"got (no answer within 4 s \(rollout.engine.timeout_s\)|Connect\w+: )", errors), errors
+    assert re.search(
+        r"got (no answer within 4 s \(rollout.engine.timeout_s\)|Connect\w+: )", errors
+    ), errors
     assert "--resume" in errors
     Fault(out).resumed()
     assert_right(out)

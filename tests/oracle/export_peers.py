@@ -22,12 +22,17 @@ def tokenizer():
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
 def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
     """An engine of our own: the trainer's model, with noise on its logits, at a temperature it does not tell."""
-    ids, g = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts], torch.Generator().manual_seed(0)
+    ids, g = (
+        [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        torch.Generator().manual_seed(0),
+    )
     rows, logps = torch.tensor(ids), []
     for _ in range(LENGTH):
         with torch.no_grad():
@@ -100,13 +105,17 @@ def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float
     trainer.vllm_generation = types.SimpleNamespace(sync_weights=lambda: None)
     export(trainer, folder / f"trl-{temperature:g}")
     trainer.train()
-    return [row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row]
+    return [
+        row for row in trainer.state.log_history if "sampling/sampling_logp_difference/mean" in row
+    ]
 
 
 def verl(folder: Path) -> dict[str, float]:
     """A DataProto as RayPPOTrainer holds it behind old_log_probs: prompts padded left, responses right. Its metrics."""
     from verl import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_rollout_correction_and_rejection_mask as correct,
+    )
     from verl.utils.debug.metrics import calculate_debug_metrics
 
     from onepolicy.audit.export.verl import export
@@ -116,7 +125,9 @@ def verl(folder: Path) -> dict[str, float]:
         lengths = torch.tensor([12, 5, 9, 12])
         inside = torch.arange(12) < lengths[:, None]
         rollout = torch.where(inside, -torch.rand(4, 12, generator=g) * 3 - 0.5, 0.0)
-        old = torch.where(inside, rollout + 0.3 * torch.randn(4, 12, generator=g), 0.0).clamp(max=-0.01)
+        old = torch.where(inside, rollout + 0.3 * torch.randn(4, 12, generator=g), 0.0).clamp(
+            max=-0.01
+        )
         tensors = {
             "prompts": torch.zeros(4, 3, dtype=torch.long),
             "responses": torch.randint(2, 40, (4, 12), generator=g),
@@ -134,7 +145,9 @@ def verl(folder: Path) -> dict[str, float]:
             found = calculate_debug_metrics(batch)
             for bound in (1.2, 100.0):
                 mask = tensors["response_mask"].float()
-                metrics = correct(old, rollout, mask, rollout_is="token", rollout_is_threshold=bound)[2]
+                metrics = correct(
+                    old, rollout, mask, rollout_is="token", rollout_is_threshold=bound
+                )[2]
                 found |= {f"{key} {bound:g}": float(value) for key, value in metrics.items()}
     return found
 

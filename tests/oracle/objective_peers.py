@@ -56,7 +56,12 @@ def trl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
     }
 
     def loss(settings: dict[str, Any], new: Tensor) -> Tensor:
-        s = {"loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
+        s = {
+            "loss_type": "grpo",
+            "importance_sampling_level": "token",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+        }
         s |= {"beta": 0.0, "use_vllm": False, **settings}
         arguments = SimpleNamespace(
             use_bias_correction_kl=s.pop("use_bias_correction_kl", True),
@@ -68,7 +73,9 @@ def trl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
         trainer = SimpleNamespace(
             args=arguments,
             model=SimpleNamespace(training=True),
-            accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
+            accelerator=SimpleNamespace(
+                num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x
+            ),
             _get_per_token_logps_and_entropies=lambda *a, **k: (new, torch.zeros_like(new), None),
             aux_loss_enabled=False,
             top_entropy_quantile=1.0,
@@ -94,7 +101,9 @@ def verl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
     mask, advantage = given["mask"].float(), given["advantage"][:, None].expand_as(given["old"])
     out: dict[str, np.ndarray] = {}
-    config = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=0.1, clip_ratio_high=0.15)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=0.1, clip_ratio_high=0.15
+    )
     for name, mode in VERL.items():
         policy_loss = core.get_policy_loss_fn(name.split()[0])
         for weight in (None, given["weight"]):
@@ -107,12 +116,21 @@ def verl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
 
     out |= differentiate("verl/value", given["old"], clipped_value)
     for estimator in ("k1", "k2", "k3"):
-        out[f"verl/{estimator}"] = core.kl_penalty(given["new"], given["reference"], estimator).numpy()
+        out[f"verl/{estimator}"] = core.kl_penalty(
+            given["new"], given["reference"], estimator
+        ).numpy()
     return out | verl_advantages(core, given, mask)
 
 
 def verl_loss(
-    policy_loss: Any, given: dict, advantage: Tensor, mask: Tensor, mode: str, config: Any, weight: Any, new: Tensor
+    policy_loss: Any,
+    given: dict,
+    advantage: Tensor,
+    mask: Tensor,
+    mode: str,
+    config: Any,
+    weight: Any,
+    new: Tensor,
 ) -> Tensor:
     return policy_loss(given["old"], new, advantage, mask, mode, config, weight)[0]
 
@@ -124,7 +142,9 @@ def verl_advantages(core: Any, given: dict[str, Tensor], mask: Tensor) -> dict[s
     index = given["group"].numpy()
     out: dict[str, Any] = {
         "grpo": core.compute_grpo_outcome_advantage(rewards.clone(), mask, index)[0],
-        "dr-grpo": core.compute_grpo_outcome_advantage(rewards.clone(), mask, index, norm_adv_by_std_in_grpo=False)[0],
+        "dr-grpo": core.compute_grpo_outcome_advantage(
+            rewards.clone(), mask, index, norm_adv_by_std_in_grpo=False
+        )[0],
         "rloo": core.compute_rloo_outcome_advantage(rewards.clone(), mask, index)[0],
         "reinforce++-baseline": core.compute_reinforce_plus_plus_baseline_outcome_advantage(
             rewards.clone(), mask, index
@@ -133,7 +153,9 @@ def verl_advantages(core: Any, given: dict[str, Tensor], mask: Tensor) -> dict[s
             rewards.clone(), mask, config=SimpleNamespace(gamma=0.9)
         )[0],
     }
-    out["gae"], out["returns"] = core.compute_gae_advantage_return(rewards, given["value"], mask, 0.9, 0.8)
+    out["gae"], out["returns"] = core.compute_gae_advantage_return(
+        rewards, given["value"], mask, 0.9, 0.8
+    )
     return {f"verl/{name}": value.numpy() for name, value in out.items()}
 
 

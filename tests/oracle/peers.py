@@ -22,7 +22,11 @@ VERL = {
         "rollout_rs": "seq_mean_k3",
         "rollout_rs_threshold": 0.02,
     },
-    "token 2 normalised": {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+    "token 2 normalised": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": True,
+    },
     **{
         f"{rs} {bound}": {"rollout_rs": rs, "rollout_rs_threshold": bound}
         for rs, bound in [
@@ -47,8 +51,12 @@ OPENRLHF = {
 }
 
 
-def verl(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, b3: torch.Tensor) -> dict[str, np.ndarray]:
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
+def verl(
+    old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, b3: torch.Tensor
+) -> dict[str, np.ndarray]:
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_rollout_correction_and_rejection_mask as correct,
+    )
 
     out: dict[str, np.ndarray] = {}
     for name, settings in VERL.items():
@@ -59,11 +67,15 @@ def verl(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, b3: torch
     found = {key.removeprefix("rollout_corr/"): float(value) for key, value in metrics.items()}
     out["verl/metrics"] = np.array([found[key] for key in METRICS])
     inverted = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4"}
-    out["verl/b3/keep"] = correct(b3.log(), torch.zeros_like(b3), torch.ones_like(b3), **inverted)[1].numpy()
+    out["verl/b3/keep"] = correct(b3.log(), torch.zeros_like(b3), torch.ones_like(b3), **inverted)[
+        1
+    ].numpy()
     return out
 
 
-def trl(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor) -> dict[str, np.ndarray]:
+def trl(
+    old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, advantage: torch.Tensor
+) -> dict[str, np.ndarray]:
     from trl import GRPOTrainer
 
     def keep(new: torch.Tensor) -> np.ndarray:
@@ -93,7 +105,9 @@ def openrlhf(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> di
             is_correction_threshold=threshold,
         )
         new = old.clone().requires_grad_()
-        value = policy_loss(new, old, torch.ones_like(old), action_mask=mask, rollout_log_probs=rollout)[0]
+        value = policy_loss(
+            new, old, torch.ones_like(old), action_mask=mask, rollout_log_probs=rollout
+        )[0]
         value.backward()
         assert new.grad is not None
         out[f"openrlhf/{name}/weight"] = (-new.grad * mask.sum()).numpy()

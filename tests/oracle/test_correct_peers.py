@@ -33,14 +33,21 @@ def batch() -> dict[str, Tensor]:
     rollout = -torch.rand(16, 24, generator=g) * 4 - 0.05
     old = rollout + torch.randn(16, 24, generator=g) * torch.linspace(0.02, 0.8, 16)[:, None]
     mask = torch.arange(24) < torch.randint(3, 25, (16, 1), generator=g)
-    return {"old": old.clamp(max=-0.01), "rollout": rollout, "mask": mask, "advantage": torch.randn(16, generator=g)}
+    return {
+        "old": old.clamp(max=-0.01),
+        "rollout": rollout,
+        "mask": mask,
+        "advantage": torch.randn(16, generator=g),
+    }
 
 
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
     folder = tmp_path_factory.mktemp("oracle")
-    np.savez(folder / "in.npz", b3=B3.numpy(), **{name: value.numpy() for name, value in batch().items()})
+    np.savez(
+        folder / "in.npz", b3=B3.numpy(), **{name: value.numpy() for name, value in batch().items()}
+    )
     command = [PYTHON, Path(__file__).with_name("peers.py"), folder / "in.npz", folder / "out.npz"]
     subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
     return dict(np.load(folder / "out.npz"))
@@ -52,7 +59,11 @@ def ours(config: CorrectionConfig) -> Applied[Tensor]:
 
 
 def gate(statistic: str, *how: str, **bounds: float) -> CorrectionConfig:
-    gate = {"statistic": statistic, **dict(zip(("aggregate", "scope"), how, strict=False)), **bounds}
+    gate = {
+        "statistic": statistic,
+        **dict(zip(("aggregate", "scope"), how, strict=False)),
+        **bounds,
+    }
     return CorrectionConfig.model_validate({"gates": [gate]})
 
 
@@ -121,12 +132,19 @@ def test_verl_normalises_before_it_rejects(peers: dict[str, np.ndarray]) -> None
 
 def opsm(new: Tensor) -> list[bool]:
     given = batch()
-    config = preset("opsm", gates=[{**preset("opsm").gates[0].model_dump(), "high": 0.01}]).live_part
+    config = preset(
+        "opsm", gates=[{**preset("opsm").gates[0].model_dump(), "high": 0.01}]
+    ).live_part
     assert config is not None
     mask, segment = given["mask"], torch.arange(16).repeat_interleave(24)
     advantage = given["advantage"].repeat_interleave(24)
     live = live_weights(
-        new.flatten(), given["rollout"].flatten(), mask.flatten(), config, segment=segment, advantage=advantage
+        new.flatten(),
+        given["rollout"].flatten(),
+        mask.flatten(),
+        config,
+        segment=segment,
+        advantage=advantage,
     )
     return live.keep.reshape(16, 24).any(1).tolist()
 
@@ -153,14 +171,22 @@ def test_trl_takes_a_nan_ratio_as_one(peers: dict[str, np.ndarray]) -> None:
         (
             "seq mask",
             CorrectionConfig(
-                weight=preset("vanilla-is").weight, gates=gate("ratio", *SEQUENCE, low=0.9, high=1.1).gates
+                weight=preset("vanilla-is").weight,
+                gates=gate("ratio", *SEQUENCE, low=0.9, high=1.1).gates,
             ),
         ),
         ("seq binary_kl", preset("flash-reinforce")),
-        ("token tv", CorrectionConfig(weight=preset("vanilla-is").weight, gates=gate("tv", high=0.1).gates)),
+        (
+            "token tv",
+            CorrectionConfig(weight=preset("vanilla-is").weight, gates=gate("tv", high=0.1).gates),
+        ),
     ],
 )
-def test_weights_as_openrlhf(peers: dict[str, np.ndarray], name: str, config: CorrectionConfig) -> None:
+def test_weights_as_openrlhf(
+    peers: dict[str, np.ndarray], name: str, config: CorrectionConfig
+) -> None:
     applied = ours(config)
-    np.testing.assert_allclose(applied.weight.numpy(), peers[f"openrlhf/{name}/weight"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        applied.weight.numpy(), peers[f"openrlhf/{name}/weight"], rtol=1e-4, atol=1e-6
+    )
     assert applied.weight.count_nonzero() > 0

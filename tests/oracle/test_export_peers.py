@@ -20,10 +20,15 @@ pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
     folder = tmp_path_factory.mktemp("export")
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
+    )
     command = [str(PYTHON), str(Path(__file__).with_name("export_peers.py")), str(folder)]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"}, capture_output=True, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -43,10 +48,16 @@ def test_trl_live_is_judged_clean_and_its_metrics_are_ours(exported, said) -> No
     for row in said["trl"]:
         ours = steps[row["step"] - 1]
         assert ours["tokens"] == 8 * 24 - 1  # one came without a log-probability
-        assert ours["mean_dlogp"] == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-4)
-        assert ours["max_dlogp"] == pytest.approx(row["sampling/sampling_logp_difference/max"], rel=1e-4)
+        assert ours["mean_dlogp"] == pytest.approx(
+            row["sampling/sampling_logp_difference/mean"], rel=1e-4
+        )
+        assert ours["max_dlogp"] == pytest.approx(
+            row["sampling/sampling_logp_difference/max"], rel=1e-4
+        )
         theirs = row["sampling/importance_sampling_ratio/mean"]
-        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(theirs, rel=1e-5)  # which counts it as 1
+        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(
+            theirs, rel=1e-5
+        )  # which counts it as 1
         total, count = found.tally.rewards[row["step"] - 1]
         assert total / count == pytest.approx(row["reward"], rel=1e-5)
 

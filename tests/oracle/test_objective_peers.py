@@ -55,8 +55,15 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
     folder = tmp_path_factory.mktemp("oracle")
     np.savez(folder / "in.npz", **{name: value.numpy() for name, value in given().items()})
-    command = [PYTHON, Path(__file__).with_name("objective_peers.py"), folder / "in.npz", folder / "out.npz"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    command = [
+        PYTHON,
+        Path(__file__).with_name("objective_peers.py"),
+        folder / "in.npz",
+        folder / "out.npz",
+    ]
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return dict(np.load(folder / "out.npz"))
 
@@ -101,8 +108,12 @@ def ours(config: ObjectiveConfig, *, weighted: bool = False) -> tuple[Tensor, Te
 
 
 def assert_same(found: tuple[Tensor, Tensor], peers: dict[str, np.ndarray], name: str) -> None:
-    torch.testing.assert_close(found[0], torch.from_numpy(peers[f"{name}/loss"]), rtol=2e-5, atol=1e-6)
-    torch.testing.assert_close(found[1], torch.from_numpy(peers[f"{name}/grad"]), rtol=2e-4, atol=1e-7)
+    torch.testing.assert_close(
+        found[0], torch.from_numpy(peers[f"{name}/loss"]), rtol=2e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        found[1], torch.from_numpy(peers[f"{name}/grad"]), rtol=2e-4, atol=1e-7
+    )
 
 
 SEQUENCES = "sequence-mean-token-mean"
@@ -123,7 +134,11 @@ TRL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TRL)
 def test_losses_as_trl(peers: dict[str, np.ndarray], name: str) -> None:
-    assert_same(ours(ObjectiveConfig.model_validate(TRL[name]), weighted=name == "weights"), peers, f"trl/{name}")
+    assert_same(
+        ours(ObjectiveConfig.model_validate(TRL[name]), weighted=name == "weights"),
+        peers,
+        f"trl/{name}",
+    )
 
 
 CLIP = {"clip_low": 0.1, "clip_high": 0.15}
@@ -137,7 +152,11 @@ VERL: dict[str, dict[str, Any]] = {
     "sapo": {"preset": "sapo"},
     "cispo": {"surrogate": "cispo", **CLIP},
     # verl clips log r to [-.1, .15]
-    "geo_mean": {"preset": "gmpo", "clip_low": 1 - float(np.exp(-0.1)), "clip_high": float(np.exp(0.15)) - 1},
+    "geo_mean": {
+        "preset": "gmpo",
+        "clip_low": 1 - float(np.exp(-0.1)),
+        "clip_high": float(np.exp(0.15)) - 1,
+    },
 }
 
 
@@ -156,7 +175,9 @@ def test_gmpo_takes_the_mean_of_a_samples_weights(peers: dict[str, np.ndarray]) 
     A zero weight is a rejected slot, and rejecting one slot is not rejecting the sample.
     """
     found = ours(ObjectiveConfig.model_validate(VERL["geo_mean"]), weighted=True)[1]
-    plain, theirs = (torch.from_numpy(peers[f"verl/geo_mean{suffix}/grad"]) for suffix in ("", " weighted"))
+    plain, theirs = (
+        torch.from_numpy(peers[f"verl/geo_mean{suffix}/grad"]) for suffix in ("", " weighted")
+    )
     mask, weight = given()["mask"], given()["weight"]
     mean = (weight * mask).sum(1) / mask.sum(1)
     geometric = ((weight.log() * mask).sum(1) / mask.sum(1)).exp()
@@ -176,8 +197,12 @@ def test_value_loss_as_verl(peers: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimates_as_verl(peers: dict[str, np.ndarray], estimator: Any) -> None:
-    found = kl_estimate(given()["new"], given()["reference"], KLConfig(coef=1, where="reward", estimator=estimator))
-    torch.testing.assert_close(found, torch.from_numpy(peers[f"verl/{estimator}"]), rtol=1e-4, atol=1e-6)
+    found = kl_estimate(
+        given()["new"], given()["reference"], KLConfig(coef=1, where="reward", estimator=estimator)
+    )
+    torch.testing.assert_close(
+        found, torch.from_numpy(peers[f"verl/{estimator}"]), rtol=1e-4, atol=1e-6
+    )
 
 
 ADVANTAGES: dict[str, dict[str, Any]] = {
@@ -194,7 +219,10 @@ ALONE = slice(8, 9)  # the sample that is alone in its group
 def advantages(config: ObjectiveConfig, rows: slice = slice(None)) -> TokenBatch:
     x, batch = given(), packed()
     score = compare(x["score"].double(), x["group"], config).float()
-    return credit(batch.replace(outcome=score, value=x["value"].flatten()).select(list(range(ROWS))[rows]), config)
+    return credit(
+        batch.replace(outcome=score, value=x["value"].flatten()).select(list(range(ROWS))[rows]),
+        config,
+    )
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -213,15 +241,21 @@ def test_advantages_as_verl(peers: dict[str, np.ndarray], name: str) -> None:
     if name == "gae":
         assert found.value_target is not None
         returns = torch.where(mask, torch.from_numpy(peers["verl/returns"]), 0.0)
-        torch.testing.assert_close(found.value_target.reshape(ROWS, LENGTH), returns, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found.value_target.reshape(ROWS, LENGTH), returns, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
-def test_a_sample_without_siblings_has_no_advantage(peers: dict[str, np.ndarray], name: str) -> None:
+def test_a_sample_without_siblings_has_no_advantage(
+    peers: dict[str, np.ndarray], name: str
+) -> None:
     """verl takes 0 as its baseline, so its raw reward is its advantage: it is reinforced for being alone. Ours is 0."""
     found = advantages(ObjectiveConfig.model_validate(ADVANTAGES[name])).advantage
     assert found is not None
     mask = given()["mask"][ALONE]
     assert (found.reshape(ROWS, LENGTH)[ALONE] == 0).all()
     expected = given()["score"][ALONE, None] * mask
-    torch.testing.assert_close(torch.from_numpy(peers[f"verl/{name}"])[ALONE], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.from_numpy(peers[f"verl/{name}"])[ALONE], expected, rtol=1e-4, atol=1e-6
+    )

@@ -4,11 +4,31 @@ import pytest
 
 from onepolicy.cli import main
 
-SETTINGS = ["layers=4", "tokens_per_step=2048", "task.kind=react", 'task.instructions=""', "task.problems.kind=gym"]
+SETTINGS = [
+    "layers=4",
+    "tokens_per_step=2048",
+    "task.kind=react",
+    'task.instructions=""',
+    "task.problems.kind=gym",
+]
 SETTINGS += [f"task.problems.params.{end}_digits=2" for end in ("min", "max")]
-PRODUCTS = [*SETTINGS, "max_len=256", "steps=400", "mistakes=0.5", "mistakes_from=0.6", "task.max_turns=3"]
+PRODUCTS = [
+    *SETTINGS,
+    "max_len=256",
+    "steps=400",
+    "mistakes=0.5",
+    "mistakes_from=0.6",
+    "task.max_turns=3",
+]
 PRODUCTS += ['task.tools=[{kind="calculator"}]', "task.problems.name=products"]
-SUMS = [*SETTINGS, "max_len=384", "steps=600", "mistakes=0.2", "mistakes_from=0.75", "task.max_turns=8"]
+SUMS = [
+    *SETTINGS,
+    "max_len=384",
+    "steps=600",
+    "mistakes=0.2",
+    "mistakes_from=0.75",
+    "task.max_turns=8",
+]
 SUMS += ['task.tools=[{kind="calculator",operations=1}]', "task.problems.name=chain_sum"]
 SUMS += ["task.problems.params.min_terms=2", "task.problems.params.max_terms=5"]
 

@@ -11,7 +11,12 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm.engine import VLLMEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(7200)]
-SETTINGS = ["log.counterfactual_every=1", "eval.every=0", "log.report=false", "log.tensorboard=false"]
+SETTINGS = [
+    "log.counterfactual_every=1",
+    "eval.every=0",
+    "log.report=false",
+    "log.tensorboard=false",
+]
 ENGINES = [("hf", []), ("vllm", ["rollout.engine.cache_gib=0.25", "rollout.engine.block_size=32"])]
 
 
@@ -29,9 +34,13 @@ def ends(steps, name):
 
 
 def check_mismatch(steps):
-    replayed, native = ([row[f"{prefix}mismatch/k3"] for row in steps] for prefix in ("", "counterfactual/"))
+    replayed, native = (
+        [row[f"{prefix}mismatch/k3"] for row in steps] for prefix in ("", "counterfactual/")
+    )
     lower = sum(a < b for a, b in zip(replayed, native, strict=True))
-    print(f"k3 {statistics.mean(replayed):.1e} replayed, {statistics.mean(native):.1e} not; ", end="")
+    print(
+        f"k3 {statistics.mean(replayed):.1e} replayed, {statistics.mean(native):.1e} not; ", end=""
+    )
     print(f"lower in {lower} of {len(steps)} steps")
     assert statistics.mean(replayed) < statistics.mean(native)
     assert lower > len(steps) / 2
@@ -63,10 +72,15 @@ def test_reward_and_tool_use_rise_in_episodes(kind, more, products_policy, tmp_p
         return done
 
     monkeypatch.setattr(engine, "generate", counted)
-    steps = trained("agent_products", tmp_path / "run", kind, f"model.path={products_policy}", "steps=15", *more)
+    steps = trained(
+        "agent_products", tmp_path / "run", kind, f"model.path={products_policy}", "steps=15", *more
+    )
     assert len(steps) == 15
     (poor, rich), (few, many) = ends(steps, "train/reward"), ends(steps, "tools/calculator")
-    print(f"{kind}: reward {poor:.2f} to {rich:.2f}, calls per episode {few:.2f} to {many:.2f}; ", end="")
+    print(
+        f"{kind}: reward {poor:.2f} to {rich:.2f}, calls per episode {few:.2f} to {many:.2f}; ",
+        end="",
+    )
     assert rich > poor + 0.15
     assert many > few + 0.15
     check_mismatch(steps)

@@ -42,6 +42,8 @@ def test_reward_rises(recipe, seed, gym_curves, policies, tmp_path):
     run = tmp_path / "run"
     gym_curves.train(recipe, policy, run, seed, threads=1)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["reward_last"] > summary["reward_first"] + 0.2  # 0.31 to 0.46 where it was written
+    assert (
+        summary["reward_last"] > summary["reward_first"] + 0.2
+    )  # 0.31 to 0.46 where it was written
     assert summary["eval_last"]["value"] > summary["eval_first"]["value"] - 0.1
     assert summary["crash_step"] is None

@@ -21,7 +21,18 @@ def test_reward_rises_on_a_lake(tmp_path, monkeypatch):
     command[command.index("--out") + 1] = str(tmp_path / "policy")
     assert main(command) == 0
     run = tmp_path / "run"
-    assert main(["train", str(recipe), f"model.path={tmp_path / 'policy'}", f"out={run}", "log.report=false"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(recipe),
+                f"model.path={tmp_path / 'policy'}",
+                f"out={run}",
+                "log.report=false",
+            ]
+        )
+        == 0
+    )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.2  # 0.52 where it was written
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -29,6 +29,8 @@ def test_held_out_accuracy_rises(name, seed, policies, tmp_path):
     policy = gym_curves.make_policy(objective_curves.RECIPE, policies, threads=1)
     run = tmp_path / "run"
     objective_curves.train_with(name, policy, run, seed, threads=1)
-    evaluated = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "eval/avg@4" in row]
+    evaluated = [
+        row for row in map(json.loads, (run / "metrics.jsonl").open()) if "eval/avg@4" in row
+    ]
     assert evaluated[-1]["eval/avg@4"] > evaluated[0]["eval/avg@4"] + 0.1
     assert json.loads((run / "summary.json").read_text())["crash_step"] is None

@@ -63,7 +63,11 @@ def weights(run):
 @pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("mini_steps", [1, 2])
 def test_every_step_is_exact(train, dtype, replay, mini_steps):
-    settings = (f"model.dtype={dtype}", f"replay.mode={replay}", f"objective.mini_steps={mini_steps}")
+    settings = (
+        f"model.dtype={dtype}",
+        f"replay.mode={replay}",
+        f"objective.mini_steps={mini_steps}",
+    )
     assert len(exact(train("-".join(settings), *settings))) == STEPS
 
 
@@ -88,11 +92,25 @@ def test_with_other_settings(train, settings):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_episodes_with_tools_and_a_cache_that_is_hit(sums_policy, tmp_path, dtype):
-    run, settings = tmp_path / "run", ("numerics=on-policy", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}")
-    size = (f"steps={STEPS}", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.every=0", "log.report=false")
+    run, settings = (
+        tmp_path / "run",
+        ("numerics=on-policy", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"),
+    )
+    size = (
+        f"steps={STEPS}",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+        "eval.every=0",
+        "log.report=false",
+    )
     size += ("log.tensorboard=false", "log.counterfactual_every=2")
-    assert main(["train", str(AGENT), f"model.path={sums_policy}", f"out={run}", *settings, *size]) == 0
-    assert max(row["train/turns"] for row in exact(run)) > 1.5  # every turn after the first finds its history cached
+    assert (
+        main(["train", str(AGENT), f"model.path={sums_policy}", f"out={run}", *settings, *size])
+        == 0
+    )
+    assert (
+        max(row["train/turns"] for row in exact(run)) > 1.5
+    )  # every turn after the first finds its history cached
 
 
 def test_the_engine_does_not_move_the_weights(train):
@@ -114,13 +132,19 @@ def test_another_split_or_thread_count(train, settings):
     before = torch.get_num_threads()
     try:
         one = train("one", "steps=1", "checkpoint.every=1", "log.counterfactual_every=1")
-        other = train(settings[0], *settings, "steps=1", "checkpoint.every=1", "log.counterfactual_every=1")
+        other = train(
+            settings[0], *settings, "steps=1", "checkpoint.every=1", "log.counterfactual_every=1"
+        )
     finally:
         torch.set_num_threads(before)
     a, b = (load_file(run / "probes" / "step_00001.safetensors") for run in (one, other))
     for name in ("tokens", "logp_rollout", "logp_trainer", "logp_trainer_native", "routes_trainer"):
         assert torch.equal(a[name], b[name]), name
-    a, b = (load_file(run / "checkpoints" / "step_00001" / "model.safetensors") for run in (one, other))
+    a, b = (
+        load_file(run / "checkpoints" / "step_00001" / "model.safetensors") for run in (one, other)
+    )
     gap = torch.cat([(a[name] - b[name]).abs().flatten() for name in a])
-    assert gap.max() <= 2.1e-4  # AdamW moves a weight by its learning rate, whichever way a gradient near 0 rounds
+    assert (
+        gap.max() <= 2.1e-4
+    )  # AdamW moves a weight by its learning rate, whichever way a gradient near 0 rounds
     assert gap.mean() < 1e-6

@@ -17,7 +17,10 @@ def tiny_policy():
 @pytest.mark.parametrize("seed", range(2))
 def test_reward_rises_and_stays(seed, tmp_path):
     out = tmp_path / "run"
-    assert main(["train", "recipes/quickstart.toml", f"out={out}", f"seed={seed}", "log.report=false"]) == 0
+    assert (
+        main(["train", "recipes/quickstart.toml", f"out={out}", f"seed={seed}", "log.report=false"])
+        == 0
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert summary["reward_last"] > summary["reward_first"] + 0.2
     assert summary["reward_last"] > 0.75

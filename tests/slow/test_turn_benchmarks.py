@@ -43,7 +43,9 @@ def test_runs_are_paired_judged_and_kept(folder, monkeypatch, capsys):
         "r3-turns2-seed0",
     ]
     first = [json.loads((path / "metrics.jsonl").read_text().splitlines()[0]) for path in runs]
-    assert len({row["train/response_length"] for row in first}) == 1  # the arms begin with the same rollouts
+    assert (
+        len({row["train/response_length"] for row in first}) == 1
+    )  # the arms begin with the same rollouts
     configs = [json.loads((path / "config.json").read_text()) for path in runs]
     assert [config["replay"]["mode"] for config in configs] == ["off", "off", "off", "r3"]
     assert {config["task"]["max_turns"] for config in configs} == {2}
@@ -53,11 +55,24 @@ def test_runs_are_paired_judged_and_kept(folder, monkeypatch, capsys):
     run(monkeypatch, turn_curves, *arguments, "--figures", str(folder / "figures"))
     assert {path: path.stat().st_mtime_ns for path in written} == written
     assert "| off + tis - off |" in capsys.readouterr().out
-    assert {path.name for path in (folder / "figures").iterdir()} == {"turns_reward.json", "turns_k3.json"}
+    assert {path.name for path in (folder / "figures").iterdir()} == {
+        "turns_reward.json",
+        "turns_k3.json",
+    }
 
 
 def test_scripted_episodes_have_all_their_turns(folder, monkeypatch, capsys):
-    run(monkeypatch, turn_mismatch, "--out", str(folder), "--turns", "3", "--episodes", "2", "--short")
+    run(
+        monkeypatch,
+        turn_mismatch,
+        "--out",
+        str(folder),
+        "--turns",
+        "3",
+        "--episodes",
+        "2",
+        "--short",
+    )
     shown = capsys.readouterr().out
     assert "2 episodes of 3 turns" in shown
     assert shown.count("\n| 3 |") == 2

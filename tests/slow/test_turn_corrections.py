@@ -11,13 +11,28 @@ from safetensors.torch import load_file
 from onepolicy.cli import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
-RUN = ["steps=2", "objective.mini_steps=1", "replay.mode=off", "eval.every=0", "log.counterfactual_every=1"]
+RUN = [
+    "steps=2",
+    "objective.mini_steps=1",
+    "replay.mode=off",
+    "eval.every=0",
+    "log.counterfactual_every=1",
+]
 RUN += ["log.report=false", "log.tensorboard=false"]
-LOW, HIGH = 0.99, 1.01  # of the products: about half of the turns are inside, and so of the bounds below
-BAND = [f"correction.weight.low={LOW}", f"correction.weight.high={HIGH}", "correction.weight.outside=zero"]
+LOW, HIGH = (
+    0.99,
+    1.01,
+)  # of the products: about half of the turns are inside, and so of the bounds below
+BAND = [
+    f"correction.weight.low={LOW}",
+    f"correction.weight.high={HIGH}",
+    "correction.weight.outside=zero",
+]
 
 
-def train(policy: Path, out: Path, *settings: str) -> list[tuple[dict, list[list[tuple[float, float]]]]]:
+def train(
+    policy: Path, out: Path, *settings: str
+) -> list[tuple[dict, list[list[tuple[float, float]]]]]:
     """Of every step its row, and its turns as (log p, log q) of their tokens."""
     paths = [f"model.path={policy}", f"out={out}"]
     assert main(["train", "recipes/agent_products.toml", *paths, *RUN, *settings]) == 0
@@ -51,20 +66,29 @@ WEIGHTS = {  # settings -> weight of a turn by its product, None: rejected
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_of_turns(name, products_policy, tmp_path):
     settings, weight = WEIGHTS[name]
-    for row, turns in train(products_policy, tmp_path / "run", "correction.weight.level=turn", *settings):
+    for row, turns in train(
+        products_policy, tmp_path / "run", "correction.weight.level=turn", *settings
+    ):
         slots = sum(map(len, turns))
         kept = [(w, len(turn)) for turn in turns if (w := weight(product(turn))) is not None]
-        assert row["correction/rejected"] == pytest.approx(1 - sum(n for _, n in kept) / slots, abs=1e-6)
-        assert row["correction/weight_mean"] == pytest.approx(sum(w * n for w, n in kept) / slots, rel=1e-5)
+        assert row["correction/rejected"] == pytest.approx(
+            1 - sum(n for _, n in kept) / slots, abs=1e-6
+        )
+        assert row["correction/weight_mean"] == pytest.approx(
+            sum(w * n for w, n in kept) / slots, rel=1e-5
+        )
         assert row["correction/weight_max"] == pytest.approx(max(w for w, _ in kept), rel=1e-5)
         assert (name == "mask") == (row["correction/rejected"] > 0)
 
 
 @pytest.mark.parametrize(
-    ("setting", "mean"), [("correction.normalise=self", "1"), ("correction.denominator=kept", "kept")]
+    ("setting", "mean"),
+    [("correction.normalise=self", "1"), ("correction.denominator=kept", "kept")],
 )
 def test_scaled_weights_of_turns(setting, mean, products_policy, tmp_path):
-    for row, turns in train(products_policy, tmp_path / "run", "correction.weight.level=turn", *BAND, setting):
+    for row, turns in train(
+        products_policy, tmp_path / "run", "correction.weight.level=turn", *BAND, setting
+    ):
         kept = [(product(turn), len(turn)) for turn in turns if LOW <= product(turn) <= HIGH]
         count = sum(n for _, n in kept)
         expected = 1.0 if mean == "1" else sum(w * n for w, n in kept) / count
@@ -76,7 +100,9 @@ def binary_kl(p: float, q: float) -> float:
     """KL(Bernoulli(exp q) || Bernoulli(exp p)); a certain token has no other side."""
     own = math.exp(q) * (q - p)
     rest_p, rest_q = -math.expm1(p), -math.expm1(q)
-    return own + (rest_q * (math.log(rest_q) - math.log(rest_p)) if min(rest_p, rest_q) > 0 else 0.0)
+    return own + (
+        rest_q * (math.log(rest_q) - math.log(rest_p)) if min(rest_p, rest_q) > 0 else 0.0
+    )
 
 
 GATES = {  # statistic.aggregate -> (bounds, value of a turn)
@@ -103,7 +129,8 @@ def gate(name: str, bounds: dict[str, float], more: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [*((name, "") for name in GATES), *((name, LIVE) for name in ("k3.mean", "ratio.sum"))]
+    ("name", "more"),
+    [*((name, "") for name in GATES), *((name, LIVE) for name in ("k3.mean", "ratio.sum"))],
 )
 def test_gates_of_turns(name, more, products_policy, tmp_path):
     """Turns at a bound, whose side is a matter of rounding, are left out of account."""
@@ -113,7 +140,9 @@ def test_gates_of_turns(name, more, products_policy, tmp_path):
         slots, least, most = sum(map(len, turns)), 0, 0
         for turn in turns:
             near = [abs(value(turn) - bound) < 1e-5 * abs(bound) for bound in bounds.values()]
-            outside = not bounds.get("low", -math.inf) <= value(turn) <= bounds.get("high", math.inf)
+            outside = (
+                not bounds.get("low", -math.inf) <= value(turn) <= bounds.get("high", math.inf)
+            )
             least += len(turn) * (outside and not any(near))
             most += len(turn) * (outside or any(near))
         assert least / slots - 1e-6 <= row["correction/rejected"] <= most / slots + 1e-6
@@ -124,5 +153,7 @@ def test_gates_of_turns(name, more, products_policy, tmp_path):
 def test_a_gate_for_turns_of_bad_answers(products_policy, tmp_path):
     """when = negative: of the turns the gate would reject, those with a negative advantage."""
     every = train(products_policy, tmp_path / "every", gate("k2.max", {"high": 5e-5}))[0][0]
-    some = train(products_policy, tmp_path / "some", gate("k2.max", {"high": 5e-5}, ', when="negative"'))[0][0]
+    some = train(
+        products_policy, tmp_path / "some", gate("k2.max", {"high": 5e-5}, ', when="negative"')
+    )[0][0]
     assert 0 < some["correction/rejected"] < every["correction/rejected"]

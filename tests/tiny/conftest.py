@@ -13,7 +13,15 @@ from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_u
 from small_recipe import write_recipe
 
 SMALL = PolicyConfig(
-    hidden_size=64, layers=3, experts=16, top_k=4, max_len=128, steps=120, tokens_per_step=512, warmup_steps=10, lr=4e-3
+    hidden_size=64,
+    layers=3,
+    experts=16,
+    top_k=4,
+    max_len=128,
+    steps=120,
+    tokens_per_step=512,
+    warmup_steps=10,
+    lr=4e-3,
 )
 
 
@@ -23,7 +31,9 @@ def policy(tmp_path_factory):
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(alphabet(SMALL.task))
     model = make_model(SMALL, len(tokenizer))
-    warm_up(model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL)
+    warm_up(
+        model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL
+    )
     path = tmp_path_factory.mktemp("policies") / "small"
     save_policy(model, tokenizer, SMALL, path)
     return path
@@ -60,4 +70,8 @@ def rows(run):
 
 def timeless(row):
     """A metrics row without what depends on the clock."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "async/")) and "per_second" not in k}
+    return {
+        k: v
+        for k, v in row.items()
+        if not k.startswith(("time/", "async/")) and "per_second" not in k
+    }

@@ -23,7 +23,9 @@ def build(name, **settings):
 
 def prompts(count, low=3, high=25, seed=0):
     rng = random.Random(seed)
-    return [[rng.randrange(2, VOCAB) for _ in range(rng.randrange(low, high))] for _ in range(count)]
+    return [
+        [rng.randrange(2, VOCAB) for _ in range(rng.randrange(low, high))] for _ in range(count)
+    ]
 
 
 def run(engine, requests):
@@ -58,9 +60,14 @@ def check_against_stock(model, requests, completions):
         picked = logp.gather(-1, done.token_ids.long()[:, None])[:, 0]
         torch.testing.assert_close(done.logp, picked, atol=1e-5, rtol=0)
         if asked := sampling.top_logprobs:
-            assert (done.top_ids.dtype, done.top_ids.shape) == (torch.int32, (len(done.token_ids), asked))
+            assert (done.top_ids.dtype, done.top_ids.shape) == (
+                torch.int32,
+                (len(done.token_ids), asked),
+            )
             torch.testing.assert_close(done.top_logp, logp.topk(asked).values, atol=1e-5, rtol=0)
-            torch.testing.assert_close(done.top_logp, logp.gather(-1, done.top_ids.long()), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                done.top_logp, logp.gather(-1, done.top_ids.long()), atol=1e-5, rtol=0
+            )
         else:
             assert (done.top_ids, done.top_logp) == (None, None)
         if routes is not None:

@@ -34,7 +34,12 @@ class Family:
         return AutoConfig.for_model(self.model_type, **{**self.options, **changes})
 
     def model(
-        self, *, dtype: torch.dtype = torch.float32, experts: str | None = None, seed: int = 0, **changes: Any
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        experts: str | None = None,
+        seed: int = 0,
+        **changes: Any,
     ) -> PreTrainedModel:
         """Random weights with decided routers and selection biases that change choices."""
         torch.manual_seed(seed)
@@ -91,7 +96,9 @@ def _load() -> dict[str, Family]:
         for part in row.pop("parts", []):
             options |= parts[part]
         options |= row.pop("options", {})
-        table[name] = Family(name, options=options, layers=tuple(row.pop("layers", (0, 1, 2))), **row)
+        table[name] = Family(
+            name, options=options, layers=tuple(row.pop("layers", (0, 1, 2))), **row
+        )
     return table
 
 

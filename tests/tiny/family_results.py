@@ -31,7 +31,9 @@ class Result:
     varied: bool  # the model's own routes are not the same for all tokens
     logits: bool  # replaying its own routes keeps every bit
     changed: tuple[str, ...]  # parameters whose gradient bits that replay changed
-    recomputed: tuple[str, ...] | None  # the same with activation checkpointing; None: not in transformers
+    recomputed: (
+        tuple[str, ...] | None
+    )  # the same with activation checkpointing; None: not in transformers
     decoded: bool  # what later forwards of one recording read is what the experts got
     filled: bool  # rows without a route take the router's own, which is reported
     moved: bool  # random routes move the logits
@@ -44,8 +46,14 @@ class Result:
 def examine(model_type: str, run: int) -> Result:
     """Own routes, then random ones. run 0: fp32, stock experts; 1: bf16, eager loop, the family's second setting."""
     family = TABLE[model_type]
-    model = family.model() if run == 0 else family.model(dtype=torch.bfloat16, experts="eager", **family.second)
-    ids = 1 + torch.randperm(60, generator=torch.Generator().manual_seed(1))[:ROWS].view(3, -1)  # all different
+    model = (
+        family.model()
+        if run == 0
+        else family.model(dtype=torch.bfloat16, experts="eager", **family.second)
+    )
+    ids = 1 + torch.randperm(60, generator=torch.Generator().manual_seed(1))[:ROWS].view(
+        3, -1
+    )  # all different
     routers = bind_routers(model)
     with routers.record() as tape:
         plain, plain_grads = loss_and_grads(model, ids)
@@ -55,7 +63,9 @@ def examine(model_type: str, run: int) -> Result:
     routes = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     missing = torch.arange(ROWS) % 3 == 0
     mixed = torch.where(missing[:, None, None], routes.ids, own.ids)
-    with routers.replay(replace(own, ids=mixed, valid=~missing), native=True, check=False) as replayed:
+    with routers.replay(
+        replace(own, ids=mixed, valid=~missing), native=True, check=False
+    ) as replayed:
         filled = torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
     filled = filled and torch.equal(replayed.native().ids, own.ids)
 
@@ -69,21 +79,32 @@ def examine(model_type: str, run: int) -> Result:
         varied=bool((own.ids != own.ids[:1]).any(0).any(-1).all()),
         logits=torch.equal(logits, plain),
         changed=_changed(plain_grads, grads),
-        recomputed=_recomputed(routers, own, ids, plain_grads) if model.supports_gradient_checkpointing else None,
+        recomputed=_recomputed(routers, own, ids, plain_grads)
+        if model.supports_gradient_checkpointing
+        else None,
         decoded=_decoded(routers, ids),
         filled=filled,
         moved=not torch.equal(other, plain),
-        reached=all(torch.equal(seen[path].chosen, chosen) for path, chosen in zip(paths, asked, strict=True)),
+        reached=all(
+            torch.equal(seen[path].chosen, chosen)
+            for path, chosen in zip(paths, asked, strict=True)
+        ),
         weighed=all(seen[path].weighed for path in paths),
         router_grad=all(_has_gradient(path, other_grads) for path in paths),
     )
 
 
 def _changed(plain: dict[str, Tensor], grads: dict[str, Tensor]) -> tuple[str, ...]:
-    return tuple(name for name, grad in plain.items() if name not in grads or not torch.equal(grads[name], grad))
+    return tuple(
+        name
+        for name, grad in plain.items()
+        if name not in grads or not torch.equal(grads[name], grad)
+    )
 
 
-def _recomputed(routers: Routers, own: RoutingTrace, ids: Tensor, plain: dict[str, Tensor]) -> tuple[str, ...]:
+def _recomputed(
+    routers: Routers, own: RoutingTrace, ids: Tensor, plain: dict[str, Tensor]
+) -> tuple[str, ...]:
     """Parameters whose gradient bits differ from those of the forward without checkpointing."""
     model, calls = routers._model, []
     model.gradient_checkpointing_enable()
@@ -128,7 +149,11 @@ def _chosen(ids: Tensor, experts: int) -> Tensor:  # [T, K] -> [T, E] bool
 
 
 def _has_gradient(path: str, grads: dict[str, Tensor]) -> bool:
-    own = [g for n, g in grads.items() if n.startswith(f"{path}.") and "expert" not in n.removeprefix(f"{path}.")]
+    own = [
+        g
+        for n, g in grads.items()
+        if n.startswith(f"{path}.") and "expert" not in n.removeprefix(f"{path}.")
+    ]
     return bool(own) and any((g != 0).any() for g in own)
 
 
@@ -163,8 +188,14 @@ def experts_seen(routers: Routers) -> Iterator[dict[str, Seen]]:
 
 def _usual(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) -> None:
     _, ids, weights = args
-    total = getattr(experts, "total_experts", None) or experts.num_experts  # longcat: with those that return the input
-    skipped = (ids == 0) & (weights == 0) if type(experts).__name__ == "ZayaExperts" else torch.zeros(()).bool()
+    total = (
+        getattr(experts, "total_experts", None) or experts.num_experts
+    )  # longcat: with those that return the input
+    skipped = (
+        (ids == 0) & (weights == 0)
+        if type(experts).__name__ == "ZayaExperts"
+        else torch.zeros(()).bool()
+    )
     seen[path] = Seen(_chosen(ids, total), bool(((weights != 0) | skipped).all()))
 
 
@@ -238,7 +269,9 @@ def _row(family: Family) -> str:
         f"{', '.join(map(str, first.layers))} of {family.config().num_hidden_layers}",
         _bits(r.logits for r in results),
         _bits(not r.changed for r in results),
-        "not in transformers" if first.recomputed is None else _bits(not r.recomputed for r in results),
+        "not in transformers"
+        if first.recomputed is None
+        else _bits(not r.recomputed for r in results),
         "yes" if all(r.reached and r.moved for r in results) else "NO",
         "yes" if all(r.weighed and r.router_grad for r in results) else "NO",
         family.note,

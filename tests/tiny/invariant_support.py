@@ -30,10 +30,18 @@ def trainer_of(model: PreTrainedModel, *, fast: bool = False) -> PreTrainedModel
     return trained
 
 
-def engine_of(model: PreTrainedModel, *, slots: int = 5, max_len: int = 256, **settings: object) -> HFEngine:
+def engine_of(
+    model: PreTrainedModel, *, slots: int = 5, max_len: int = 256, **settings: object
+) -> HFEngine:
     """A copy of the model in it."""
     config = HFEngineConfig(dtype=str(model.dtype).removeprefix("torch."), slots=slots, **settings)
-    return HFEngine(copy.deepcopy(model), config, record=is_moe(model.config), max_len=max_len, numerics="on-policy")
+    return HFEngine(
+        copy.deepcopy(model),
+        config,
+        record=is_moe(model.config),
+        max_len=max_len,
+        numerics="on-policy",
+    )
 
 
 def pair(
@@ -56,14 +64,28 @@ def batch_of(requests: Sequence[tuple], completions: Sequence[Completion]) -> To
         places = trainable.int() - 1
         temperature, routes = sampling.temperature, done.routing
         samples.append(
-            Sample(tokens, trainable, logp, places, places, temperature, 0.0, done.finish, routes, outcome=0.0)
+            Sample(
+                tokens,
+                trainable,
+                logp,
+                places,
+                places,
+                temperature,
+                0.0,
+                done.finish,
+                routes,
+                outcome=0.0,
+            )
         )
     return pack([Group(0, tuple(samples))])
 
 
 @torch.no_grad()
 def differing(
-    model: PreTrainedModel, routers: Routers | None, batch: TokenBatch, splits: Sequence[Sequence[int]]
+    model: PreTrainedModel,
+    routers: Routers | None,
+    batch: TokenBatch,
+    splits: Sequence[Sequence[int]],
 ) -> tuple[int, int]:
     """Log-probabilities and routed slots in which a trainer that scores these micro-batches differs."""
     logps = routes = 0

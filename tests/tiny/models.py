@@ -29,14 +29,30 @@ BASE = {
     "eos_token_id": 1,
 }
 HEADS = {"head_dim": 16}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+}
 SIGMOID = {**GROUPED, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8}
 
 CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**BASE, **HEADS, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
+    "qwen3_moe": Qwen3MoeConfig(
+        **BASE, **HEADS, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
     "olmoe": OlmoeConfig(**BASE, num_experts=8, num_experts_per_tok=2),
-    "mixtral": MixtralConfig(**BASE, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "mixtral": MixtralConfig(
+        **BASE, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    ),
     "deepseek_v3": DeepseekV3Config(**{**BASE, "num_key_value_heads": 4}, **LATENT, **SIGMOID),
     "glm4_moe": Glm4MoeConfig(**BASE, **HEADS, **SIGMOID),
     "gpt_oss": GptOssConfig(
@@ -56,6 +72,9 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTra
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).eval()
     with torch.no_grad():
-        for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
+        for tensor in [
+            *model.parameters(),
+            *(b for n, b in model.named_buffers() if "correction_bias" in n),
+        ]:
             tensor += 0.05 * torch.randn_like(tensor)
     return model.to(dtype)

@@ -23,7 +23,9 @@ RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout
 @contextmanager
 def two_nodes():
     """A Ray of two nodes with two CPUs each; the driver is on the first."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
     try:
         cluster.add_node(num_cpus=2)
         yield cluster
@@ -51,7 +53,12 @@ def kill_in_the_middle(monkeypatch, processes, name, version):
 
     async def send_and_kill(engine):
         await send(engine)
-        if engine.name == name and engine.version >= version and len(engine._asked) > 1 and not done:
+        if (
+            engine.name == name
+            and engine.version >= version
+            and len(engine._asked) > 1
+            and not done
+        ):
             done.append(True)
             os.kill(processes[name].pid, signal.SIGKILL)
 

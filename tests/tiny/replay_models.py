@@ -20,14 +20,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: TABLE["mixtral"].config(num_experts_per_tok=2),
     "deepseek_v3": lambda: TABLE["deepseek_v3"].config(norm_topk_prob=True),
     "deepseek_v3_no_norm": lambda: TABLE["deepseek_v3"].config(norm_topk_prob=False),
-    "deepseek_v3_one_group": lambda: TABLE["deepseek_v3"].config(n_group=1, topk_group=1, norm_topk_prob=True),
+    "deepseek_v3_one_group": lambda: TABLE["deepseek_v3"].config(
+        n_group=1, topk_group=1, norm_topk_prob=True
+    ),
     "deepseek_v2_groups": lambda: TABLE["deepseek_v2"].config(),
     "glm4_moe": lambda: TABLE["glm4_moe"].config(norm_topk_prob=True),
     "gpt_oss": lambda: TABLE["gpt_oss"].config(),
 }
 
 
-def build(family: str, *, experts: str = "grouped_mm", seed: int = 0, **changes: object) -> PreTrainedModel:
+def build(
+    family: str, *, experts: str = "grouped_mm", seed: int = 0, **changes: object
+) -> PreTrainedModel:
     """Random weights with decided routers and, where the family has one, a selection bias that changes choices."""
     torch.manual_seed(seed)
     config = FAMILIES[family]()
@@ -44,7 +48,9 @@ def tokens(rows: int = 3, length: int = 7, *, seed: int = 1) -> Tensor:
     return torch.randint(1, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def random_trace(rows: int, layers: tuple[int, ...], experts: int, top_k: int, *, seed: int = 2) -> RoutingTrace:
+def random_trace(
+    rows: int, layers: tuple[int, ...], experts: int, top_k: int, *, seed: int = 2
+) -> RoutingTrace:
     """Different experts in every row, in no particular order."""
     noise = torch.rand(rows, len(layers), experts, generator=torch.Generator().manual_seed(seed))
     ids = noise.argsort(-1)[..., :top_k].to(id_dtype(experts))
@@ -56,7 +62,9 @@ def loss_and_grads(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, d
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=input_ids, use_cache=False).logits
     logits.log_softmax(-1).gather(-1, input_ids.roll(1, -1)[..., None]).mean().backward()
-    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @contextmanager

@@ -33,10 +33,16 @@ def test_staleness_zero_is_the_synchronous_loop_to_the_bit(train):
     assert common(one) == common(other)
     assert (one / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (load_file(run / "checkpoints" / "step_00004" / name) for run in (one, other))
+        first, second = (
+            load_file(run / "checkpoints" / "step_00004" / name) for run in (one, other)
+        )
         assert all(torch.equal(first[key], second[key]) for key in first)
     for row in rows(other)[1:]:
-        assert (row["staleness/max"], row["staleness/spanning"], row["async/sampler_busy"] < 1) == (0, 0, True)
+        assert (row["staleness/max"], row["staleness/spanning"], row["async/sampler_busy"] < 1) == (
+            0,
+            0,
+            True,
+        )
 
 
 def test_staleness_zero_resumes_to_the_bit(train):
@@ -44,7 +50,9 @@ def test_staleness_zero_resumes_to_the_bit(train):
     part = train("part", "steps=2", "log.counterfactual_every=1", "rollout.max_staleness=0")
     assert main(["train", "--resume", str(part), "steps=4"]) == 0
     for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (load_file(run / "checkpoints" / "step_00004" / name) for run in (whole, part))
+        first, second = (
+            load_file(run / "checkpoints" / "step_00004" / name) for run in (whole, part)
+        )
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
@@ -63,9 +71,14 @@ def test_tokens_are_old_but_never_older_than_allowed(overlapping, train):
     assert [row["staleness/max"] <= 2 for row in found] == [True] * 6
     assert max(row["staleness/max"] for row in found) >= 1
     for row in found:
-        assert sum(v for k, v in row.items() if k.startswith("staleness/tokens@")) == row["correction/slots"]
+        assert (
+            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+            == row["correction/slots"]
+        )
         assert row["correction/weight_max"] <= 2  # TIS, though routes are replayed
-    assert problems(overlapping) == problems(train("one", "steps=6", "eval.every=0"))  # order of the synchronous loop
+    assert problems(overlapping) == problems(
+        train("one", "steps=6", "eval.every=0")
+    )  # order of the synchronous loop
 
 
 def test_summary_and_report_say_what_overlapped(overlapping):
@@ -81,7 +94,9 @@ def test_summary_and_report_say_what_overlapped(overlapping):
     assert "sampled while learning" in console.export_text()
 
 
-def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(recipe, train, tmp_path, monkeypatch):
+def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(
+    recipe, train, tmp_path, monkeypatch
+):
     """Killed right after the checkpoint of step 2, while episodes of steps 3 to 5 are in play. They have the event loop
     to themselves while it is written."""
     out, saved, threads = tmp_path / "run", loop.checkpoint.save, set()

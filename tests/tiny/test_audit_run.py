@@ -99,11 +99,15 @@ def rows_of(batch, **more):
     ("temperature", "causes"),
     [pytest.param(1.0, ("stale",), marks=pytest.mark.slow), (1.4, ("stale", "temperature"))],
 )
-def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train, tmp_path, temperature, causes):
+def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(
+    train, tmp_path, temperature, causes
+):
     """Half of the samples come from the checkpoint of an earlier step of a real run; then all of them, undeclared."""
     run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
-    config = measure_config({}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None)
+    config = measure_config(
+        {}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None
+    )
     parts, _ = components.build_measure_parts(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
@@ -114,7 +118,9 @@ def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(train
         return stale, (await look(parts)).native
 
     stale, fresh = asyncio.run(sampled())
-    stale, fresh = (b.replace(version=torch.full_like(b.version, v)) for b, v in ((stale, 1), (fresh, 2)))
+    stale, fresh = (
+        b.replace(version=torch.full_like(b.version, v)) for b, v in ((stale, 1), (fresh, 2))
+    )
     write_step(tmp_path / "mixed", 0, rows_of(stale) + rows_of(fresh))
     assert audit(tmp_path / "mixed", {}).verdict.causes == causes
     parts.scorer.model.load_state_dict(_open(str(older)).state_dict())

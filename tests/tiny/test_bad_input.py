@@ -34,7 +34,9 @@ def fails(recipe, tmp_path, capsys):
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading weights fails the test."""
-    monkeypatch.setattr(copies, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check"))
+    monkeypatch.setattr(
+        copies, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check")
+    )
 
 
 def edit_json(path, **changes):
@@ -52,7 +54,9 @@ def test_value_of_the_wrong_variant(fails, no_weights):
 
 
 def test_missing_model_folder(fails, no_weights, tmp_path):
-    assert f"model.path: no folder {tmp_path / 'nothing'}" in fails(f"model.path={tmp_path / 'nothing'}")
+    assert f"model.path: no folder {tmp_path / 'nothing'}" in fails(
+        f"model.path={tmp_path / 'nothing'}"
+    )
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in fails(f"model.path={tmp_path / 'empty'}")
 
@@ -148,9 +152,18 @@ def test_resume_and_fork_of_nothing(fails, tmp_path):
 
 def test_weights_of_a_checkpoint_cannot_be_overridden(fails, train, tmp_path):
     run = train("run", "steps=1", "eval.every=0")
-    fork = ["train", "--from", str(run), f"out={tmp_path / 'out'}", "steps=2", "model.path=elsewhere"]
+    fork = [
+        "train",
+        "--from",
+        str(run),
+        f"out={tmp_path / 'out'}",
+        "steps=2",
+        "model.path=elsewhere",
+    ]
     assert "model.path=elsewhere: has no effect" in fails(arguments=fork)
-    assert "model.path=elsewhere: has no effect" in fails(arguments=["eval", str(run), "model.path=elsewhere"])
+    assert "model.path=elsewhere: has no effect" in fails(
+        arguments=["eval", str(run), "model.path=elsewhere"]
+    )
 
 
 def test_damaged_run_files(fails, train):
@@ -224,11 +237,16 @@ def test_line_that_cannot_be_written_again(fails, no_weights, tmp_path):
 
 
 def test_a_scalar_where_a_section_belongs(fails, no_weights):
-    assert "replay: 'off' is a value, but this is a section; did you mean replay.mode=off?" in fails("replay=off")
+    assert (
+        "replay: 'off' is a value, but this is a section; did you mean replay.mode=off?"
+        in fails("replay=off")
+    )
 
 
 def test_recipe_that_is_a_folder(fails, tmp_path):
-    assert f"{tmp_path}: a folder, not a recipe" in fails(arguments=["train", str(tmp_path), f"out={tmp_path / 'out'}"])
+    assert f"{tmp_path}: a folder, not a recipe" in fails(
+        arguments=["train", str(tmp_path), f"out={tmp_path / 'out'}"]
+    )
 
 
 def test_sample_without_its_step(fails, train):
@@ -243,10 +261,14 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
     assert "head_dym: unknown setting (value 3); did you mean head_dim?" in fails(
         arguments=["make-policy", "head_dym=3"]
     )
-    assert "top_k: 8 is more than experts=4" in fails(arguments=["make-policy", "top_k=8", "experts=4"])
+    assert "top_k: 8 is more than experts=4" in fails(
+        arguments=["make-policy", "top_k=8", "experts=4"]
+    )
     short = fails(arguments=["make-policy", "--out", str(policy.parent / "short"), "max_len=128"])
     short = short.splitlines()[-1]
-    assert short.startswith("onepolicy: max_len: 128, half of it for the response: problem 0: the right response")
+    assert short.startswith(
+        "onepolicy: max_len: 128, half of it for the response: problem 0: the right response"
+    )
     assert "rollout." not in short
     assert short.rstrip().endswith("raise it")
 
@@ -254,4 +276,7 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
 def test_a_run_that_cannot_go_on_says_why_and_exits_with_1(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optim, "_norm", lambda *a, **k: torch.tensor(torch.nan))
     assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1"]) == 1
-    assert "onepolicy: gradient norm is nan in step 1; this update was not made" in capsys.readouterr().err
+    assert (
+        "onepolicy: gradient norm is nan in step 1; this update was not made"
+        in capsys.readouterr().err
+    )

@@ -33,7 +33,9 @@ def saved(tmp_path_factory):
 def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
     _, path, learner = saved
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for (name, a), (_, b) in zip(model.state_dict().items(), learner.model.state_dict().items(), strict=True):
+    for (name, a), (_, b) in zip(
+        model.state_dict().items(), learner.model.state_dict().items(), strict=True
+    ):
         assert torch.equal(a, b), name
     prepare_for_training(model, torch.device("cpu"))
     again = LocalLearner(PolicyScorer(model.eval(), learner.config, routers=bind_routers(model)))
@@ -57,12 +59,16 @@ def test_the_index_keeps_engines_from_loading_the_optimizer(saved):
 def test_an_interrupted_save_leaves_the_last_one(saved, tmp_path, monkeypatch):
     run, learner = tmp_path, saved[2]
     path = checkpoint.save(run, learner, make_tokenizer("abc"), step=1, extra={})
-    monkeypatch.setattr(checkpoint.os, "rename", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        checkpoint.os, "rename", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={})
     monkeypatch.undo()
     assert checkpoint.latest(run) == path
-    assert checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={}).name == "step_00002"
+    assert (
+        checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={}).name == "step_00002"
+    )
     assert [p.name for p in checkpoint.complete(run)] == ["step_00001", "step_00002"]
     checkpoint.prune(run, 1)
     assert [p.name for p in checkpoint.complete(run)] == ["step_00002"]
@@ -89,12 +95,16 @@ def test_every_byte_of_every_file_counts(saved, tmp_path):
     """One flipped bit anywhere, or one byte less: the file is named, and the whole one is taken."""
     copy = shutil.copytree(saved[1], tmp_path / "step_00001")
     names = [*checkpoint.verify(copy)["files"]]
-    assert {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"} <= set(names)
+    assert {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"} <= set(
+        names
+    )
     for name in names:
         whole = (copy / name).read_bytes()
         for at in {0, len(whole) // 2, len(whole) - 1}:
             (copy / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            with pytest.raises(UsageError, match=f"{name}: damaged, .*; delete the folder to fall back"):
+            with pytest.raises(
+                UsageError, match=f"{name}: damaged, .*; delete the folder to fall back"
+            ):
                 checkpoint.verify(copy)
         (copy / name).write_bytes(whole[:-1])
         with pytest.raises(UsageError, match=f"{name}: half written"):
@@ -105,7 +115,12 @@ def test_every_byte_of_every_file_counts(saved, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["model-00002-of-00002.safetensors", "shards/rank_7.safetensors", "pytorch_model.bin", "adapter_config.json"],
+    [
+        "model-00002-of-00002.safetensors",
+        "shards/rank_7.safetensors",
+        "pytorch_model.bin",
+        "adapter_config.json",
+    ],
 )
 def test_no_weights_are_read_from_a_file_that_was_not_written_with_it(saved, tmp_path, name):
     copy = shutil.copytree(saved[1], tmp_path / "step_00001")
@@ -124,10 +139,17 @@ def test_zeros_beside_sharded_weights_are_not_loaded(saved, tmp_path):
     learner.model.save_pretrained(copy, max_shard_size="20KB")
     policy = ModelConfig(path=str(copy))
     whole = load_model(policy, torch.float32, torch.device("cpu")).state_dict()
-    assert all(torch.equal(whole[name], value) for name, value in learner.model.state_dict().items())
-    zeros = {name: torch.zeros_like(value) for name, value in load_file(path / "model.safetensors").items()}
+    assert all(
+        torch.equal(whole[name], value) for name, value in learner.model.state_dict().items()
+    )
+    zeros = {
+        name: torch.zeros_like(value)
+        for name, value in load_file(path / "model.safetensors").items()
+    }
     save_file(zeros, copy / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=r"has a model.safetensors that its .*index.json does not name"):
+    with pytest.raises(
+        UsageError, match=r"has a model.safetensors that its .*index.json does not name"
+    ):
         load_model(policy, torch.float32, torch.device("cpu"))
 
 

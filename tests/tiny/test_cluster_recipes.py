@@ -37,7 +37,9 @@ SMALLER = """
 def planned(name):
     """The recipe on the cluster that its own head names."""
     head = (FOLDER / name).read_text()
-    cluster, constants = re.search(r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n", head).groups()
+    cluster, constants = re.search(
+        r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n", head
+    ).groups()
     config = load(FOLDER / name)
     return Planner(config, config.model, parse_cluster(cluster, [constants] if constants else []))
 
@@ -54,7 +56,9 @@ def test_a_recipe_fits_where_it_says(name):
     assert chosen.fits
     assert chosen.seconds == min(option.seconds for option in options if option.fits)
     assert chosen.learner_used < 0.92 * chosen.learner_room
-    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == SPLITS[name]
+    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == SPLITS[
+        name
+    ]
 
 
 @pytest.mark.slow
@@ -67,7 +71,10 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     changed = type(tiny)(**tiny.to_dict() | {"vocab_size": len(tokenizer)})
     AutoModelForCausalLM.from_config(changed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    assert main(["train", str(FOLDER / name), f"out={out}", f"model.path={folder}", *SMALLER.split()]) == 0
+    assert (
+        main(["train", str(FOLDER / name), f"out={out}", f"model.path={folder}", *SMALLER.split()])
+        == 0
+    )
     (first, second) = rows(out)
     assert config.replay.mode == "r3"
     assert first["train/grad_norm"] > 0

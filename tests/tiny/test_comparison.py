@@ -27,11 +27,18 @@ def test_a_sigmoid_model_with_a_dense_first_layer(results):
     ours, off = found["onepolicy"], found["no replay"]
     assert ours.wrong == 0 < off.wrong
     assert ours.k3 < off.k3 / 3
-    for rule in ("softmax of all logits", "softmax of the selected (eq. 8)"):  # right experts, wrong weights
+    for rule in (
+        "softmax of all logits",
+        "softmax of the selected (eq. 8)",
+    ):  # right experts, wrong weights
         assert found[rule].wrong == 0
         assert found[rule].k3 > 10 * off.k3
     assert found["layers by order, not by index"].wrong > 0.9
-    assert found["5% missing: onepolicy (own choice)"].k3 < off.k3 < found["5% missing: experts 0..K-1"].k3
+    assert (
+        found["5% missing: onepolicy (own choice)"].k3
+        < off.k3
+        < found["5% missing: experts 0..K-1"].k3
+    )
     assert found["5% missing: expert 0 K times"].k3 > 10 * off.k3
 
 

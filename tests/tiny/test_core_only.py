@@ -33,7 +33,9 @@ def closure(requirements: list[str]) -> set[str]:
     waiting = [Requirement(line) for line in requirements]
     while waiting:
         requirement = waiting.pop()
-        if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if requirement.name in found or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         found.add(requirement.name)
         waiting += [Requirement(line) for line in distribution(requirement.name).requires or []]
@@ -48,7 +50,11 @@ def core_python(tmp_path: Path) -> Path:
     (packages / "onepolicy").symlink_to(ROOT / "src" / "onepolicy")
     for name in closure(PROJECT["dependencies"]):
         installed = distribution(name)
-        for top in {file.parts[0] for file in installed.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in installed.files or []
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             if not (packages / top).exists():
                 (packages / top).symlink_to(Path(str(installed.locate_file(top))))
     return tmp_path / "venv" / "bin" / "python"
@@ -57,7 +63,9 @@ def core_python(tmp_path: Path) -> Path:
 def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> None:
     """Binding, recording, replaying, measuring, reweighting: the README's example."""
     groups = PROJECT["optional-dependencies"].values()
-    extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {"onepolicy"}
+    extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {
+        "onepolicy"
+    }
     assert {"plotly", "ray", "vllm"} <= extras
     brought = {name.replace("-", "_") for name in closure(PROJECT["dependencies"])} & extras
     assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
@@ -65,7 +73,9 @@ def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> N
     example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     code = CHECK.format(extras=sorted(extras), example=example)
-    run = subprocess.run([core_python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    run = subprocess.run(
+        [core_python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert "k3 with replay" in run.stdout
     assert str(core_python) != sys.executable

@@ -79,7 +79,9 @@ def test_a_seed_decides_whatever_the_batch():
         (alone,) = run(build("qwen3_moe", slots=1), [request])
         assert alone.token_ids.tolist() == expected.token_ids.tolist()
     long = Sampling(1.0, 30)
-    one, same, other = run(build("qwen3_moe"), [(paths[0], long, 1), (paths[0], long, 1), (paths[0], long, 2)])
+    one, same, other = run(
+        build("qwen3_moe"), [(paths[0], long, 1), (paths[0], long, 1), (paths[0], long, 2)]
+    )
     assert torch.equal(one.token_ids, same.token_ids)
     assert not torch.equal(one.token_ids, other.token_ids)
 
@@ -99,7 +101,12 @@ def test_stop_token_ends_and_stays():
 
 def test_different_sampling_in_one_batch():
     paths = prompts(4)
-    kinds = [Sampling(1.0, 9), Sampling(0.3, 9, top_k=3), Sampling(0.0, 9), Sampling(1.5, 9, top_p=0.4)]
+    kinds = [
+        Sampling(1.0, 9),
+        Sampling(0.3, 9, top_k=3),
+        Sampling(0.0, 9),
+        Sampling(1.5, 9, top_p=0.4),
+    ]
     requests = [(p, s, 7) for p, s in zip(paths, kinds, strict=True)]
     together = run(build("qwen3_moe"), requests)
     for request, mixed in zip(requests, together, strict=True):
@@ -110,7 +117,10 @@ def test_different_sampling_in_one_batch():
 
 def test_top_logprobs_of_those_who_ask():
     """Rows are refilled and moved together while some requests ask for the likeliest tokens and others do not."""
-    requests = [(p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i) for i, p in enumerate(prompts(12))]
+    requests = [
+        (p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i)
+        for i, p in enumerate(prompts(12))
+    ]
     check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
 
 
@@ -191,7 +201,9 @@ def test_errors_reach_every_caller_and_the_engine_recovers(monkeypatch):
         raise FloatingPointError("broken forward")
 
     async def gather():
-        return await asyncio.gather(*(engine.generate(p, s, seed=i) for p, s, i in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(engine.generate(p, s, seed=i) for p, s, i in requests), return_exceptions=True
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.batch.forward, "model", broken)
@@ -223,7 +235,11 @@ def test_a_cancelled_call_frees_its_row():
         ([2], Sampling(1.0, 0), "max_tokens"),
         ([2], Sampling(1.0, 5, top_p=0.0), "top_p"),
         ([2], Sampling(1.0, 5, top_k=-1), "top_k"),
-        ([2], Sampling(1.0, 5, top_logprobs=65), "top_logprobs: 65, but this engine returns at most 64"),
+        (
+            [2],
+            Sampling(1.0, 5, top_logprobs=65),
+            "top_logprobs: 65, but this engine returns at most 64",
+        ),
     ],
 )
 def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):

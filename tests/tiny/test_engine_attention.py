@@ -17,18 +17,27 @@ def alone(q, key, value, scale, window, sinks):
     for head, vector in enumerate(q):
         keys, values = (x[-window:, head // SHARED].double() for x in (key, value))
         weight = (keys @ vector.double() * scale).exp()
-        out.append(weight @ values / (weight.sum() + (sinks[head].double().exp() if sinks is not None else 0)))
+        out.append(
+            weight
+            @ values
+            / (weight.sum() + (sinks[head].double().exp() if sinks is not None else 0))
+        )
     return torch.stack(out).float()
 
 
 @pytest.mark.parametrize("shared", [8, 0])  # tables, matmuls
-@pytest.mark.parametrize("lengths", [{0: 3, 1: 70, 3: 130}, {0: 1, 1: 64, 2: 65, 3: 7}, {1: 129, 2: 129}])
+@pytest.mark.parametrize(
+    "lengths", [{0: 3, 1: 70, 3: 130}, {0: 1, 1: 64, 2: 65, 3: 7}, {1: 129, 2: 129}]
+)
 @pytest.mark.parametrize("window", [None, 5, 66])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
     monkeypatch.setattr(decode_attention, "SHARED", shared)
     torch.manual_seed(0)
-    keys, values = torch.randn(SLOTS, GROUPS, WIDTH, LENGTH), torch.randn(SLOTS, GROUPS, LENGTH, VALUE)
+    keys, values = (
+        torch.randn(SLOTS, GROUPS, WIDTH, LENGTH),
+        torch.randn(SLOTS, GROUPS, LENGTH, VALUE),
+    )
     rows, sizes = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
     last, longest = int(rows.max()) + 1, int(sizes.max())
     even = bool((sizes == sizes[0]).all())
@@ -38,7 +47,15 @@ def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
     s_aux = torch.randn(GROUPS * SHARED) if sinks else None
     key, value = keys[:last, :, :, :longest].transpose(2, 3), values[:last, :, :longest]
     out, _ = slab_attention(
-        nn.Module(), query, key, value, None, slab_step=step, scaling=0.3, sliding_window=window, s_aux=s_aux
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        slab_step=step,
+        scaling=0.3,
+        sliding_window=window,
+        s_aux=s_aux,
     )
     for i, (row, size) in enumerate(lengths.items()):
         seen = keys[row, :, :, :size].permute(2, 0, 1), values[row, :, :size].transpose(0, 1)
@@ -49,7 +66,11 @@ def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
 def test_one_sequence_of_one_key_head():
     """Several query heads share the only bag there is, and expanding it gives a view that no flat index is made of."""
     torch.manual_seed(0)
-    keys, values, query = torch.randn(1, 1, WIDTH, 64), torch.randn(1, 1, 64, VALUE), torch.randn(1, SHARED, 1, WIDTH)
+    keys, values, query = (
+        torch.randn(1, 1, WIDTH, 64),
+        torch.randn(1, 1, 64, VALUE),
+        torch.randn(1, SHARED, 1, WIDTH),
+    )
     step = SlabStep(torch.tensor([0]), torch.tensor([6]), 7, slice(0, 1), None, even=True)
     key, value = keys[:, :, :, :7].transpose(2, 3), values[:, :, :7]
     assert decode_attention.in_table(query[0].transpose(0, 1), key, step)
@@ -74,5 +95,8 @@ def test_only_whole_blocks_of_the_slab_are_read_as_a_table():
 
 def test_weighted_rows():
     table = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
-    index, weight = torch.tensor([[0, 2], [1, 1]], dtype=torch.int32), torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    index, weight = (
+        torch.tensor([[0, 2], [1, 1]], dtype=torch.int32),
+        torch.tensor([[1.0, 2.0], [0.5, -1.0]]),
+    )
     assert weighted_rows(table, index, weight).tolist() == [[7.0, 70.0], [-1.0, -10.0]]

@@ -51,7 +51,9 @@ def after(change):
 
 
 def rerouted(completion, **fields):
-    return dataclasses.replace(completion, routing=dataclasses.replace(completion.routing, **fields))
+    return dataclasses.replace(
+        completion, routing=dataclasses.replace(completion.routing, **fields)
+    )
 
 
 def shifted_logp(done):
@@ -73,7 +75,9 @@ def missing_rows(done):
 def stripped_stop(done):
     if done.finish != "stop" or len(done.token_ids) < 2:
         return done
-    return dataclasses.replace(done, token_ids=done.token_ids[:-1], logp=done.logp[:-1], version=done.version[:-1])
+    return dataclasses.replace(
+        done, token_ids=done.token_ids[:-1], logp=done.logp[:-1], version=done.version[:-1]
+    )
 
 
 def retokenised(done):
@@ -83,7 +87,9 @@ def retokenised(done):
 
 
 def nan_logp(done):
-    return dataclasses.replace(done, logp=done.logp.clone().index_fill_(0, torch.tensor([0]), float("nan")))
+    return dataclasses.replace(
+        done, logp=done.logp.clone().index_fill_(0, torch.tensor([0]), float("nan"))
+    )
 
 
 class IgnoresSeeds(Faulty):
@@ -125,7 +131,9 @@ class Untempered(Faulty):
 class IgnoresTemperature(Faulty):
     async def generate(self, prompt_ids, sampling, *, seed):
         return await super().generate(
-            prompt_ids, dataclasses.replace(sampling, temperature=min(1.0, sampling.temperature)), seed=seed
+            prompt_ids,
+            dataclasses.replace(sampling, temperature=min(1.0, sampling.temperature)),
+            seed=seed,
         )
 
 
@@ -183,7 +191,12 @@ class Recorded(Faulty):
 @pytest.fixture(scope="module")
 def sound(policy):
     """Engine and trainer, tokenizer, and what the engine has generated so far."""
-    settings = [f"model.path={policy}", *SETTINGS, "rollout.engine.dtype=float32", "rollout.engine.max_len=96"]
+    settings = [
+        f"model.path={policy}",
+        *SETTINGS,
+        "rollout.engine.dtype=float32",
+        "rollout.engine.max_len=96",
+    ]
     config = measure_config({}, settings, None)
     tokenizer, max_len = open_tokenizer(config, config.model)
     return build_pair(config, config.model, max_len), tokenizer, {}
@@ -224,7 +237,9 @@ OUTPUT = [
     (HiddenTopK, "support", "outside top_k=5"),
     pytest.param(IgnoresTopK, "support", "asked for with top_k=3", marks=pytest.mark.slow),
     (Untempered, "temperature", "they are not tempered"),
-    pytest.param(IgnoresTemperature, "temperature", "they are not tempered", marks=pytest.mark.slow),
+    pytest.param(
+        IgnoresTemperature, "temperature", "they are not tempered", marks=pytest.mark.slow
+    ),
     pytest.param(SamplesWhenGreedy, "temperature", "likeliest token in", marks=pytest.mark.slow),
 ]
 WEIGHTS = [
@@ -262,7 +277,11 @@ def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, 
     pair, tokenizer, _ = sound
     asyncio.run(pair.engine.load_weights(pair.scorer.named_weights(), 0))
     engine = kind(Recorded(pair.engine, pair.config.model, {}))
-    stops = pytest.raises(TrainingError, match=f"{kind.__name__}.*{words}") if words else contextlib.nullcontext()
+    stops = (
+        pytest.raises(TrainingError, match=f"{kind.__name__}.*{words}")
+        if words
+        else contextlib.nullcontext()
+    )
     with stops:
         asyncio.run(checked_probabilities(engine, pair.scorer, tokenizer, pair.config))
     assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
@@ -281,7 +300,20 @@ def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch,
 
 
 def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):
-    assert main(["engine", "check", str(policy), "--engine", "hf", *SETTINGS, "rollout.engine.lm_head=float32"]) == 0
+    assert (
+        main(
+            [
+                "engine",
+                "check",
+                str(policy),
+                "--engine",
+                "hf",
+                *SETTINGS,
+                "rollout.engine.lm_head=float32",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert all(name.split()[0] in printed for name in NAMES)
     assert "FAIL" not in printed
@@ -293,7 +325,10 @@ def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys)
         (["rollout.engine.kind=hf"], "give a recipe or a model before"),
         (["nowhere.toml"], "no such recipe"),
         (["./nowhere"], "no folder"),
-        (["./nowhere", "--url", "http://localhost:1"], "rollout.engine.url: unknown setting with kind=hf"),
+        (
+            ["./nowhere", "--url", "http://localhost:1"],
+            "rollout.engine.url: unknown setting with kind=hf",
+        ),
     ],
 )
 def test_bad_input_ends_with_one_message(arguments, message, capsys):

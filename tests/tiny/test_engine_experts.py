@@ -13,7 +13,9 @@ from onepolicy.models.decode_experts import Layout, _width
 def experts_of(name):
     model = make(name)
     decode_experts.prepare(model, torch.device("cpu"))
-    return model, next(m for m in model.modules() if isinstance(getattr(m, "down_proj", None), nn.Parameter))
+    return model, next(
+        m for m in model.modules() if isinstance(getattr(m, "down_proj", None), nn.Parameter)
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
@@ -49,7 +51,9 @@ def test_bfloat16_is_close_to_exact(monkeypatch):
             monkeypatch.setattr(decode_experts, "BAGS", bags)
             rounded = experts(hidden.bfloat16(), index, weights.bfloat16())
             assert rounded.dtype == torch.bfloat16
-            torch.testing.assert_close(rounded.float(), exact, atol=0.02 * float(exact.abs().max()), rtol=0.05)
+            torch.testing.assert_close(
+                rounded.float(), exact, atol=0.02 * float(exact.abs().max()), rtol=0.05
+            )
 
 
 def test_layout_gives_every_pair_one_place():
@@ -86,5 +90,7 @@ def test_selecting_is_local_to_the_model():
 
 def test_other_layout_same_values():
     prepared, _ = experts_of("qwen3_moe")
-    for (name, ours), theirs in zip(prepared.named_parameters(), make("qwen3_moe").parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        prepared.named_parameters(), make("qwen3_moe").parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs), name

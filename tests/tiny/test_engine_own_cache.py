@@ -31,7 +31,10 @@ LINEAR = {
 }
 CONFIGS = {
     "lfm2_moe": Lfm2MoeConfig(
-        **BASE, num_hidden_layers=3, num_dense_layers=1, layer_types=["conv", "full_attention", "conv"]
+        **BASE,
+        num_hidden_layers=3,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention", "conv"],
     ),
     "qwen3_next": Qwen3NextConfig(**BASE, **LINEAR),
 }
@@ -51,7 +54,10 @@ def test_logp_and_routes_are_the_stock_models(name):
     engine = engine_of(make(name), slots=3)
     assert isinstance(engine.batch, OwnCacheBatch)
     paths = prompts(3, 9, 10) + prompts(3, 5, 6, seed=1) + prompts(3, 9, 10, seed=2)
-    requests = [(p, Sampling(0.7 if i % 2 else 1.0, 2 + i, top_logprobs=i % 3), i) for i, p in enumerate(paths)]
+    requests = [
+        (p, Sampling(0.7 if i % 2 else 1.0, 2 + i, top_logprobs=i % 3), i)
+        for i, p in enumerate(paths)
+    ]
     done = run(engine, requests)
     assert [len(c.token_ids) for c in done] == [s.max_tokens for _, s, _ in requests]
     check_against_stock(make(name), requests, done)
@@ -60,7 +66,9 @@ def test_logp_and_routes_are_the_stock_models(name):
 
 def test_seed_and_stop():
     (path,) = prompts(1, 9, 10)
-    long, other = run(engine_of(make("lfm2_moe")), [(path, Sampling(1.0, 12), 4), (path, Sampling(1.0, 12), 5)])
+    long, other = run(
+        engine_of(make("lfm2_moe")), [(path, Sampling(1.0, 12), 4), (path, Sampling(1.0, 12), 5)]
+    )
     stop = int(long.token_ids[3])
     first = long.token_ids.tolist().index(stop)
     (short,) = run(engine_of(make("lfm2_moe")), [(path, Sampling(1.0, 12, stop=(stop,)), 4)])

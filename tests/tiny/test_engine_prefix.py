@@ -37,7 +37,10 @@ def test_siblings_are_prefilled_once(name, fed):
     done = run(engine, requests)
     assert fed == [20] + [8] * 5
     check_against_stock(make(name), requests, done)
-    assert [done[0].routing.spans[0].source, done[1].routing.spans[0].source] == ["prefill", "cache"]
+    assert [done[0].routing.spans[0].source, done[1].routing.spans[0].source] == [
+        "prefill",
+        "cache",
+    ]
     for sibling in done[1:]:
         assert torch.equal(sibling.routing.ids[:20], done[0].routing.ids[:20])
         span = sibling.routing.spans[0]

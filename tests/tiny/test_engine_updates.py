@@ -46,7 +46,9 @@ def test_the_same_weights_again_change_no_token():
     assert any(done.version[0] > 0 for done in parts)  # waited for a slot during the first update
 
 
-@pytest.mark.parametrize("family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["slab", "own cache"])
+@pytest.mark.parametrize(
+    "family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["slab", "own cache"]
+)
 def test_every_token_and_route_is_of_the_weights_it_says(family):
     models = [family("qwen3_moe") for _ in range(3)]
     for i, model in enumerate(models[1:], start=1):
@@ -55,7 +57,9 @@ def test_every_token_and_route_is_of_the_weights_it_says(family):
             for parameter in model.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
     weights = [{name: t.clone() for name, t in model.state_dict().items()} for model in models]
-    requests = [(p, Sampling(1.0, 20), i) for i, p in enumerate(prompts(4, 10, 11))]  # equally long, for the own cache
+    requests = [
+        (p, Sampling(1.0, 20), i) for i, p in enumerate(prompts(4, 10, 11))
+    ]  # equally long, for the own cache
     done = asyncio.run(interrupted(engine_of(family("qwen3_moe")), requests, weights[1:]))
     for (prompt, _, _), completion in zip(requests, done, strict=True):
         by = [teacher_forced(model, prompt, completion) for model in models]
@@ -68,7 +72,9 @@ def test_every_token_and_route_is_of_the_weights_it_says(family):
         fed_by = torch.cat([versions[:1].expand(len(prompt) - 1), versions])
         routes = torch.stack([routes for _, routes in by])[fed_by, torch.arange(len(fed_by))]
         assert torch.equal(completion.routing.ids, routes)
-        named = torch.cat([torch.full((span.length,), span.version) for span in completion.routing.spans])
+        named = torch.cat(
+            [torch.full((span.length,), span.version) for span in completion.routing.spans]
+        )
         assert torch.equal(named, fed_by)
         assert len(runs(versions)) > 1
 
@@ -76,7 +82,9 @@ def test_every_token_and_route_is_of_the_weights_it_says(family):
 def test_an_episode_of_several_turns_goes_on_over_updates():
     """Three episodes of six turns; an update every few tokens, in turns and between them."""
     models = [make("qwen3_moe", seed=seed) for seed in range(8)]
-    weights = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    weights = [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models
+    ]
     engine = engine_of(make("qwen3_moe", seed=0), slots=3)
 
     async def episode(seed):
@@ -100,7 +108,9 @@ def test_an_episode_of_several_turns_goes_on_over_updates():
         assert (sample.response_length, sample.routing.valid.all()) == (4 * TURNS, True)
         assert len(set(versions[mine].tolist())) > 3
         by = [forced(model, sample.tokens) for model in models]
-        logp = torch.stack([logp for logp, _ in by])[versions.clamp(min=0), torch.arange(len(versions))]
+        logp = torch.stack([logp for logp, _ in by])[
+            versions.clamp(min=0), torch.arange(len(versions))
+        ]
         torch.testing.assert_close(sample.logp_rollout[mine], logp[mine], atol=1e-5, rtol=0)
         for span in sample.routing.spans:
             rows = slice(span.start, span.start + span.length)
@@ -112,7 +122,9 @@ def forced(model, tokens):
     """(logp [T] of the path's own tokens, routes [T, L, K]) of one plain forward."""
     with bind_routers(model).record() as tape:
         logits = model(input_ids=tokens.long()[None], use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[:, 0], tape.trace().ids[:-1]
+    return torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[
+        :, 0
+    ], tape.trace().ids[:-1]
 
 
 def test_top_logprobs_and_asked_routes_go_on_as_well():

@@ -103,12 +103,16 @@ def test_gradients_of_a_bfloat16_learner_reach_the_one_parameter(tied):
     for model in (ours, theirs):
         forward(model, batch).logp.sum().backward()
     assert torch.equal(ours.get_output_embeddings().weight.grad, weight.grad)
-    assert torch.equal(ours.get_input_embeddings().weight.grad, theirs.get_input_embeddings().weight.grad)
+    assert torch.equal(
+        ours.get_input_embeddings().weight.grad, theirs.get_input_embeddings().weight.grad
+    )
     assert (theirs.get_input_embeddings().weight is weight) == tied
     assert weight.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"])
+@pytest.mark.parametrize(
+    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
+)
 def test_options_do_not_change_a_bit_of_it(option):
     settings = ["train.autocast=bfloat16", "model.lm_head=float32"]
 
@@ -139,7 +143,13 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
 
     async def sampled():
         groups, _ = await collect(
-            parts.engine, parts.environment, parts.config.rollout, stop=parts.stop, step=0, seed=0, routes=parts.routes
+            parts.engine,
+            parts.environment,
+            parts.config.rollout,
+            stop=parts.stop,
+            step=0,
+            seed=0,
+            routes=parts.routes,
         )
         return pack(outcomes(groups, parts.config.objective))
 
@@ -175,16 +185,25 @@ def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
         return out
 
     monkeypatch.setattr(model, "forward", rounding)
-    with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* hands on logits in torch.bfloat16"):
+    with pytest.raises(
+        UsageError, match=r"rollout\.engine\.lm_head: .* hands on logits in torch.bfloat16"
+    ):
         HFEngine(model, BF16, record=False, max_len=32)
 
 
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        (["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"], "rollout.engine.lm_head"),
         (
-            ["rollout.engine.kind=vllm", "rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"],
+            ["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"],
+            "rollout.engine.lm_head",
+        ),
+        (
+            [
+                "rollout.engine.kind=vllm",
+                "rollout.engine.dtype=float32",
+                "rollout.engine.lm_head=float32",
+            ],
             "rollout.engine.lm_head",
         ),
         (["model.lm_head=float32"], "model.lm_head"),
@@ -196,7 +215,9 @@ def test_a_head_that_is_float32_anyway_is_refused(overrides, field):
         resolve(tree, overrides)
 
 
-@pytest.mark.parametrize("found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]])
+@pytest.mark.parametrize(
+    "found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]]
+)
 def test_a_vllm_that_would_round_the_logits_is_refused(found):
     refuse_rounded_head([["torch.float32"]])
     with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
@@ -214,4 +235,16 @@ def test_resume_and_fork_and_checkpoints(train, tmp_path):
     assert [timeless(row) for row in rows(half)[-2:]] == [timeless(row) for row in rows(whole)[-2:]]
     saved = AutoModelForCausalLM.from_pretrained(whole / "checkpoints" / "step_00004")
     assert saved.lm_head.weight.dtype == torch.bfloat16
-    assert main(["train", "--from", f"{whole}/2", f"out={tmp_path / 'fork'}", "steps=3", "model.lm_head=same"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--from",
+                f"{whole}/2",
+                f"out={tmp_path / 'fork'}",
+                "steps=3",
+                "model.lm_head=same",
+            ]
+        )
+        == 0
+    )

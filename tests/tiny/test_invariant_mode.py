@@ -74,7 +74,9 @@ def test_another_model_and_another_thread_are_not_touched():
     seen = []
     with Invariant(inside):
         assert torch.equal(logits(outside), expected)
-        thread = threading.Thread(target=lambda: seen.append((active(inside), active(outside), logits(outside))))
+        thread = threading.Thread(
+            target=lambda: seen.append((active(inside), active(outside), logits(outside)))
+        )
         thread.start()
         thread.join()
     assert seen[0][:2] == (True, False)
@@ -121,7 +123,10 @@ class Cumulative(nn.Linear):
 
 @pytest.mark.parametrize(
     ("fault", "named"),
-    [(Convolution, r"aten\.convolution.*o_proj"), (Cumulative, r"aten\.mean\.dim.*layers\.1.*o_proj")],
+    [
+        (Convolution, r"aten\.convolution.*o_proj"),
+        (Cumulative, r"aten\.mean\.dim.*layers\.1.*o_proj"),
+    ],
 )
 def test_an_operator_without_an_invariant_version_is_named(fault, named):
     model = make("qwen3_dense")
@@ -148,7 +153,9 @@ def test_recurrent_families_are_refused():
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UsageError, match="numerics: Qwen3NextForCausalLM has linear_attention layers"):
+    with pytest.raises(
+        UsageError, match="numerics: Qwen3NextForCausalLM has linear_attention layers"
+    ):
         Invariant(model)
     with pytest.raises(UsageError, match=r"numerics: .*; use numerics = fast"):
         engine_of(model)
@@ -157,7 +164,11 @@ def test_recurrent_families_are_refused():
 def experts_of(name, dtype):
     model = make(name, dtype=dtype)
     decode_experts.prepare(model, torch.device("cpu"))
-    return next(module for module in model.modules() if hasattr(module, "down_proj") and hasattr(module, "has_bias"))
+    return next(
+        module
+        for module in model.modules()
+        if hasattr(module, "down_proj") and hasattr(module, "has_bias")
+    )
 
 
 @pytest.mark.parametrize("name", MOE)
@@ -178,7 +189,9 @@ def test_a_token_of_the_experts_is_the_same_in_any_batch(name, tokens, dtype, sk
     with torch.no_grad():
         whole = experts.invariant_experts(module, hidden, ids, weights)
         alone = experts.invariant_experts(module, hidden[-1:], ids[-1:], weights[-1:])
-        turned = experts.invariant_experts(module, hidden.flip(0), ids.flip(0), weights.flip(0)).flip(0)
+        turned = experts.invariant_experts(
+            module, hidden.flip(0), ids.flip(0), weights.flip(0)
+        ).flip(0)
     graph = experts.invariant_experts(module, hidden, ids, weights)
     assert torch.equal(whole[-1:], alone)
     assert torch.equal(whole, turned)
@@ -196,7 +209,9 @@ def test_gradients_of_the_experts_are_the_familys(name):
         module = experts_of(name, torch.float32)
         module.config._experts_implementation = implementation
         hidden = torch.randn(40, 64, generator=generator.manual_seed(1)).requires_grad_()
-        weights, ids = torch.randn(40, module.num_experts, generator=generator).softmax(-1).topk(2, -1)
+        weights, ids = (
+            torch.randn(40, module.num_experts, generator=generator).softmax(-1).topk(2, -1)
+        )
         weights = weights.detach().requires_grad_()
         module(hidden, ids, weights).square().sum().backward()
         found.append([hidden.grad, weights.grad, *(p.grad for p in module.parameters())])
@@ -209,10 +224,19 @@ def test_gradients_are_the_same_from_run_to_run(dtype):
     model = trainer_of(make("qwen3_moe", dtype=dtype))
     found = []
     for _ in range(2):
-        packing = Packing.of(torch.tensor([0, 40, 73], dtype=torch.int32), model.device, multiple=TILE)
-        ids, places = torch.arange(73)[None] % 60, torch.cat([torch.arange(40), torch.arange(33)])[None]
-        model(input_ids=ids, position_ids=places, use_cache=False, packing=packing).logits.square().sum().backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        packing = Packing.of(
+            torch.tensor([0, 40, 73], dtype=torch.int32), model.device, multiple=TILE
+        )
+        ids, places = (
+            torch.arange(73)[None] % 60,
+            torch.cat([torch.arange(40), torch.arange(33)])[None],
+        )
+        model(
+            input_ids=ids, position_ids=places, use_cache=False, packing=packing
+        ).logits.square().sum().backward()
+        found.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         model.zero_grad(set_to_none=True)
     first, second = found
     assert first.keys() == second.keys() == dict(model.named_parameters()).keys()

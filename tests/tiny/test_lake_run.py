@@ -13,7 +13,9 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
-LAKE = GymnasiumTask(id="FrozenLake-v1", params={"is_slippery": False}, returns=(0, 1), max_turns=6, instructions="")
+LAKE = GymnasiumTask(
+    id="FrozenLake-v1", params={"is_slippery": False}, returns=(0, 1), max_turns=6, instructions=""
+)
 SMALL = PolicyConfig(
     task=LAKE,
     hidden_size=64,
@@ -36,7 +38,9 @@ def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lake")
     tokenizer = make_tokenizer(alphabet(LAKE))
     model = make_model(SMALL, len(tokenizer))
-    warm_up(model, tokenizer, lambda mistakes: warmup_examples(LAKE, mistakes=mistakes, seed=0), SMALL)
+    warm_up(
+        model, tokenizer, lambda mistakes: warmup_examples(LAKE, mistakes=mistakes, seed=0), SMALL
+    )
     save_policy(model, tokenizer, SMALL, folder / "policy")
     path = folder / "recipe.toml"
     path.write_text(
@@ -79,7 +83,9 @@ def test_a_run_on_a_lake(recipe, tmp_path, capsys):
     found = rows(whole)
     assert all(row["tools/act"] > 1 and row["train/turns"] > 1 for row in found[1:])
     shutil.copytree(whole, part)
-    shutil.rmtree(part / "checkpoints" / "step_00002")  # as if it had been stopped after the first step
+    shutil.rmtree(
+        part / "checkpoints" / "step_00002"
+    )  # as if it had been stopped after the first step
     assert main(["train", "--resume", str(part)]) == 0
     assert list(map(timeless, rows(part))) == list(map(timeless, found))
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()

@@ -31,10 +31,14 @@ BASE = {
 EXPERTS, LAYERS = 8, (0, 1, 2)
 
 
-def random_sample(length: int, outcome: float, generator: torch.Generator, temperature: float = 1.0) -> Sample:
+def random_sample(
+    length: int, outcome: float, generator: torch.Generator, temperature: float = 1.0
+) -> Sample:
     slots = length - 1
     trainable = torch.arange(slots) >= 2
-    ids = torch.rand(slots, len(LAYERS), EXPERTS, generator=generator).topk(2).indices.to(torch.uint8)
+    ids = (
+        torch.rand(slots, len(LAYERS), EXPERTS, generator=generator).topk(2).indices.to(torch.uint8)
+    )
     return Sample(
         tokens=torch.randint(0, VOCAB, (length,), generator=generator, dtype=torch.int32),
         trainable=trainable,
@@ -56,7 +60,9 @@ def batch_of(temperature: float = 1.0):
     return pack([Group(g, tuple(samples[2 * g : 2 * g + 2])) for g in range(4)])
 
 
-def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe", reference=None) -> LocalLearner:
+def learner_of(
+    *overrides: str, routed: bool = True, name: str = "qwen3_moe", reference=None
+) -> LocalLearner:
     """With a critic if the objective has one."""
     replayed = ["replay.min_agreement=0"]  # random routes agree with nothing
     if {"replay.mode=off", "replay.mode=r2"} & set(overrides):
@@ -70,12 +76,16 @@ def learner_of(*overrides: str, routed: bool = True, name: str = "qwen3_moe", re
         protect = "value" in config.correction.protect
         critic = Critic(copied, config.objective.critic, config.optim, protect=protect)
     scorer = PolicyScorer(model, config, routers=bind_routers(model) if routed else None)
-    return LocalLearner(scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic)
+    return LocalLearner(
+        scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic
+    )
 
 
 def one_step(learner: LocalLearner, batch, weight=None):
     batch = credit(learner.score(batch), learner.config.objective)
-    batch = batch.replace(weight=torch.ones(batch.num_slots) if weight is None else weight, keep=batch.trainable)
+    batch = batch.replace(
+        weight=torch.ones(batch.num_slots) if weight is None else weight, keep=batch.trainable
+    )
     metrics, learner.scored = learner.step(batch)
     return batch, metrics, {n: p.detach().clone() for n, p in learner.model.named_parameters()}
 
@@ -94,7 +104,9 @@ def test_step_equals_the_written_out_one():
         logits = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0]
         logp = torch.log_softmax(logits / 0.7, -1).gather(-1, batch.target_ids[a:b, None])[:, 0]
         mask = batch.trainable[a:b]
-        torch.testing.assert_close(scored.logp_old[a:b][mask], logp.detach()[mask], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            scored.logp_old[a:b][mask], logp.detach()[mask], atol=1e-5, rtol=1e-5
+        )
         total = total - (weight[a:b] * batch.outcome[s] * logp)[mask].sum() / slots
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -103,13 +115,20 @@ def test_step_equals_the_written_out_one():
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     optimizer.step()
     for name, parameter in model.named_parameters():
-        sure = gradients[name].abs() > 1e-5  # Adam's first step is the sign of the gradient: noise decides near 0
+        sure = (
+            gradients[name].abs() > 1e-5
+        )  # Adam's first step is the sign of the gradient: noise decides near 0
         torch.testing.assert_close(
-            (after[name] - before[name])[sure], (parameter - before[name])[sure], atol=1e-4, rtol=1e-2
+            (after[name] - before[name])[sure],
+            (parameter - before[name])[sure],
+            atol=1e-4,
+            rtol=1e-2,
         )
 
 
-@pytest.mark.parametrize("option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"])
+@pytest.mark.parametrize(
+    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
+)
 def test_options_that_must_not_change_a_bit(option):
     _, metrics, plain = one_step(learner_of(), batch_of())
     _, with_option, other = one_step(learner_of(option), batch_of())
@@ -122,7 +141,9 @@ def test_micro_batches_add_up():
     scored, parts, _ = one_step(learner_of("train.tokens_per_micro_batch=20"), batch_of())
     assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-4)
     assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-4)
-    torch.testing.assert_close(scored.logp_old, learner_of().score(batch_of()).logp_old, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        scored.logp_old, learner_of().score(batch_of()).logp_old, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_replay_is_used_in_score_and_update_and_native_routes_are_kept():
@@ -131,7 +152,9 @@ def test_replay_is_used_in_score_and_update_and_native_routes_are_kept():
     scored, without = learner.score(batch), learner.scorer.score(batch, replay=False)
     assert (scored.logp_old - without.logp_old).abs().max() > 1e-3
     assert not torch.equal(scored.routing_native.ids, batch.routing.ids)
-    own = batch.replace(routing=without.routing_native)  # its own routes replayed: no difference to a bit
+    own = batch.replace(
+        routing=without.routing_native
+    )  # its own routes replayed: no difference to a bit
     assert torch.equal(learner.score(own).logp_old, without.logp_old)
     _, _, replayed = one_step(learner_of(), batch)
     _, _, native = one_step(learner_of("replay.mode=off"), batch)
@@ -152,11 +175,18 @@ def test_warm_up_raises_the_rate_linearly():
 
 
 def test_linear_decay_spends_the_rate_over_the_run():
-    learner = learner_of("optim.warmup_steps=1", "optim.decay=linear", "steps=2", "objective.mini_steps=2")
-    lr = [one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)]  # of the last of each step's two updates
+    learner = learner_of(
+        "optim.warmup_steps=1", "optim.decay=linear", "steps=2", "objective.mini_steps=2"
+    )
+    lr = [
+        one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)
+    ]  # of the last of each step's two updates
     assert lr == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
     learner = learner_of("optim.decay=linear", "steps=3")
-    learner.version, learner.updates = 2, 8  # a fork after 2 of 3 steps, of a run with four mini-steps each
+    learner.version, learner.updates = (
+        2,
+        8,
+    )  # a fork after 2 of 3 steps, of a run with four mini-steps each
     assert one_step(learner, batch_of())[1]["train/lr"] == pytest.approx(0.01 / 3)
 
 
@@ -199,13 +229,17 @@ def test_bypass_measures_what_scoring_would_have():
 
 
 @pytest.mark.parametrize(
-    "objective", [["correction.preset=ppo-is"], ["objective.preset=gspo"], ["objective.entropy_coef=0.1"]], ids=str
+    "objective",
+    [["correction.preset=ppo-is"], ["objective.preset=gspo"], ["objective.entropy_coef=0.1"]],
+    ids=str,
 )
 def test_options_change_no_bit_of_other_objectives_either(objective):
     """Checkpointed activations, and (with a scoring forward) its reuse: metrics and weights are the same."""
     _, metrics, plain = one_step(learner_of(*objective), batch_of())
     options = ["train.activation_checkpointing=true"]
-    options += [] if "correction.preset=ppo-is" in objective else ["train.reuse_scoring_forward=true"]
+    options += (
+        [] if "correction.preset=ppo-is" in objective else ["train.reuse_scoring_forward=true"]
+    )
     for option in options:
         _, with_option, other = one_step(learner_of(option, *objective), batch_of())
         assert {**metrics, "time/score_saved": 0} == {**with_option, "time/score_saved": 0}
@@ -220,7 +254,12 @@ def test_entropy_bonus_raises_the_entropy():
 
 def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
     """GAE with lambda = 1 is return - value; the policy's update does not touch the critic's weights and vice versa."""
-    settings = ["objective.preset=ppo", "objective.lam=1.0", "objective.critic.lr=1e-2", "objective.normalise=none"]
+    settings = [
+        "objective.preset=ppo",
+        "objective.lam=1.0",
+        "objective.critic.lr=1e-2",
+        "objective.normalise=none",
+    ]
     learner = learner_of(*settings)
     batch, losses = batch_of(), []
     for step in range(6):
@@ -228,10 +267,16 @@ def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
         losses.append(metrics["train/value_loss"])
         if step == 0:
             assert (scored.value == 0).all()
-            assert torch.equal(scored.advantage[batch.trainable], batch.outcome[batch.segment][batch.trainable])
+            assert torch.equal(
+                scored.advantage[batch.trainable], batch.outcome[batch.segment][batch.trainable]
+            )
     assert losses[-1] < 0.5 * losses[0]
     named = dict(learner.model.named_parameters())
-    assert not any(parameter is other for parameter in learner.critic.values.parameters() for other in named.values())
+    assert not any(
+        parameter is other
+        for parameter in learner.critic.values.parameters()
+        for other in named.values()
+    )
 
 
 def test_explained_variance_by_hand():
@@ -279,7 +324,9 @@ def test_reference_is_frozen_and_its_kl_pulls_back():
         (["correction.preset=pg-tis", "objective.preset=reinforce"], ["correction.preset=tis"]),
         (
             ["correction.preset=opsm", "objective.preset=reinforce"],
-            ['correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",when="negative",high=0.1}]'],
+            [
+                'correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",when="negative",high=0.1}]'
+            ],
         ),
     ],
     ids=["weight", "gate"],
@@ -300,7 +347,9 @@ def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fix
             advantage=batch.advantage,
         )
         metrics = learner.step(batch.replace(weight=applied.weight, keep=applied.keep)).metrics
-        after.append((metrics["train/grad_norm"], next(learner.model.parameters()).detach().clone()))
+        after.append(
+            (metrics["train/grad_norm"], next(learner.model.parameters()).detach().clone())
+        )
     assert after[0][0] == pytest.approx(after[1][0], rel=1e-5)
     torch.testing.assert_close(after[0][1], after[1][1])
     assert after[0][0] != pytest.approx(after[2][0], rel=1e-2)  # and not what no correction gives
@@ -309,19 +358,29 @@ def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fix
 def test_score_centering_equals_the_written_out_step():
     """-A (log p_a - sum over the vocabulary of q log p) by plain autograd on the stock model, sample by sample."""
     batch = batch_of().replace(routing=None)
-    q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(
+        -1
+    )
     order = q.argsort(descending=True)
     batch = batch.replace(top_ids=order.int(), top_logp_rollout=q.gather(-1, order))
-    settings = ["correction.preset=score-centering", "correction.centering=support", "objective.preset=reinforce"]
+    settings = [
+        "correction.preset=score-centering",
+        "correction.centering=support",
+        "objective.preset=reinforce",
+    ]
     learner = learner_of("replay.mode=off", *settings, "train.tokens_per_micro_batch=30")
     _, metrics, _ = one_step(learner, batch)
     assert metrics["train/head_mass"] == pytest.approx(1, abs=1e-5)
 
     model, total, bounds = make("qwen3_moe"), torch.zeros(()), batch.cu_seqlens.tolist()
     for s, (a, b) in enumerate(itertools.pairwise(bounds)):
-        logp = model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0].log_softmax(-1)
+        logp = (
+            model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0].log_softmax(-1)
+        )
         centred = logp.gather(-1, batch.target_ids[a:b, None])[:, 0] - (q[a:b].exp() * logp).sum(-1)
-        total = total - (batch.outcome[s] * centred)[batch.trainable[a:b]].sum() / int(batch.trainable.sum())
+        total = total - (batch.outcome[s] * centred)[batch.trainable[a:b]].sum() / int(
+            batch.trainable.sum()
+        )
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
@@ -331,12 +390,20 @@ def test_scoring_looks_at_the_rollouts_likeliest_tokens_and_at_its_own():
     """Only if the batch has top_ids; against the stock model's whole distribution."""
     batch = batch_of(temperature=0.7).replace(routing=None)
     assert learner_of("replay.mode=off").score(batch).own_ids is None
-    ids = torch.randint(0, VOCAB, (batch.num_slots, 5), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    ids = torch.randint(
+        0,
+        VOCAB,
+        (batch.num_slots, 5),
+        generator=torch.Generator().manual_seed(2),
+        dtype=torch.int32,
+    )
     asked = batch.replace(top_ids=ids, top_logp_rollout=torch.full(ids.shape, -2.0))
     scored = learner_of("replay.mode=off", "train.tokens_per_micro_batch=30").score(asked)
     model = make("qwen3_moe")
     for a, b in itertools.pairwise(batch.cu_seqlens.tolist()):
-        logp = (model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+        logp = (
+            model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0] / 0.7
+        ).log_softmax(-1)
         mask = batch.trainable[a:b]
         own_ids, own_logp = scored.own_ids[a:b][mask].long(), scored.own_logp[a:b][mask]
         torch.testing.assert_close(own_logp, logp.topk(5).values[mask], atol=1e-5, rtol=1e-5)

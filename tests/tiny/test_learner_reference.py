@@ -19,7 +19,9 @@ def captured(learner):
     found = {}
 
     def keep(_):
-        found.update({n: p.grad.double() for n, p in learner.model.named_parameters() if p.grad is not None})
+        found.update(
+            {n: p.grad.double() for n, p in learner.model.named_parameters() if p.grad is not None}
+        )
         if learner.critic is not None:
             values = learner.critic.values.named_parameters()
             found.update({f"critic.{n}": p.grad.double() for n, p in values if p.grad is not None})
@@ -96,7 +98,11 @@ def test_gradient_of_a_step(written):
     model = whole()
     total = torch.zeros((), dtype=torch.float64)
     for sample, (logp, slots) in enumerate(samples_of(batch, model)):
-        total = total + written(logp, batch.logp_old[slots].double(), float(batch.outcome[sample])) / batch.num_samples
+        total = (
+            total
+            + written(logp, batch.logp_old[slots].double(), float(batch.outcome[sample]))
+            / batch.num_samples
+        )
     total.backward()
     close(found, gradients(model))
 
@@ -105,11 +111,15 @@ def test_gradients_of_a_ppo_step_and_of_its_critic():
     """GAE by its recursion (1506.02438 eq. 16), whitened; the clipped surrogate and the clipped value loss."""
     learner = learner_of("replay.mode=off", "objective.preset=ppo", "objective.critic.clip=0.2")
     with torch.no_grad():
-        learner.critic.values.head.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(4))
+        learner.critic.values.head.weight.normal_(
+            0, 0.3, generator=torch.Generator().manual_seed(4)
+        )
     batch, found = stepped(learner)
 
     advantages, returns = [], []
-    parts = [(batch.trainable & (batch.segment == s)).nonzero()[:, 0] for s in range(batch.num_samples)]
+    parts = [
+        (batch.trainable & (batch.segment == s)).nonzero()[:, 0] for s in range(batch.num_samples)
+    ]
     for sample, slots in enumerate(parts):
         value, ahead, after = batch.value[slots].double().tolist(), 0.0, 0.0
         own = [0.0] * len(value)
@@ -136,13 +146,20 @@ def test_gradients_of_a_ppo_step_and_of_its_critic():
         ratio = (logp - batch.logp_old[slots].double()).exp()
         bounded = ratio.clamp(0.8, 1.2)
         policy = policy - torch.minimum(ratio * white[at], bounded * white[at]).sum() / count
-        hidden = critic(input_ids=batch.input_ids[None, start:end], use_cache=False).last_hidden_state[0]
+        hidden = critic(
+            input_ids=batch.input_ids[None, start:end], use_cache=False
+        ).last_hidden_state[0]
         value = head(hidden)[:, 0][slots - start]
         before = batch.value[slots].double()
         near = before + (value - before).clamp(-0.2, 0.2)
-        value_total = value_total + torch.maximum((value - target[at]) ** 2, (near - target[at]) ** 2).sum() / 2 / count
+        value_total = (
+            value_total
+            + torch.maximum((value - target[at]) ** 2, (near - target[at]) ** 2).sum() / 2 / count
+        )
     policy.backward()
     value_total.backward()
-    wanted = gradients(model) | gradients(critic, "critic.backbone.") | gradients(head, "critic.head.")
+    wanted = (
+        gradients(model) | gradients(critic, "critic.backbone.") | gradients(head, "critic.head.")
+    )
     close(found, wanted)
     assert math.isfinite(sum(float(g.norm()) for g in wanted.values()))

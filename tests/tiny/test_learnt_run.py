@@ -19,10 +19,15 @@ def graded(monkeypatch):
     def use(reward):
         def with_rewards(groups, *arguments, **settings):
             new = [
-                [dataclasses.replace(sample, reward=reward(i)) for i, sample in enumerate(group.samples)]
+                [
+                    dataclasses.replace(sample, reward=reward(i))
+                    for i, sample in enumerate(group.samples)
+                ]
                 for group in groups
             ]
-            groups = [dataclasses.replace(g, samples=tuple(s)) for g, s in zip(groups, new, strict=True)]
+            groups = [
+                dataclasses.replace(g, samples=tuple(s)) for g, s in zip(groups, new, strict=True)
+            ]
             return outcomes(groups, *arguments, **settings)
 
         monkeypatch.setattr(stepping, "outcomes", with_rewards)
@@ -32,13 +37,20 @@ def graded(monkeypatch):
 
 @pytest.mark.parametrize(
     ("coefficient", "gradient"),
-    [("0", "The gradient was exactly 0: no weight moved."), ("0.01", "came from the entropy bonus")],
+    [
+        ("0", "The gradient was exactly 0: no weight moved."),
+        ("0.01", "came from the entropy bonus"),
+    ],
 )
-def test_a_run_without_any_reward_says_so_and_ends_well(train, graded, capsys, coefficient, gradient):
+def test_a_run_without_any_reward_says_so_and_ends_well(
+    train, graded, capsys, coefficient, gradient
+):
     graded(lambda i: 0.0)
     run = train(None, *SHORT, f"objective.entropy_coef={coefficient}")  # exit status 0
     said = capsys.readouterr().out
-    assert said.index("warning, after step 3: Nothing was learnt from rewards") < said.index("step    4")
+    assert said.index("warning, after step 3: Nothing was learnt from rewards") < said.index(
+        "step    4"
+    )
     assert said.count("warning, after step") == 1
     assert all(row["train/reward_max"] == 0 for row in rows(run))
     found = json.loads((run / "summary.json").read_text())["nothing_learnt"]

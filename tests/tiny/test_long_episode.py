@@ -46,7 +46,9 @@ async def episode(engine: HFEngine, seed: int) -> tuple[Trajectory, list[Complet
 
 @pytest.fixture(scope="module")
 def played():
-    engine = HFEngine(make(), HFEngineConfig(dtype="float32", slots=3), record=True, max_len=MAX_LEN)
+    engine = HFEngine(
+        make(), HFEngineConfig(dtype="float32", slots=3), record=True, max_len=MAX_LEN
+    )
 
     async def together():
         return await asyncio.gather(*(episode(engine, seed) for seed in range(3)))
@@ -86,7 +88,9 @@ def test_log_probabilities_are_those_of_one_forward(played):
     for s, sample in enumerate(samples):
         with torch.no_grad(), bind_routers(plain).replay(sample.routing, check=False):
             logits = plain(input_ids=sample.tokens[None, :-1].long(), use_cache=False).logits[0]
-        logp = torch.log_softmax(logits.float(), -1).gather(-1, sample.tokens[1:, None].long())[:, 0]
+        logp = torch.log_softmax(logits.float(), -1).gather(-1, sample.tokens[1:, None].long())[
+            :, 0
+        ]
         mine = sample.trainable
         torch.testing.assert_close(packed[batch.segment == s][mine], logp[mine], atol=2e-5, rtol=0)
         torch.testing.assert_close(sample.logp_rollout[mine], logp[mine], atol=2e-5, rtol=0)

@@ -37,15 +37,35 @@ print("LOADED", *sorted(sys.modules))
 
 def loaded(policy, out, *settings):
     """The modules of a process that has trained one step of the quickstart."""
-    quick = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.engine.slots=4", "eval.problems=2"]
-    command = [sys.executable, "-c", CODE, "train", str(RECIPE), f"model.path={policy}", f"out={out}", "steps=1"]
-    done = subprocess.run([*command, "task.ops=2", *quick, *settings], capture_output=True, text=True, check=False)
+    quick = [
+        "rollout.prompts_per_step=2",
+        "rollout.group_size=2",
+        "rollout.engine.slots=4",
+        "eval.problems=2",
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        CODE,
+        "train",
+        str(RECIPE),
+        f"model.path={policy}",
+        f"out={out}",
+        "steps=1",
+    ]
+    done = subprocess.run(
+        [*command, "task.ops=2", *quick, *settings], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("LOADED")).split()[1:]
 
 
 def beside(modules):
-    return [name for name in modules if name.startswith(tuple(f"{each}." for each in BESIDE)) or name in BESIDE]
+    return [
+        name
+        for name in modules
+        if name.startswith(tuple(f"{each}." for each in BESIDE)) or name in BESIDE
+    ]
 
 
 def test_the_quickstart_loads_nothing_beside_the_road(policy, tmp_path):
@@ -53,5 +73,7 @@ def test_the_quickstart_loads_nothing_beside_the_road(policy, tmp_path):
 
 
 def test_an_option_is_loaded_where_it_is_used(policy, tmp_path):
-    modules = loaded(policy, tmp_path / "run", "rollout.max_staleness=0", "train.reuse_scoring_forward=false")
+    modules = loaded(
+        policy, tmp_path / "run", "rollout.max_staleness=0", "train.reuse_scoring_forward=false"
+    )
     assert beside(modules) == ["onepolicy.run.async_rollouts"]

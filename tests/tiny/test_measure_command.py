@@ -35,13 +35,21 @@ class Planted:
         """late: rows by which its routes are; shift: slots by which its log-probabilities are; crowded: noise on them
         while it serves several requests; below: noise that only ever lowers them; routers: noise on what its routers
         see; sampling: what it samples with."""
-        self.engine, self.late, self.shift, self.crowded, self.sampling = engine, late, shift, crowded, sampling
+        self.engine, self.late, self.shift, self.crowded, self.sampling = (
+            engine,
+            late,
+            shift,
+            crowded,
+            sampling,
+        )
         self.below = below
         self.caps, self.running = engine.caps, 0
         if routers:
             for name, module in engine.model.named_modules():
                 if name.endswith("mlp.gate"):
-                    module.register_forward_pre_hook(lambda _, args: (args[0] + routers * args[0].roll(1, -1),))
+                    module.register_forward_pre_hook(
+                        lambda _, args: (args[0] + routers * args[0].roll(1, -1),)
+                    )
 
     @property
     def version(self):
@@ -50,12 +58,18 @@ class Planted:
     async def generate(self, prompt_ids, sampling, *, seed):
         self.running += 1
         crowd = self.running > 1
-        found = await self.engine.generate(prompt_ids, dataclasses.replace(sampling, **self.sampling), seed=seed)
+        found = await self.engine.generate(
+            prompt_ids, dataclasses.replace(sampling, **self.sampling), seed=seed
+        )
         self.running -= 1
         drawn = torch.randn(len(found.logp), generator=torch.Generator().manual_seed(seed % 2**40))
         noise = self.crowded * drawn
-        logp = found.logp.roll(self.shift) * (noise.exp() if crowd else 1) - self.below * drawn.abs()
-        routing = dataclasses.replace(found.routing, ids=found.routing.ids.roll(self.late, 0), spans=())
+        logp = (
+            found.logp.roll(self.shift) * (noise.exp() if crowd else 1) - self.below * drawn.abs()
+        )
+        routing = dataclasses.replace(
+            found.routing, ids=found.routing.ids.roll(self.late, 0), spans=()
+        )
         return dataclasses.replace(found, logp=logp, routing=routing)
 
     async def load_weights(self, weights, version):
@@ -75,7 +89,9 @@ def measured(policy, *overrides, older=0.0, **fault):
         if older:
             generator = torch.Generator().manual_seed(0)
             other = {
-                n: w + older * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
+                n: w + older * w.std() * torch.randn(w.shape, generator=generator)
+                if w.dim() > 1
+                else w
                 for n, w in parts.scorer.named_weights()
             }
             await parts.engine.load_weights(other.items(), parts.engine.version)
@@ -102,7 +118,9 @@ def show(fault, found):
     """One row of the table in docs/measure.md; pytest -rP prints it."""
     bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
     total, left = found.waterfall.total.value, found.waterfall.remainder.value
-    print(f"{fault}: {found.verdict.action} {found.verdict.causes}: {total:.2g}: {bars}: {left:.1g}")
+    print(
+        f"{fault}: {found.verdict.action} {found.verdict.causes}: {total:.2g}: {bars}: {left:.1g}"
+    )
 
 
 def bars_of(found):
@@ -120,9 +138,16 @@ def test_no_clean_run_is_accused(policy, seed, dtype):
 
 def test_bars_and_remainder_make_up_the_gap(clean):
     fall = clean.waterfall
-    assert [bar.name for bar in fall.bars] == [*SETTINGS_OF_BOTH_SIDES, "routing", "precision", "batch shape"]
+    assert [bar.name for bar in fall.bars] == [
+        *SETTINGS_OF_BOTH_SIDES,
+        "routing",
+        "precision",
+        "batch shape",
+    ]
     assert fall.total.value == pytest.approx(clean.look.found.k3)
-    assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(fall.total.value)
+    assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(
+        fall.total.value
+    )
     assert [bar.removed.value for bar in fall.bars[:4]] == [0, 0, 0, 0]
     assert clean.repeats["engine_all/same"] == 1  # the same requests with the same seeds
     assert clean.repeats["engine_all/k3"] == 0
@@ -143,10 +168,20 @@ def test_breakdowns_account_for_every_token(clean):
     [
         pytest.param({"temperature": 1.3}, ("temperature",), "temperature", marks=pytest.mark.slow),
         pytest.param({"top_p": 0.7}, ("support",), "sampling support", marks=pytest.mark.slow),
-        pytest.param({"top_k": 2, "temperature": 1.3}, ("support", "temperature"), None, marks=pytest.mark.slow),
+        pytest.param(
+            {"top_k": 2, "temperature": 1.3},
+            ("support", "temperature"),
+            None,
+            marks=pytest.mark.slow,
+        ),
         ({"top_k": 2}, ("support",), "sampling support"),
         pytest.param({"shift": 1}, ("shift",), "misaligned tokens", marks=pytest.mark.slow),
-        pytest.param({"shift": -1, "temperature": 1.3}, ("shift", "temperature"), None, marks=pytest.mark.slow),
+        pytest.param(
+            {"shift": -1, "temperature": 1.3},
+            ("shift", "temperature"),
+            None,
+            marks=pytest.mark.slow,
+        ),
         ({"late": 1}, ("routes",), None),
         pytest.param({"older": 0.1}, ("stale",), "stale weights", marks=pytest.mark.slow),
         ({"older": 0.1, "temperature": 1.3}, ("stale", "temperature"), None),
@@ -161,15 +196,24 @@ def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, ba
     if bar is not None:
         assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
     elif causes != ("routes",):
-        names = {"shift": "misaligned tokens", "stale": "stale weights", "support": "sampling support"}
-        assert {name for name, nats in bars_of(found).items() if nats > 1e-3} == {names[causes[0]], "temperature"}
+        names = {
+            "shift": "misaligned tokens",
+            "stale": "stale weights",
+            "support": "sampling support",
+        }
+        assert {name for name, nats in bars_of(found).items() if nats > 1e-3} == {
+            names[causes[0]],
+            "temperature",
+        }
 
 
 @pytest.mark.parametrize(
     ("fault", "setting", "bar"),
     [
         ({"crowded": 0.2}, "rollout.engine.dtype=float32", "batch shape"),
-        pytest.param({"routers": 0.3}, "rollout.engine.dtype=float32", "routing", marks=pytest.mark.slow),
+        pytest.param(
+            {"routers": 0.3}, "rollout.engine.dtype=float32", "routing", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar):
@@ -199,7 +243,9 @@ def test_precision_is_the_dtypes_of_both_sides(policy):
 
 
 def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
-    assert main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
+    assert (
+        main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
+    )
     tree = json.loads((tmp_path / "m" / "measure.json").read_text())
     out, told = capsys.readouterr()
     printed = " ".join(out.split())
@@ -234,9 +280,13 @@ def check_distribution(found, printed, html):
     assert found["top"] == 4
     for each in (plain, replayed):
         assert 0 < each["tv_low"] < each["tv_high"] < 1
-        assert each["mass_rollout"] == pytest.approx(1 - (each["tv_high"] - each["tv_low"]), abs=0.01)
+        assert each["mass_rollout"] == pytest.approx(
+            1 - (each["tv_high"] - each["tv_low"]), abs=0.01
+        )
     assert replayed["tv_low"] < plain["tv_low"] < 0.1
-    assert [w["tv_low"] for w in found["worst"]] == sorted((w["tv_low"] for w in found["worst"]), reverse=True)
+    assert [w["tv_low"] for w in found["worst"]] == sorted(
+        (w["tv_low"] for w in found["worst"]), reverse=True
+    )
     assert all(len(w["candidates"]) >= 4 for w in found["worst"])
     assert "from the rollout's 4 likeliest tokens" in printed
     assert "Worst positions" in html
@@ -254,9 +304,16 @@ def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
     make("qwen3_dense").save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
     few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
-    assert main(["measure", str(tmp_path / "dense"), *SETTINGS, *few, "--out", str(tmp_path / "d")]) == 0
+    assert (
+        main(["measure", str(tmp_path / "dense"), *SETTINGS, *few, "--out", str(tmp_path / "d")])
+        == 0
+    )
     tree = json.loads((tmp_path / "d" / "measure.json").read_text())
-    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == [*SETTINGS_OF_BOTH_SIDES, "precision", "batch shape"]
+    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == [
+        *SETTINGS_OF_BOTH_SIDES,
+        "precision",
+        "batch shape",
+    ]
     assert "with_replay" not in tree["metrics"]
     assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
     assert 'id="fig-routers"' not in (tmp_path / "d" / "report.html").read_text()
@@ -272,7 +329,15 @@ def test_beside_a_dense_model(policy, tmp_path, capsys):
     assert "--dense: no folder" in capsys.readouterr().err
     make("qwen3_dense").save_pretrained(tmp_path / "dense")
     AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
-    arguments = ["--dense", str(tmp_path / "dense"), "--out", str(tmp_path / "d"), str(policy), *SETTINGS, *few]
+    arguments = [
+        "--dense",
+        str(tmp_path / "dense"),
+        "--out",
+        str(tmp_path / "d"),
+        str(policy),
+        *SETTINGS,
+        *few,
+    ]
     assert main(["measure", *arguments]) == 0
     tree = json.loads((tmp_path / "d" / "measure.json").read_text())
     assert tree["dense"] == str(tmp_path / "dense")
@@ -302,7 +367,10 @@ def test_a_random_dense_model_has_as_many_parameters():
     [
         ([], "give a model"),
         (["somewhere", "--tiny"], "leave out somewhere"),
-        (["--top", "0", "--tiny", "train.threads=1"], "--top: log-probabilities of the 0 likeliest tokens"),
+        (
+            ["--top", "0", "--tiny", "train.threads=1"],
+            "--top: log-probabilities of the 0 likeliest tokens",
+        ),
         (["--tiny", "replay.mode=off", "train.threads=1"], "with the rollout's routes and without"),
     ],
 )

@@ -20,12 +20,16 @@ def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
     assert main(["train", "--resume", str(part), "steps=3"]) == 0
     assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
     for name in ("model", "critic", "critic_optimizer"):
-        one, other = (load_file(checkpoint.folder_of(run, 3) / f"{name}.safetensors") for run in (whole, part))
+        one, other = (
+            load_file(checkpoint.folder_of(run, 3) / f"{name}.safetensors") for run in (whole, part)
+        )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one), name
     losses = [row["train/value_loss"] for row in rows(whole)]
     assert losses[0] > 0
-    before, after = (load_file(checkpoint.folder_of(whole, s) / "critic.safetensors") for s in (1, 3))
+    before, after = (
+        load_file(checkpoint.folder_of(whole, s) / "critic.safetensors") for s in (1, 3)
+    )
     assert not torch.equal(before["head.weight"], after["head.weight"])
     assert all(not torch.equal(before[k], after[k]) for k in before if k.endswith("q_proj.weight"))
 
@@ -61,19 +65,31 @@ def test_bypass_scores_nothing_and_measures_in_the_update(train):
         assert row[name] == pytest.approx(usual[name], rel=1e-5), name
     assert row["train/ratio_dev"] > 0  # the ratio is new / rollout
     assert usual["train/ratio_dev"] == 0
-    assert json.loads((out / "summary.json").read_text())["time"]["score_saved"] == row["time/score_saved"]
+    assert (
+        json.loads((out / "summary.json").read_text())["time"]["score_saved"]
+        == row["time/score_saved"]
+    )
     bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0")
     probed = train("two", "steps=1", *bypass, "log.counterfactual_every=1")
     two = rows(probed)[0]
     assert two["mismatch/k3"] != usual["mismatch/k3"]  # of the first half
     assert two["repeat/max_dlogp"] < 1e-3
     tensors = load_file(probed / "probes" / "step_00001.safetensors")
-    assert len(tensors["logp_trainer"]) == len(tensors["logp_trainer_native"]) == two["correction/slots"]
+    assert (
+        len(tensors["logp_trainer"])
+        == len(tensors["logp_trainer_native"])
+        == two["correction/slots"]
+    )
 
 
 def test_bypass_writes_the_rollouts_log_probability_of_every_sample(train):
     """Of the second mini-step's samples nobody has a score from before the weights moved."""
-    bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0", "log.counterfactual_every=0")
+    bypass = (
+        "correction.preset=ppo-is",
+        "objective.mini_steps=2",
+        "eval.every=0",
+        "log.counterfactual_every=0",
+    )
     out = train("unseen", "steps=1", *bypass)
     first, second = (json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines())
     assert first["mean_logp_trainer"] == pytest.approx(first["mean_logp_rollout"], abs=0.1)
@@ -83,9 +99,18 @@ def test_bypass_writes_the_rollouts_log_probability_of_every_sample(train):
 
 
 def test_live_corrections_run_and_report(train):
-    row = rows(train("opsm", "steps=1", "correction.preset=opsm", "objective.mini_steps=2", *QUICK))[0]
-    assert 0 <= row["correction/rejected/k1.mean.sequence.negative.new"] <= row["correction/rejected"] <= 1
-    row = rows(train("pg", "steps=1", "correction.preset=pg-tis", "objective.preset=rloo", *QUICK))[0]
+    row = rows(
+        train("opsm", "steps=1", "correction.preset=opsm", "objective.mini_steps=2", *QUICK)
+    )[0]
+    assert (
+        0
+        <= row["correction/rejected/k1.mean.sequence.negative.new"]
+        <= row["correction/rejected"]
+        <= 1
+    )
+    row = rows(train("pg", "steps=1", "correction.preset=pg-tis", "objective.preset=rloo", *QUICK))[
+        0
+    ]
     assert row["correction/weight_max"] <= 2
     assert row["correction/weighted"] > 0
 
@@ -103,7 +128,12 @@ def test_dapo_replaces_groups_without_signal(train):
 @pytest.mark.parametrize("name", objective_presets())
 def test_every_preset_goes_with_every_form_of_correction(train, name, correction):
     """The slides: TIS is compatible with every GxPO."""
-    settings = (f"correction.preset={correction}", "replay.mode=off", "objective.mini_steps=2", *QUICK)
+    settings = (
+        f"correction.preset={correction}",
+        "replay.mode=off",
+        "objective.mini_steps=2",
+        *QUICK,
+    )
     found = rows(train(None, "steps=3", f"objective.preset={name}", *settings))
     assert len(found) == 3
     assert all(row["train/loss"] is not None and row["correction/weight_mean"] > 0 for row in found)
@@ -113,5 +143,12 @@ def test_every_preset_goes_with_every_form_of_correction(train, name, correction
 @pytest.mark.parametrize("replay", ["r3", "off"])
 @pytest.mark.parametrize("name", objective_presets())
 def test_every_preset_trains_for_twenty_steps(train, name, replay):
-    run = train(None, "steps=20", f"objective.preset={name}", f"replay.mode={replay}", "objective.mini_steps=2", *QUICK)
+    run = train(
+        None,
+        "steps=20",
+        f"objective.preset={name}",
+        f"replay.mode={replay}",
+        "objective.mini_steps=2",
+        *QUICK,
+    )
     assert len(rows(run)) == 20

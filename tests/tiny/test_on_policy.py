@@ -42,7 +42,10 @@ def test_rollout_is_training(name, dtype):
 
 async def interrupted(engine, requests, aborted):
     """All at once, but for the first `aborted`, which are cancelled on the way."""
-    tasks = [asyncio.create_task(engine.generate(p, sampling, seed=seed)) for p, sampling, seed in requests]
+    tasks = [
+        asyncio.create_task(engine.generate(p, sampling, seed=seed))
+        for p, sampling, seed in requests
+    ]
     for i in range(3 * aborted):
         await asyncio.sleep(0)
         if i % 3 == 2:
@@ -53,15 +56,22 @@ async def interrupted(engine, requests, aborted):
 
 def resumed(requests, completions, new):
     """Requests that go on where these ended: their whole path is in the cache, or part of it."""
-    paths = [p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)]
-    return [(path, Sampling(r[1].temperature, new), 1000 + r[2]) for path, r in zip(paths, requests, strict=True)]
+    paths = [
+        p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)
+    ]
+    return [
+        (path, Sampling(r[1].temperature, new), 1000 + r[2])
+        for path, r in zip(paths, requests, strict=True)
+    ]
 
 
 def through_everything(name, dtype, *, sequences, tokens, slots):
     """Refilled slots, groups of one prompt, prompts cut short of others, aborts, resumption; then scored in parts."""
     engine, trained, routers = pair(name, dtype, slots=slots, max_len=60 + 2 * tokens)
     rng = random.Random(0)
-    prompts = [[rng.randrange(2, 64) for _ in range(rng.randrange(3, 50))] for _ in range(sequences // 4)]
+    prompts = [
+        [rng.randrange(2, 64) for _ in range(rng.randrange(3, 50))] for _ in range(sequences // 4)
+    ]
     prompts += prompts + [p[: len(p) // 2 + 1] for p in prompts] + [p + p[:7] for p in prompts]
     requests = [(p, Sampling(rng.choice([1.0, 0.8]), tokens), i) for i, p in enumerate(prompts)]
     aborted = sequences // 10
@@ -123,7 +133,13 @@ def test_rollout_and_training_on_other_numbers_of_threads():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "sequences"),
-    [("qwen3_moe", 256), ("deepseek_v3", 48), ("gpt_oss", 48), ("mixtral", 48), ("qwen3_dense", 48)],
+    [
+        ("qwen3_moe", 256),
+        ("deepseek_v3", 48),
+        ("gpt_oss", 48),
+        ("mixtral", 48),
+        ("qwen3_dense", 48),
+    ],
 )
 def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
     monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)

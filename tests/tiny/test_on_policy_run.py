@@ -31,9 +31,17 @@ def exact(run):
     """Every row of a run is exactly on-policy."""
     found = [row for row in rows(run) if "mismatch/k3" in row]
     for row in found:
-        assert (row["mismatch/k3"], row["mismatch/differing"], row["mismatch/max_dlogp"]) == (0.0, 0.0, 0.0)
+        assert (row["mismatch/k3"], row["mismatch/differing"], row["mismatch/max_dlogp"]) == (
+            0.0,
+            0.0,
+            0.0,
+        )
         assert row.get("routing/routers", 0.0) == 0.0
-        for name in ("counterfactual/mismatch/differing", "repeat/k3", "counterfactual/repeat/routers"):
+        for name in (
+            "counterfactual/mismatch/differing",
+            "repeat/k3",
+            "counterfactual/repeat/routers",
+        ):
             assert row.get(name, 0.0) == 0.0
     return found
 
@@ -49,7 +57,9 @@ def parts_of(recipe, *overrides):
 
 def measured(parts):
     """The same engine and scorer, as `onepolicy measure` has them."""
-    shared = {field.name: getattr(parts, field.name) for field in dataclasses.fields(SamplingComponents)}
+    shared = {
+        field.name: getattr(parts, field.name) for field in dataclasses.fields(SamplingComponents)
+    }
     return MeasureComponents(**shared, scorer=parts.learner.scorer)
 
 
@@ -72,7 +82,10 @@ def test_every_step_is_exactly_on_policy(train):
         assert json.loads(both["rollout"]) == [both["fingerprint"]]
         assert json.loads(both["fingerprint"]) == about["fingerprint"]
     assert run_folder.other_build(run, json.dumps(about["fingerprint"])) is None
-    assert run_folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"})) == "cuda: x, unset"
+    assert (
+        run_folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
+        == "cuda: x, unset"
+    )
     assert "To the bit: 0 of" in bitwise(run)
     assert bitwise(run).endswith("computed alike")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
@@ -83,7 +96,11 @@ def test_every_step_is_exactly_on_policy(train):
 @pytest.mark.parametrize(
     ("ours", "theirs", "why"),
     [
-        ({"numerics": "on-policy", "capability": "AVX2"}, {"numerics": "on-policy"}, "capability: AVX2, unset"),
+        (
+            {"numerics": "on-policy", "capability": "AVX2"},
+            {"numerics": "on-policy"},
+            "capability: AVX2, unset",
+        ),
         ({"numerics": "fast"}, {"numerics": "fast"}, "numerics were not on-policy"),
         ({"numerics": "on-policy"}, None, "no fingerprint"),
     ],
@@ -97,7 +114,9 @@ def test_an_audit_says_when_it_cannot_claim(tmp_path, ours, theirs, why):
         tmp_path / "probes" / "step_00001.safetensors",
         metadata={"fingerprint": json.dumps(ours), "rollout": rollout},
     )
-    assert bitwise(tmp_path).startswith("To the bit: 0 of 2 log-probabilities of the probes differ; cannot claim")
+    assert bitwise(tmp_path).startswith(
+        "To the bit: 0 of 2 log-probabilities of the probes differ; cannot claim"
+    )
     assert why in bitwise(tmp_path)
 
 
@@ -130,10 +149,14 @@ def test_without_the_mode_it_differs(train):
 
 def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
     parts = parts_of(recipe)
-    config = measure_config({"model": {"path": parts.config.model.path}, "numerics": "on-policy"}, [], None)
+    config = measure_config(
+        {"model": {"path": parts.config.model.path}, "numerics": "on-policy"}, [], None
+    )
     assert config.rollout.engine.dtype == "float32"
     plant(parts)
-    with pytest.raises(TrainingError, match=r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"):
+    with pytest.raises(
+        TrainingError, match=r"step 1: \d+ of \d+ log-probabilities differ, first problem 0, sample"
+    ):
         asyncio.run(rl_step(parts, 0))
     found = asyncio.run(measure_bitwise(measured(parts), "small"))
     assert not found.holds
@@ -141,7 +164,9 @@ def test_a_fault_of_one_layer_stops_the_run_and_is_located(recipe):
     assert found.first.layer == 1
     assert found.first.operator == "model.layers.1.mlp.experts (Qwen3MoeExperts)"
     assert 0 < found.first.largest < 1e-4
-    assert "model.layers.1.mlp.experts (Qwen3MoeExperts), off by up to" in said(asdict(found) | {"holds": found.holds})
+    assert "model.layers.1.mlp.experts (Qwen3MoeExperts), off by up to" in said(
+        asdict(found) | {"holds": found.holds}
+    )
 
 
 def test_a_fault_of_attention_is_located(recipe):
@@ -150,7 +175,9 @@ def test_a_fault_of_attention_is_located(recipe):
     attention.scaling = torch.tensor(attention.scaling).nextafter(torch.tensor(1.0)).item()
     found = asyncio.run(measure_bitwise(measured(parts), "small"))
     assert found.first.layer == 2
-    assert found.first.operator == "rotary embedding or attention function of model.layers.2.self_attn"
+    assert (
+        found.first.operator == "rotary embedding or attention function of model.layers.2.self_attn"
+    )
 
 
 def test_a_fault_of_a_router_is_located(recipe):
@@ -158,17 +185,30 @@ def test_a_fault_of_a_router_is_located(recipe):
     parts = parts_of(recipe)
     router = parts.engine.model.model.layers[1].mlp.gate
     forward = router.forward
-    router.forward = lambda hidden: (lambda logits, scores, ids: (logits, scores * (1 + 2**-20), ids))(*forward(hidden))
+    router.forward = lambda hidden: (
+        lambda logits, scores, ids: (logits, scores * (1 + 2**-20), ids)
+    )(*forward(hidden))
     found = asyncio.run(measure_bitwise(measured(parts), "small"))
-    assert (found.first.layer, found.first.operator) == (1, "model.layers.1.mlp.gate (Qwen3MoeTopKRouter)")
+    assert (found.first.layer, found.first.operator) == (
+        1,
+        "model.layers.1.mlp.gate (Qwen3MoeTopKRouter)",
+    )
 
 
 def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
     out = tmp_path / "measured"
-    assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), "--out", str(out)]) == 0
+    assert (
+        main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), "--out", str(out)])
+        == 0
+    )
     tree = json.loads((out / "bitwise.json").read_text())
     assert tree["holds"]
-    assert (tree["differing"], tree["trainer_again"], tree["engine_alone"], tree["k3"]) == (0, 0, 0, 0.0)
+    assert (tree["differing"], tree["trainer_again"], tree["engine_alone"], tree["k3"]) == (
+        0,
+        0,
+        0,
+        0.0,
+    )
     assert tree["tokens"] == tree["alone"] > 50
     printed = " ".join(capsys.readouterr().out.split())
     assert HELD in printed
@@ -176,12 +216,17 @@ def test_measure_finds_nothing_where_nothing_is_wrong(recipe, tmp_path, capsys):
     assert len(summary(tree)) == 2
 
 
-@pytest.mark.parametrize("option", [("--top", "5"), ("--dense", "x"), ("--engine-model", "x"), ("--png", "--out", "y")])
+@pytest.mark.parametrize(
+    "option", [("--top", "5"), ("--dense", "x"), ("--engine-model", "x"), ("--png", "--out", "y")]
+)
 def test_options_that_bits_have_no_use_for(recipe, option, capsys):
     assert main(["measure", "--numerics", "on-policy", "--recipe", str(recipe), *option]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith(f"onepolicy: {option[0]}: ")
-    assert "numerics = on-policy compares bits" in message or "has no effect with numerics = on-policy" in message
+    assert (
+        "numerics = on-policy compares bits" in message
+        or "has no effect with numerics = on-policy" in message
+    )
 
 
 def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
@@ -189,13 +234,22 @@ def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
     engine, learner = parts.engine.caps.contract, parts.learner.scorer.contract
     agree(engine, learner)
     fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.caps.contract
-    with pytest.raises(UsageError, match="same numerics on both sides, but the engine has fast and the trainer on-pol"):
+    with pytest.raises(
+        UsageError,
+        match="same numerics on both sides, but the engine has fast and the trainer on-pol",
+    ):
         agree(fast, learner)
     for field in ("dtype", "attention", "experts", "lm_head", "logp"):
-        with pytest.raises(UsageError, match=f"same {field} on both sides, but the engine has other and the trainer"):
+        with pytest.raises(
+            UsageError,
+            match=f"same {field} on both sides, but the engine has other and the trainer",
+        ):
             agree(replace(engine, **{field: "other"}), learner)
     for name in ("model.layers.0.mlp.gate", "model.rotary_emb"):
         changed = tuple((n, "float64" if n == name else how) for n, how in engine.modules)
         assert changed != engine.modules
-        with pytest.raises(UsageError, match=f"same module {name} on both sides, but the engine has float64 and the t"):
+        with pytest.raises(
+            UsageError,
+            match=f"same module {name} on both sides, but the engine has float64 and the t",
+        ):
             agree(replace(engine, modules=changed), learner)

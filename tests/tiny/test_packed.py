@@ -46,7 +46,9 @@ def test_packed_equals_one_by_one(name):
     (together * weights).sum().backward()
     for n, p in model.named_parameters():
         if n in expected:
-            torch.testing.assert_close(p.grad, expected[n], atol=2e-4, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                p.grad, expected[n], atol=2e-4, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}"
+            )
 
 
 def test_attention_without_packing_is_refused():
@@ -67,11 +69,15 @@ def test_buckets_hold_every_slot_once(lengths):
         assert bucket.samples * bucket.width <= 2 * len(bucket.slots)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
 def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
     """Values and gradients of hidden states, routing weights and expert weights; some experts get no token."""
-    monkeypatch.setattr(experts, "BLOCK", 2 if blocks else 1 << 40)  # rows of an expert filled up to pairs, or not
+    monkeypatch.setattr(
+        experts, "BLOCK", 2 if blocks else 1 << 40
+    )  # rows of an expert filled up to pairs, or not
     monkeypatch.setattr(linear, "available", lambda: True)
     monkeypatch.setattr(linear, "ENOUGH", 0 if blocks else 1 << 40)
     block = make("qwen3_moe").model.layers[0].mlp.experts
@@ -87,7 +93,12 @@ def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
         block.zero_grad()
         out = block(leaves[0], index, leaves[1])
         out.backward(out_grad)
-        results[implementation] = [out, leaves[0].grad, leaves[1].grad, *(p.grad.clone() for p in block.parameters())]
+        results[implementation] = [
+            out,
+            leaves[0].grad,
+            leaves[1].grad,
+            *(p.grad.clone() for p in block.parameters()),
+        ]
     for ours, theirs in zip(results[EXPERTS], results["eager"], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
@@ -105,7 +116,9 @@ def test_families_that_cannot_be_packed_are_refused_with_the_reason():
     """Recurrent state, and attention that lives in a mask which packed attention never sees."""
     recurrent = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     refused = {
-        "linear_attention": Qwen3NextConfig(**{**BASE, **recurrent}, **HEADS, num_experts=4, num_experts_per_tok=2),
+        "linear_attention": Qwen3NextConfig(
+            **{**BASE, **recurrent}, **HEADS, num_experts=4, num_experts_per_tok=2
+        ),
         "recurrent": RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
         "attention function": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     }

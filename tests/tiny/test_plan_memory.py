@@ -34,13 +34,21 @@ import plan as benchmark  # noqa: E402
 FACTS = {
     "Qwen3-30B-A3B": {"total": 30_532_122_624, "active": 3.3, "cached": 98_304, "routes": 384},
     "Qwen3-235B-A22B": {"total": 235_093_634_560, "active": 22, "cached": 192_512, "routes": 752},
-    "DeepSeek-V3": {"total": 671_026_419_200 - 58 * 256, "active": 37, "cached": 70_272, "routes": 464},
+    "DeepSeek-V3": {
+        "total": 671_026_419_200 - 58 * 256,
+        "active": 37,
+        "cached": 70_272,
+        "routes": 464,
+    },
 }
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_known_models_are_counted_exactly(name):
-    facts, model = FACTS[name], DryModel(config_of(ModelConfig(path=name)), dtype=torch.bfloat16, cpu=False).model
+    facts, model = (
+        FACTS[name],
+        DryModel(config_of(ModelConfig(path=name)), dtype=torch.bfloat16, cpu=False).model,
+    )
     dims = read_dims(model, name)
     assert dims.total == facts["total"]
     assert dims.active / 1e9 == pytest.approx(facts["active"], rel=0.02)
@@ -64,15 +72,20 @@ def test_a_dense_model_has_no_experts():
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "checkpointing"), [("qwen3_moe", 4, False), ("deepseek_v3", 4, True), ("gpt_oss", 5, False)]
+    ("name", "layers", "checkpointing"),
+    [("qwen3_moe", 4, False), ("deepseek_v3", 4, True), ("gpt_oss", 5, False)],
 )
 def test_first_layers_tell_what_all_of_them_hold(name, layers, checkpointing, monkeypatch):
     changes = {"num_hidden_layers": layers, "layer_types": None}
     config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | changes)
     micro = Micro((30, 30), (20, 20))
-    whole = DryModel(config, dtype=torch.bfloat16, cpu=False).held(micro, checkpointing=checkpointing)
+    whole = DryModel(config, dtype=torch.bfloat16, cpu=False).held(
+        micro, checkpointing=checkpointing
+    )
     monkeypatch.setattr(dry, "ALL_LAYERS", 2)
-    part = DryModel(config, dtype=torch.bfloat16, cpu=False).held(micro, checkpointing=checkpointing)
+    part = DryModel(config, dtype=torch.bfloat16, cpu=False).held(
+        micro, checkpointing=checkpointing
+    )
     assert part.saved == whole.saved
     assert part.peak == pytest.approx(whole.peak, rel=0.02)
 
@@ -89,7 +102,9 @@ def test_a_dry_run_leaves_the_model_as_it_was():
 
 def test_samples_add_up_and_only_projected_slots_make_logits():
     model = DryModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
-    one, two, three = (model.held(Micro((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3))
+    one, two, three = (
+        model.held(Micro((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3)
+    )
     assert one.at(3, two).saved == pytest.approx(three.saved)
     assert one.at(3, two).peak == pytest.approx(three.peak, rel=0.02)
     assert model.held(Micro((40,), (1,)), checkpointing=False).logits == 0
@@ -109,7 +124,9 @@ def test_quantised_weights_take_what_the_engine_says(name, quant):
 
 
 def test_vllms_int8_is_of_experts_only():
-    dims = read_dims(DryModel(CONFIGS["qwen3_moe"], dtype=torch.bfloat16, cpu=True).model, "qwen3_moe")
+    dims = read_dims(
+        DryModel(CONFIGS["qwen3_moe"], dtype=torch.bfloat16, cpu=True).model, "qwen3_moe"
+    )
     own = resolve(TREE, ["rollout.quant=int8", "rollout.engine.kind=vllm"])
     weights = weights_of(dims, own, CONFIGS["qwen3_moe"])
     assert weights.total - weights.routed == 2 * (dims.total - dims.routed)
@@ -118,7 +135,9 @@ def test_vllms_int8_is_of_experts_only():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_slab_takes_what_was_predicted(name):
-    engine = HFEngine(make(name), HFEngineConfig(dtype="bfloat16", slots=3), record=True, max_len=40)
+    engine = HFEngine(
+        make(name), HFEngineConfig(dtype="bfloat16", slots=3), record=True, max_len=40
+    )
     run(engine, ragged(prompts(2)))
     slab = engine.batch.forward.slab
     found = sum(t.nbytes for t in (*slab.keys.values(), *slab.values.values(), slab.routes))
@@ -128,17 +147,25 @@ def test_the_slab_takes_what_was_predicted(name):
 
 
 def test_families_that_name_their_dimensions_otherwise():
-    gemma = read_dims(DryModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma")
+    gemma = read_dims(
+        DryModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma"
+    )
     assert [a.cached for a in gemma.attention] == [2 * 2 * 8, 2 * 2 * 512, 2 * 2 * 512]
     assert (gemma.experts, gemma.top_k) == (8, 3)
-    aria = read_dims(DryModel(TABLE["aria_text"].config(), dtype=torch.float32, cpu=False).model, "aria")
+    aria = read_dims(
+        DryModel(TABLE["aria_text"].config(), dtype=torch.float32, cpu=False).model, "aria"
+    )
     assert (aria.experts, aria.top_k, aria.moe_layers) == (8, 3, 3)
 
 
-@pytest.mark.parametrize(("name", "words"), [("dbrx", "makes shapes of its"), ("mistral4", "makes no causal LM")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("dbrx", "makes shapes of its"), ("mistral4", "makes no causal LM")]
+)
 def test_families_that_cannot_be_run_dry_are_refused(name, words):
     with pytest.raises(UsageError, match=words):
-        DryModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(Micro((9,), (4,)), checkpointing=False)
+        DryModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(
+            Micro((9,), (4,)), checkpointing=False
+        )
 
 
 @pytest.mark.parametrize(("micro_batches", "checkpointing"), [(1, False), (2, False), (2, True)])
@@ -153,7 +180,10 @@ def test_predicted_memory_in_bfloat16():
 
 @pytest.mark.parametrize(
     ("samples", "dtype"),
-    [(2, "float32"), *(pytest.param(8, dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
+    [
+        (2, "float32"),
+        *(pytest.param(8, dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
 )
 def test_predicted_memory_of_on_policy_numerics(samples, dtype):
     within_tenth(benchmark.Case(samples=samples, dtype=dtype, numerics="on-policy"), "tiny")
@@ -176,7 +206,11 @@ def within_tenth(case, name):
     assert benchmark.predicted(name, case) == pytest.approx(benchmark.measured(name, case), rel=0.1)
 
 
-SERVER = ["rollout.engine.kind=vllm-server", "model.path=Qwen3-30B-A3B", "rollout.sampling.max_tokens=2048"]
+SERVER = [
+    "rollout.engine.kind=vllm-server",
+    "model.path=Qwen3-30B-A3B",
+    "rollout.sampling.max_tokens=2048",
+]
 SERVER += ["rollout.engine.max_len=4096", "train.reuse_scoring_forward=false"]
 
 
@@ -193,7 +227,9 @@ def test_a_recipe_that_does_not_fit_is_told_what_would():
     assert not chosen.learner_fits
     lines = mends(made, chosen)
     assert lines[0].startswith("train.activation_checkpointing=true: ")
-    changed = planner("64xH100", "train.tokens_per_micro_batch=65536", "train.activation_checkpointing=true")
+    changed = planner(
+        "64xH100", "train.tokens_per_micro_batch=65536", "train.activation_checkpointing=true"
+    )
     option = changed.option(chosen.split)
     assert f"{option.learner_used / 1e9:.1f} of" in lines[0]
     assert option.learner_fits == lines[0].endswith(", fits")
@@ -202,7 +238,12 @@ def test_a_recipe_that_does_not_fit_is_told_what_would():
 def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     CONFIGS["qwen3_moe"].save_pretrained(tmp_path)
-    arguments = [str(ROOT / "recipes" / "quickstart.toml"), "--cluster", "1xcpu", f"model.path={tmp_path}"]
+    arguments = [
+        str(ROOT / "recipes" / "quickstart.toml"),
+        "--cluster",
+        "1xcpu",
+        f"model.path={tmp_path}",
+    ]
     assert main(["plan", *arguments, "--json", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
     for words in (

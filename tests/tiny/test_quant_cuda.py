@@ -8,7 +8,13 @@ from models import make
 from onepolicy.cli import main
 from onepolicy.config import Fp8, Fp8Weight, Int8
 from onepolicy.models import decode_experts
-from onepolicy.models.quant.formats import check_device, e4m3_product, e4m3_rows, int8_product, int8_rows
+from onepolicy.models.quant.formats import (
+    check_device,
+    e4m3_product,
+    e4m3_rows,
+    int8_product,
+    int8_rows,
+)
 from onepolicy.models.quant.install import check_kernels
 from onepolicy.rollout.copies import quantise_policy
 
@@ -49,7 +55,10 @@ def test_the_same_codes_and_products_as_on_the_cpu(count, cuda):
 
 
 MODELS = [(name, quant) for name in ("qwen3_moe", "gpt_oss") for quant in FORMATS]
-MODELS += [("deepseek_v3", Int8()), ("deepseek_v3", Fp8Weight())]  # 24 rows of its kv_a_proj are too odd for fp8
+MODELS += [
+    ("deepseek_v3", Int8()),
+    ("deepseek_v3", Fp8Weight()),
+]  # 24 rows of its kv_a_proj are too odd for fp8
 
 
 @pytest.mark.parametrize(("name", "quant"), MODELS, ids=str)
@@ -61,7 +70,9 @@ def test_a_quantised_model_computes_what_it_does_on_the_cpu(name, quant, cuda):
         quantise_policy(model, quant)
         decode_experts.prepare(model, device)
         with torch.no_grad():
-            found.append(model(input_ids=ids.to(device), use_cache=False).logits.log_softmax(-1).cpu())
+            found.append(
+                model(input_ids=ids.to(device), use_cache=False).logits.log_softmax(-1).cpu()
+            )
     assert (found[0] - found[1]).abs().mean() < 0.01  # a code on a boundary may round the other way
     torch.testing.assert_close(*found, atol=0.2, rtol=0.05)
 

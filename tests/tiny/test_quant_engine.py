@@ -8,7 +8,16 @@ from engine_support import check_against_stock, prompts, ragged, run
 from models import MOE, make
 from torch import nn
 
-from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, ModelConfig, RolloutConfig, Simulated, UsageError
+from onepolicy.config import (
+    Fp8,
+    Fp8Weight,
+    HFEngineConfig,
+    Int8,
+    ModelConfig,
+    RolloutConfig,
+    Simulated,
+    UsageError,
+)
 from onepolicy.models.quant.formats import int8_rows
 from onepolicy.models.quant.install import check_kernels, quantise
 from onepolicy.models.quant.layers import Int8Linear
@@ -36,7 +45,12 @@ def logps(engine):
 
 @pytest.mark.parametrize(
     ("name", "quant"),
-    [*(("qwen3_moe", quant) for quant in FORMATS), ("gpt_oss", Int8()), ("gpt_oss", Fp8()), ("deepseek_v3", Int8())],
+    [
+        *(("qwen3_moe", quant) for quant in FORMATS),
+        ("gpt_oss", Int8()),
+        ("gpt_oss", Fp8()),
+        ("deepseek_v3", Int8()),
+    ],
     ids=str,
 )
 def test_logp_and_routes_are_those_of_the_quantised_model(name, quant):
@@ -63,7 +77,10 @@ def test_no_expert_stays_in_high_precision(name, quant):
 def test_bytes_are_those_of_the_tensors_that_are_there():
     made = quantise_policy(make("qwen3_moe"), Int8())
     sizes = {size.part: size.bytes_after for size in made.sizes().parts}
-    up, down = 3 * 8 * 64 * (64 + 8), 3 * 8 * 32 * (64 + 8)  # 8 bytes of scale and offset per row of a bag
+    up, down = (
+        3 * 8 * 64 * (64 + 8),
+        3 * 8 * 32 * (64 + 8),
+    )  # 8 bytes of scale and offset per row of a bag
     assert sizes["experts"] == up + down + 3 * 8 * (64 + 64) * 4
     assert made.sizes().report()["parts"][-1]["bytes_after"] == sum(sizes.values())
 
@@ -84,23 +101,32 @@ def test_weights_are_quantised_from_unrounded_ones():
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
     held = engine.quantised.stored["model.layers.0.self_attn.q_proj.weight"].take.__self__.codes
     exact = make("qwen3_moe").model.layers[0].self_attn.q_proj.weight.detach()
-    assert torch.equal(held, torch.round(exact / (exact.abs().amax(1, keepdim=True) / 127)).to(torch.int8))
+    assert torch.equal(
+        held, torch.round(exact / (exact.abs().amax(1, keepdim=True) / 127)).to(torch.int8)
+    )
 
 
 def test_a_sync_without_a_quantised_tensor_is_refused():
     engine = build("qwen3_moe", Int8())
     weights = dict(make("qwen3_moe").state_dict())
     del weights["model.layers.1.mlp.experts.down_proj"]
-    with pytest.raises(UsageError, match=r"1 tensors are missing, first 'model\.layers\.1\.mlp\.experts\.down_proj'"):
+    with pytest.raises(
+        UsageError,
+        match=r"1 tensors are missing, first 'model\.layers\.1\.mlp\.experts\.down_proj'",
+    ):
         asyncio.run(engine.load_weights(weights.items(), 1))
 
 
 def test_what_is_asked_for_besides():
     for quant in (Int8(also=("embeddings", "lm_head")), Fp8(also=("embeddings", "lm_head"))):
-        sizes = {size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts}
+        sizes = {
+            size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts
+        }
         assert all(sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.also)
     config = HFEngineConfig(dtype="bfloat16", slots=3)
-    engine = HFEngine(make("qwen3_moe"), config, record=False, max_len=64, quant=Int8(also=("embeddings",)))
+    engine = HFEngine(
+        make("qwen3_moe"), config, record=False, max_len=64, quant=Int8(also=("embeddings",))
+    )
     assert engine.model.model.embed_tokens(torch.tensor([1])).dtype == torch.bfloat16
     rounded = quantised("qwen3_moe", Simulated(bits=3, also=("router",)))
     assert len(rounded.model.layers[0].mlp.gate.weight[0].unique()) <= 7
@@ -115,10 +141,15 @@ def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
     copy = load_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
     assert isinstance(copy.model.layers[0].self_attn.q_proj, Int8Linear) == (kind == "hf")
     if kind == "vllm":
-        made, given = copy.model.layers[0].mlp.experts.down_proj, model.model.layers[0].mlp.experts.down_proj
+        made, given = (
+            copy.model.layers[0].mlp.experts.down_proj,
+            model.model.layers[0].mlp.experts.down_proj,
+        )
         codes, scale = int8_rows(given.detach().bfloat16())
         assert torch.equal(made.float(), (codes * scale).bfloat16().float())
-        q_proj = [m.model.layers[0].self_attn.q_proj.weight.detach().bfloat16() for m in (copy, model)]
+        q_proj = [
+            m.model.layers[0].self_attn.q_proj.weight.detach().bfloat16() for m in (copy, model)
+        ]
         assert torch.equal(*q_proj)
 
 
@@ -156,9 +187,17 @@ class TwoExperts(nn.Module):
 @pytest.mark.parametrize(
     ("change", "quant", "message"),
     [
-        (lambda m: setattr(m.model.layers[0], "mlp", TwoExperts()), Int8(), r"model\.layers\.0\.mlp"),
+        (
+            lambda m: setattr(m.model.layers[0], "mlp", TwoExperts()),
+            Int8(),
+            r"model\.layers\.0\.mlp",
+        ),
         (lambda m: None, Int8(also=("router",)), "leave router out"),
-        (lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), Int8(also=("lm_head",)), "one tensor"),
+        (
+            lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+            Int8(also=("lm_head",)),
+            "one tensor",
+        ),
     ],
     ids=["unknown experts", "router without a layer", "tied"],
 )

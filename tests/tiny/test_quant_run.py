@@ -17,7 +17,10 @@ def evaluation(row):
 
 def test_evaluation_sees_unquantised_weights(train):
     """Weights in 2 bits write nothing sensible, but evaluate as the unquantised ones do, unless asked for."""
-    plain, coarse = train("plain", "steps=1"), ["rollout.quant.format=simulated", "rollout.quant.bits=2", "steps=1"]
+    plain, coarse = (
+        train("plain", "steps=1"),
+        ["rollout.quant.format=simulated", "rollout.quant.bits=2", "steps=1"],
+    )
     run = train("coarse", *coarse)
     quantised = train("quantised", *coarse, "eval.quantised=true")
     assert evaluation(rows(run)[0]) == evaluation(rows(plain)[0])
@@ -43,9 +46,13 @@ def test_calibrated_run_resumes_to_the_bit(train):
 
 def test_quantised_routes_are_replayed(train):
     """Routers differ between the quantised engine and the trainer; replayed, the trainer is nearer to its rollout."""
-    found = rows(train("int8", "rollout.quant=int8", "steps=2", "log.counterfactual_every=1", "eval.every=0"))
+    found = rows(
+        train("int8", "rollout.quant=int8", "steps=2", "log.counterfactual_every=1", "eval.every=0")
+    )
     assert all(row["counterfactual/routing/routers"] > 0 for row in found)
-    assert sum(row["mismatch/k3"] for row in found) < sum(row["counterfactual/mismatch/k3"] for row in found)
+    assert sum(row["mismatch/k3"] for row in found) < sum(
+        row["counterfactual/mismatch/k3"] for row in found
+    )
 
 
 @pytest.mark.parametrize("preset", ["ppo-is", "tis"])

@@ -47,7 +47,12 @@ CASES = {
     "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
     "weights": ["replay.mode=weights", *QWEN],
     "off": ["replay.mode=off"],
-    "critic_kl_entropy": [*QWEN, "objective.preset=ppo", "objective.kl.coef=0.1", "objective.entropy_coef=0.01"],
+    "critic_kl_entropy": [
+        *QWEN,
+        "objective.preset=ppo",
+        "objective.kl.coef=0.1",
+        "objective.entropy_coef=0.01",
+    ],
     "bypass": [*QWEN, "correction.preset=ppo-is", "objective.mini_steps=2"],
     "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
 }
@@ -55,7 +60,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def two():
-    settings = resolve(BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"])
+    settings = resolve(
+        BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    )
     with ranks.started(settings) as others:
         yield others
 
@@ -91,13 +98,17 @@ def batch_for(learner):
     routers, shape = learner.routers, (batch.num_slots, len(learner.routers.layers))
     weights = torch.rand(*shape, routers.top_k, generator=generator) + 0.1
     trace = RoutingTrace(
-        torch.rand(*shape, routers.num_experts, generator=generator).topk(routers.top_k).indices.to(torch.uint8),
+        torch.rand(*shape, routers.num_experts, generator=generator)
+        .topk(routers.top_k)
+        .indices.to(torch.uint8),
         torch.arange(batch.num_slots) % 7 != 3,
         routers.layers,
         routers.num_experts,
         weights=weights if config.replay.mode == "weights" else None,
     )
-    batch = batch.replace(routing=trace if config.replay.mode in ("r3", "soft", "weights") else None)
+    batch = batch.replace(
+        routing=trace if config.replay.mode in ("r3", "soft", "weights") else None
+    )
     if (top := config.correction.top_logprobs(64)) > 0:
         likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
         batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
@@ -126,7 +137,9 @@ def weights_of(learner):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one(case, two, folders):
-    assert_equal_steps(CASES[case], two, folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"])
+    assert_equal_steps(
+        CASES[case], two, folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
+    )
 
 
 def assert_equal_steps(overrides, several, folder):
@@ -136,11 +149,21 @@ def assert_equal_steps(overrides, several, folder):
     for _ in range(STEPS):
         steps = (one_step(each, batch_for(each)) for each in (one, ranked))
         (expected, metrics, seen), (found, ranked_metrics, ranked_seen) = steps
-        for name in ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old", "own_logp"):
+        for name in (
+            "logp_old",
+            "entropy",
+            "gate_mass",
+            "logp_ref",
+            "value",
+            "top_logp_old",
+            "own_logp",
+        ):
             if getattr(expected, name) is None:
                 assert getattr(found, name) is None, name
             else:
-                torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4)
+                torch.testing.assert_close(
+                    getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4
+                )
         assert metrics.keys() == ranked_metrics.keys()
         assert_close(ranked_metrics, metrics)
         assert (ranked_seen is None) == (seen is None)
@@ -151,7 +174,9 @@ def assert_equal_steps(overrides, several, folder):
     assert first.keys() == last.keys()
     moved = max(float((first[n] - start[n]).abs().max()) for n in first)
     for name, tensor in first.items():
-        torch.testing.assert_close(last[name], tensor, rtol=0, atol=0.02 * moved, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            last[name], tensor, rtol=0, atol=0.02 * moved, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert ranked.version == STEPS
 
 
@@ -165,7 +190,9 @@ def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypat
     messages = []  # of rank 1, then of rank 0, for scoring and for the update
     tell, handle = two.team.tell, RankLearner.handle
     monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
-    monkeypatch.setattr(RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own))
+    monkeypatch.setattr(
+        RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own)
+    )
     learner = learner_on(two, folders["qwen3_moe"], CASES["idle"])
     batch, _, _ = one_step(learner, batch_for(learner))
     parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
@@ -186,7 +213,9 @@ def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypat
 def samples_of(batch):
     """(tokens, routes, whether any slot is trainable) of each."""
     lengths = batch.cu_seqlens.diff().tolist()
-    parts = [tensor.split(lengths) for tensor in (batch.input_ids, batch.routing.ids, batch.trainable)]
+    parts = [
+        tensor.split(lengths) for tensor in (batch.input_ids, batch.routing.ids, batch.trainable)
+    ]
     return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
 
 
@@ -205,7 +234,9 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
     ranked.finish_saving()
     assert checkpoint.latest(tmp_path) == path
     assert json.loads((path / "state.json").read_text())["updates"] == 1
-    assert not list((path / "shards").glob("*model-00001-of-00002*"))  # the weights stand in transformers' layout
+    assert not list(
+        (path / "shards").glob("*model-00001-of-00002*")
+    )  # the weights stand in transformers' layout
     for others, same in ((two, True), (None, False)):
         again = learner_on(others, folders["qwen3_moe"], overrides)
         config = again.config
@@ -231,7 +262,9 @@ def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path
     one_step(one, batch_for(one))
     path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
     _, expected, _ = one_step(one, batch_for(one))
-    ranked = build_learner(config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two)
+    ranked = build_learner(
+        config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two
+    )
     ranked.restore(path)
     _, found, _ = one_step(ranked, batch_for(ranked))
     assert_close(found, expected)
@@ -244,13 +277,17 @@ def test_exported_folder_is_what_save_pretrained_writes(family, two, folders, tm
     ranked = learner_on(two, folders[family], QWEN)
     path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
     ranked.finish_saving()
-    AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).save_pretrained(tmp_path / "plain")
+    AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).save_pretrained(
+        tmp_path / "plain"
+    )
     expected = load_file(tmp_path / "plain" / "model.safetensors")
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     found = {name: load_file(path / file)[name] for name, file in index.items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    config, plain = (json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "plain"))
+    config, plain = (
+        json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "plain")
+    )
     assert config == plain
 
 
@@ -267,27 +304,41 @@ def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
 def test_bfloat16_forward_with_float32_masters(setting, two, folders):
     ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
     one = learner_on(None, folders["qwen3_moe"], QWEN)
-    (rounded, metrics, _), (exact, expected, _) = (one_step(each, batch_for(each)) for each in (ranked, one))
+    (rounded, metrics, _), (exact, expected, _) = (
+        one_step(each, batch_for(each)) for each in (ranked, one)
+    )
     gap = (rounded.logp_old - exact.logp_old)[exact.trainable].abs()
     assert 1e-4 < gap.mean() < 0.1
     assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.1)
     after = dict(ranked.named_weights())
     assert {tensor.dtype for tensor in after.values()} == {torch.float32}
     moved = {
-        n: after[n] - t for n, t in AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"]).state_dict().items()
+        n: after[n] - t
+        for n, t in AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"]).state_dict().items()
     }
-    assert any(bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved.values())  # less than bfloat16 could hold
+    assert any(
+        bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved.values()
+    )  # less than bfloat16 could hold
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
     model = make(family)
     names = CheckpointNames(model.config, trust_remote_code=False)
-    whole, streamed = names.of(model.state_dict().items()), dict(names.stream(model.state_dict().items()))
+    whole, streamed = (
+        names.of(model.state_dict().items()),
+        dict(names.stream(model.state_dict().items())),
+    )
     assert whole.keys() == streamed.keys()
     assert all(torch.equal(whole[name], streamed[name]) for name in whole)
     with pytest.raises(UsageError, match=r"1 tensors are missing, first 'lm_head.weight'"):
-        list(names.stream((name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"))
+        list(
+            names.stream(
+                (name, tensor)
+                for name, tensor in model.state_dict().items()
+                if name != "lm_head.weight"
+            )
+        )
 
 
 def peak(work):
@@ -304,12 +355,23 @@ def resident(what):
     return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system is not Linux, which measures it")
-def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(two, tmp_path, monkeypatch):
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="this system is not Linux, which measures it"
+)
+def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(
+    two, tmp_path, monkeypatch
+):
     """Gathered tensor by tensor, renamed layer by layer, sent bucket by bucket. (The other ranks drop what they help to
     gather.)"""
     config = copy.deepcopy(make("qwen3_moe").config)
-    config.update({"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_hidden_layers": 20})
+    config.update(
+        {
+            "hidden_size": 256,
+            "moe_intermediate_size": 128,
+            "num_experts": 16,
+            "num_hidden_layers": 20,
+        }
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ranked = learner_on(two, tmp_path, QWEN)

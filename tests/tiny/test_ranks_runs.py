@@ -25,13 +25,19 @@ LONG = 120  # seconds; what is waited for comes much earlier
 
 
 def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
-    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in what a script starts in the background
+    ignored = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # as in what a script starts in the background
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))
-    settings = resolve(BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"])
+    settings = resolve(
+        BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    )
 
     def busy():
         with ranks.started(settings) as others:
-            os.kill(int(re.search(r"process (\d+)", others.team.channels[1].peer)[1]), signal.SIGKILL)
+            os.kill(
+                int(re.search(r"process (\d+)", others.team.channels[1].peer)[1]), signal.SIGKILL
+            )
             asyncio.run(asyncio.sleep(LONG))
             pytest.fail("the driver slept through it")
 
@@ -55,10 +61,18 @@ def gone(pid):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)])
+@pytest.mark.parametrize(
+    ("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)]
+)
 def test_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, tmp_path):
     """In the asynchronous loop the learner computes in another thread than the one that a lost rank interrupts."""
-    settings = ["steps=6", "checkpoint.every=1", "train.ranks=2", "eval.every=0", "train.device=cpu"]
+    settings = [
+        "steps=6",
+        "checkpoint.every=1",
+        "train.ranks=2",
+        "eval.every=0",
+        "train.device=cpu",
+    ]
     settings += [f"rollout.max_staleness={staleness}"]
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0

@@ -62,7 +62,11 @@ def assert_same_weights(found, expected):
 
 
 def weights_of(folder):
-    return {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("model*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def problems(run):
@@ -105,7 +109,9 @@ def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path
     assert ("bytes in the engine" in done.stdout) == (quant == "int8") == bool(of_quant(out))
 
 
-def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(train, two_nodes, processes, exact):
+def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(
+    train, two_nodes, processes, exact
+):
     out = train(
         "ray",
         *OVERRIDES,
@@ -123,7 +129,12 @@ def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(t
 def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
     """Which requests meet in a batch decides last bits; problems, seeds and statistics are the same."""
     local = train("local", *OVERRIDES, "train.ranks=2", "optim.lr=1e-5")
-    ranks = ["train.ranks=2", "cluster.replicas=2", "cluster.placement=spread", f"cluster.address={two_nodes.address}"]
+    ranks = [
+        "train.ranks=2",
+        "cluster.replicas=2",
+        "cluster.placement=spread",
+        f"cluster.address={two_nodes.address}",
+    ]
     out = train("ray", *OVERRIDES, *RAY, *ranks, "optim.lr=1e-5")
     assert len({where.node for where in processes.values()}) == 2
     for ours, theirs in zip(rows(out), rows(local), strict=True):
@@ -145,7 +156,10 @@ def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     for row in steps:
         assert 0 <= row["staleness/max"] <= min(2, row["step"] - 1)
-        assert sum(v for k, v in row.items() if k.startswith("staleness/tokens@")) == row["correction/slots"]
+        assert (
+            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+            == row["correction/slots"]
+        )
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
     assert max(row["staleness/max"] for row in steps) >= 1
     assert max(row["staleness/spanning"] for row in steps) > 0  # sampled over an update
@@ -184,7 +198,9 @@ def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monk
     assert caplog.text.count("is sent the weights once more, alone") == 2
 
 
-def test_the_others_take_over_when_restarts_are_used_up(train, processes, exact, monkeypatch, caplog):
+def test_the_others_take_over_when_restarts_are_used_up(
+    train, processes, exact, monkeypatch, caplog
+):
     killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
     out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2", "cluster.restarts=0")
     assert killed
@@ -193,7 +209,9 @@ def test_the_others_take_over_when_restarts_are_used_up(train, processes, exact,
     assert "1 replicas are left" in caplog.text
 
 
-def test_the_last_replica_lost_ends_the_run_and_it_resumes(recipe, processes, exact, monkeypatch, tmp_path, capsys):
+def test_the_last_replica_lost_ends_the_run_and_it_resumes(
+    recipe, processes, exact, monkeypatch, tmp_path, capsys
+):
     out = tmp_path / "ray"
     with monkeypatch.context() as patch:
         kill_in_the_middle(patch, processes, "replica 0", version=1)
@@ -205,14 +223,21 @@ def test_the_last_replica_lost_ends_the_run_and_it_resumes(recipe, processes, ex
     assert_same_run(out, exact)
 
 
-def test_a_node_that_goes_takes_its_replica_along(train, two_nodes, processes, exact, monkeypatch, caplog):
+def test_a_node_that_goes_takes_its_replica_along(
+    train, two_nodes, processes, exact, monkeypatch, caplog
+):
     """No other node has room for it, so it is lost after cluster.restart_timeout; the other replica goes on."""
     (other,) = two_nodes.worker_nodes
     send, done = RemoteEngine._send, []
 
     async def send_and_remove(engine):
         await send(engine)
-        if processes[engine.name].node == other.node_id and engine.version >= 1 and len(engine._asked) > 1 and not done:
+        if (
+            processes[engine.name].node == other.node_id
+            and engine.version >= 1
+            and len(engine._asked) > 1
+            and not done
+        ):
             done.append(engine.name)
             two_nodes.remove_node(other, allow_graceful=False)
 
@@ -225,7 +250,13 @@ def test_a_node_that_goes_takes_its_replica_along(train, two_nodes, processes, e
 
 
 def test_no_room_and_nobody_there_are_told(recipe, two_nodes, tmp_path, capsys):
-    command = ["train", str(recipe), f"out={tmp_path / 'x'}", "cluster.kind=ray", "train.device=cpu"]
+    command = [
+        "train",
+        str(recipe),
+        f"out={tmp_path / 'x'}",
+        "cluster.kind=ray",
+        "train.device=cpu",
+    ]
     address = f"cluster.address={two_nodes.address}"
     assert main([*command, address, "cluster.cpus_per_replica=3", "cluster.start_timeout=3"]) == 75
     errors = capsys.readouterr().err

@@ -14,6 +14,8 @@ def test_library_example(capsys):
     exec(compile(blocks[0], "README.md", "exec"), names)
     k3_without, k3_with = map(float, re.findall(r"k3 [\w ]+: ([\d.e-]+)", capsys.readouterr().out))
     assert 0 < k3_with < k3_without
-    gates = [p.grad for n, p in names["trainer"].named_parameters() if n.endswith("mlp.gate.weight")]
+    gates = [
+        p.grad for n, p in names["trainer"].named_parameters() if n.endswith("mlp.gate.weight")
+    ]
     assert len(gates) == 4
     assert all(gate.abs().sum() > 0 for gate in gates)

@@ -104,12 +104,24 @@ def column(ids: Tensor, index: int, other: Tensor) -> Tensor:
 
 
 MISALIGNED: dict[str, tuple[Callable[[Tensor, list[int]], Tensor], list[str]]] = {
-    "late": (lambda ids, _: ids.roll(1, 0), ["layer 0 agree in", "one row late", "holds the routes of the one before"]),
+    "late": (
+        lambda ids, _: ids.roll(1, 0),
+        ["layer 0 agree in", "one row late", "holds the routes of the one before"],
+    ),
     "early": (lambda ids, _: ids.roll(-1, 0), ["layer 0 agree in", "one row early"]),
-    "layers up": (lambda ids, _: ids.roll(1, 1), ["layer axis is moved by one", "layer 1 holds those of layer 0"]),
-    "layers down": (lambda ids, _: ids.roll(-1, 1), ["layer axis is moved by one", "layer 1 holds those of layer 2"]),
+    "layers up": (
+        lambda ids, _: ids.roll(1, 1),
+        ["layer axis is moved by one", "layer 1 holds those of layer 0"],
+    ),
+    "layers down": (
+        lambda ids, _: ids.roll(-1, 1),
+        ["layer axis is moved by one", "layer 1 holds those of layer 2"],
+    ),
     "swapped": (lambda ids, b: swapped(ids, b, 1, 4), ["samples were swapped", "of sample"]),
-    "late in one sample": (lambda ids, b: late_in(ids, b[2], b[3]), ["sample 2 of the batch", "one row late"]),
+    "late in one sample": (
+        lambda ids, b: late_in(ids, b[2], b[3]),
+        ["sample 2 of the batch", "one row late"],
+    ),
     "another layer's": (
         lambda ids, _: column(ids, 1, ids[:, 0]),
         ["layer 1 agree", "layer 1 holds the routes of layer 0"],
@@ -215,7 +227,9 @@ class Broken:
     def __getattr__(self, name: str) -> object:
         return getattr(self.engine, name)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))  # type: ignore[attr-defined]
 
 
@@ -260,10 +274,15 @@ def test_an_engine_that_drops_its_routes(policy) -> None:
 def test_an_engine_that_returns_filler_is_refused_with_its_sample(parts) -> None:
     def zero(completion: Completion) -> Completion:
         return dataclasses.replace(
-            completion, routing=dataclasses.replace(completion.routing, ids=torch.zeros_like(completion.routing.ids))
+            completion,
+            routing=dataclasses.replace(
+                completion.routing, ids=torch.zeros_like(completion.routing.ids)
+            ),
         )
 
-    with pytest.raises(UsageError, match=r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"):
+    with pytest.raises(
+        UsageError, match=r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"
+    ):
         step_with(parts, zero)
 
 
@@ -274,19 +293,21 @@ def test_a_layer_written_once_is_not_captured(policy, mode: str) -> None:
     def once(completion: Completion) -> Completion:
         ids = completion.routing.ids.clone()
         ids[:, 1] = ids[0, 1]
-        return dataclasses.replace(completion, routing=dataclasses.replace(completion.routing, ids=ids))
+        return dataclasses.replace(
+            completion, routing=dataclasses.replace(completion.routing, ids=ids)
+        )
 
     parts = parts_of(policy, f"replay.mode={mode}")
-    words = (
-        r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: the engine did not capture"
-    )
+    words = r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: the engine did not capture"
     with pytest.raises(RoutingError, match=words):
         step_with(parts, once)
     assert parts.learner.version == 0
 
 
 @pytest.mark.parametrize("mode", ["r3", "off"])
-def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(policy, mode: str, caplog) -> None:
+def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(
+    policy, mode: str, caplog
+) -> None:
     parts = parts_of(policy, f"replay.mode={mode}")
     collapse(parts, layer=2)
     _warn_of_collapse.cache_clear()
@@ -308,14 +329,18 @@ def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(policy, m
         ([], 4, "Or they are too old: the oldest tokens were sampled 4 updates ago"),
     ],
 )
-def test_a_constant_layer_of_older_weights(policy, parts, batch, settings, age: int, stops: str | None) -> None:
+def test_a_constant_layer_of_older_weights(
+    policy, parts, batch, settings, age: int, stops: str | None
+) -> None:
     """The engine's router had collapsed in layer 1; the trainer's has not quite: it agrees in 3 rows of 4."""
     config = parts_of(policy, *settings).config.replay
     ids = batch.routing.ids.clone()
     ids[:, 1] = ids[0, 1]
     native = ids.clone()
     native[::4, 1] = 15 - ids[::4, 1]
-    scored = with_ids(batch, ids).replace(routing_native=dataclasses.replace(batch.routing, ids=native))
+    scored = with_ids(batch, ids).replace(
+        routing_native=dataclasses.replace(batch.routing, ids=native)
+    )
     version = int(batch.version[batch.trainable].min()) + age
     if stops is None:
         check_routes(scored, config, version)
@@ -328,7 +353,9 @@ def collapse(parts: Components, layer: int) -> None:
     """Give this layer a router that ranks its experts alike for whatever tokens the policy writes."""
     router = parts.learner.model.model.layers[layer].mlp.gate
     seen: list[Tensor] = []
-    hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, -2)))
+    hook = router.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].detach().flatten(0, -2))
+    )
     ranks = torch.linspace(-1, 1, router.weight.shape[0]).roll(5)[:, None]
     for _ in range(4):  # other routes, other tokens, other inputs
         parts.learner.scorer.score(rollout(parts), replay=False)
@@ -343,7 +370,9 @@ def collapse(parts: Components, layer: int) -> None:
 
 def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:
     for call in (parts.learner.score, parts.learner.step):
-        lost = parts.learner.score(batch).replace(routing=None, advantage=batch.logp_rollout, keep=batch.trainable)
+        lost = parts.learner.score(batch).replace(
+            routing=None, advantage=batch.logp_rollout, keep=batch.trainable
+        )
         with pytest.raises(RoutingError, match="the batch has no routes"):
             call(lost.replace(weight=torch.ones(batch.num_slots)))
     assert batch.select([0, 2]).routing is not None
@@ -354,9 +383,15 @@ def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:
 
 def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     scored = parts.learner.score(batch)
-    assert variation(scored, scored) == {"repeat/k3": 0.0, "repeat/max_dlogp": 0.0, "repeat/routers": 0.0}
+    assert variation(scored, scored) == {
+        "repeat/k3": 0.0,
+        "repeat/max_dlogp": 0.0,
+        "repeat/routers": 0.0,
+    }
     slot = int(batch.trainable.nonzero()[0, 0])
-    moved = scored.replace(logp_old=scored.logp_old.clone(), routing_native=copy.deepcopy(scored.routing_native))
+    moved = scored.replace(
+        logp_old=scored.logp_old.clone(), routing_native=copy.deepcopy(scored.routing_native)
+    )
     moved.logp_old[slot] += 0.1
     moved.routing_native.ids[slot, 1] = (moved.routing_native.ids[slot, 1] + 5) % 16
     found = variation(scored, moved)
@@ -378,7 +413,9 @@ def test_a_reference_model_routes_natively_inside_the_policys_replay(parts, batc
     ids = torch.arange(24).view(2, 12)
     expected = reference(input_ids=ids).logits
     random = torch.rand(24, 3, 8).argsort(-1)[..., :2].to(torch.uint8)
-    with routers.replay(RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8), check=False):
+    with routers.replay(
+        RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8), check=False
+    ):
         assert torch.equal(reference(input_ids=ids).logits, expected)
         assert not torch.equal(model(input_ids=ids).logits, expected)
 
@@ -406,7 +443,9 @@ def test_no_false_alarm_in_200_clean_steps(parts) -> None:
         scored = parts.learner.score(rollout(parts, step))
         agreement = routing_agreement(scored.routing, scored.routing_native)
         starts = [*windows(scored.cu_seqlens).tolist(), len(agreement)]
-        cells = torch.stack([agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8])
+        cells = torch.stack(
+            [agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8]
+        )
         layer, window, count = (
             min(layer, float(agreement.mean(0).min())),
             min(window, float(cells.min())),

@@ -40,7 +40,9 @@ def test_a_kernel_in_place_of_a_block(model: PreTrainedModel, layer: int) -> Non
     routers = bind_routers(model)
     block = model.model.layers[layer].mlp
     block.forward = MethodType(_fused, block)
-    _refused_at_first_forward(routers, rf"layer {layer}: 'model.layers.{layer}.mlp.gate' did not fire")
+    _refused_at_first_forward(
+        routers, rf"layer {layer}: 'model.layers.{layer}.mlp.gate' did not fire"
+    )
 
 
 def test_a_kernel_that_selects_without_a_top_k(model: PreTrainedModel) -> None:
@@ -54,7 +56,10 @@ def test_a_kernel_that_selects_without_a_top_k(model: PreTrainedModel) -> None:
 
     gate.forward = forward
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with pytest.raises(RoutingError, match=r"layer 1: .*ran 0 top-3"), routers.replay(trace, check=False):
+    with (
+        pytest.raises(RoutingError, match=r"layer 1: .*ran 0 top-3"),
+        routers.replay(trace, check=False),
+    ):
         model(input_ids=tokens())
 
 
@@ -62,7 +67,10 @@ def test_a_decoder_built_again_after_binding(model: PreTrainedModel) -> None:
     routers = bind_routers(model)
     model.model = build("qwen3_moe", seed=1).model
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with pytest.raises(RoutingError, match=r"layer 0: .*did not fire"), routers.replay(trace, check=False):
+    with (
+        pytest.raises(RoutingError, match=r"layer 0: .*did not fire"),
+        routers.replay(trace, check=False),
+    ):
         model(input_ids=tokens())
     with routers.record() as tape:
         model(input_ids=tokens())
@@ -80,7 +88,10 @@ def test_one_block_in_two_layers(model: PreTrainedModel) -> None:
     routers = bind_routers(model)
     model.model.layers[2].mlp = model.model.layers[0].mlp
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with pytest.raises(RoutingError, match="layer 0 fired twice"), routers.replay(trace, check=False):
+    with (
+        pytest.raises(RoutingError, match="layer 0 fired twice"),
+        routers.replay(trace, check=False),
+    ):
         model(input_ids=tokens())
     with pytest.raises(RoutingError, match=r"layer \d, .*fired"), routers.record():
         model(input_ids=tokens())
@@ -96,12 +107,19 @@ def test_a_block_replaced_whole_is_missed_by_name(model: PreTrainedModel) -> Non
             return torch.tanh(hidden)
 
     model.model.layers[1].mlp = Opaque()
-    with pytest.raises(RoutingError, match=r"layers \[0, 1, 2\], but routers were found in \[0, 2\]; missing: \[1\]"):
+    with pytest.raises(
+        RoutingError,
+        match=r"layers \[0, 1, 2\], but routers were found in \[0, 2\]; missing: \[1\]",
+    ):
         bind_routers(model)
 
 
-def test_a_model_whose_blocks_are_all_fused_is_not_taken_for_a_dense_one(model: PreTrainedModel) -> None:
+def test_a_model_whose_blocks_are_all_fused_is_not_taken_for_a_dense_one(
+    model: PreTrainedModel,
+) -> None:
     for layer in model.model.layers:
         layer.mlp.gate = nn.Linear(32, 8)
-    with pytest.raises(RoutingError, match=r"layer 0: Qwen3MoeSparseMoeBlock .*has experts but no router"):
+    with pytest.raises(
+        RoutingError, match=r"layer 0: Qwen3MoeSparseMoeBlock .*has experts but no router"
+    ):
         bind_routers(model)

@@ -31,7 +31,9 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def _build(family: str, **changes: object) -> PreTrainedModel:
-    return build(family, experts="batched_mm", **changes)  # AOTAutograd cannot trace transformers' CPU grouped_mm
+    return build(
+        family, experts="batched_mm", **changes
+    )  # AOTAutograd cannot trace transformers' CPU grouped_mm
 
 
 def _trace(routers: Routers, seed: int, *, every: int = 0, weights: bool = False) -> RoutingTrace:
@@ -39,7 +41,9 @@ def _trace(routers: Routers, seed: int, *, every: int = 0, weights: bool = False
     if every:
         trace.valid[::every] = False
     generator = torch.Generator().manual_seed(seed)
-    return dataclasses.replace(trace, weights=torch.rand(trace.ids.shape, generator=generator) if weights else None)
+    return dataclasses.replace(
+        trace, weights=torch.rand(trace.ids.shape, generator=generator) if weights else None
+    )
 
 
 def _replayed(
@@ -53,14 +57,18 @@ def _replayed(
     return found
 
 
-def _check(model: PreTrainedModel, expected: list, traces: list[RoutingTrace], *, graphs: int, **how: Any) -> None:
+def _check(
+    model: PreTrainedModel, expected: list, traces: list[RoutingTrace], *, graphs: int, **how: Any
+) -> None:
     """Same bits as eager, and after the first replay nothing is compiled again."""
     found = _replayed(model, traces[:1], **how)
     compiled = counters["stats"]["unique_graphs"]
     assert compiled == graphs
     found += _replayed(model, traces[1:], **how)
     assert counters["stats"]["unique_graphs"] == compiled
-    for (logits, grads, native), (plain, plain_grads, plain_native) in zip(found, expected, strict=True):
+    for (logits, grads, native), (plain, plain_grads, plain_native) in zip(
+        found, expected, strict=True
+    ):
         assert torch.equal(logits, plain)
         assert all(torch.equal(grads[name], plain_grads[name]) for name in plain_grads)
         assert native is None or torch.equal(native, plain_native)
@@ -111,7 +119,9 @@ def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.Mon
     traces = [_trace(bind_routers(model), seed) for seed in (2, 3, 4)]
     expected = _replayed(model, traces)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if how == "blocks":  # each compiled by itself, inside its layer's checkpoint: one graph more, for the recompute
+    if (
+        how == "blocks"
+    ):  # each compiled by itself, inside its layer's checkpoint: one graph more, for the recompute
         for layer in model.model.layers:
             layer.mlp.compile(backend="aot_eager", fullgraph=True)
     else:
@@ -127,8 +137,12 @@ def test_inductor_takes_new_routes() -> None:
     traces = [_trace(bind_routers(model), seed) for seed in (2, 3)]
     expected = _replayed(model, traces)
     model.model.layers[0].mlp.compile(fullgraph=True)
-    for (logits, grads, _), (plain, plain_grads, _) in zip(_replayed(model, traces), expected, strict=True):
-        torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)  # inductor fuses: not the same bits
+    for (logits, grads, _), (plain, plain_grads, _) in zip(
+        _replayed(model, traces), expected, strict=True
+    ):
+        torch.testing.assert_close(
+            logits, plain, atol=1e-4, rtol=1e-4
+        )  # inductor fuses: not the same bits
         for name in plain_grads:
             torch.testing.assert_close(grads[name], plain_grads[name], atol=1e-5, rtol=1e-3)
     assert counters["stats"]["unique_graphs"] == 1

@@ -40,7 +40,9 @@ def _untouched(model: nn.Module) -> bool:
 def test_row_count_must_match(model: PreTrainedModel, routers: Routers) -> None:
     for rows, native in itertools.product((20, 22), (False, True)):
         with (
-            pytest.raises(RoutingError, match=f"layer 0 routes 21 tokens, but the trace has {rows} rows"),
+            pytest.raises(
+                RoutingError, match=f"layer 0 routes 21 tokens, but the trace has {rows} rows"
+            ),
             routers.replay(_trace(routers, rows), native=native, check=False),
         ):
             model(input_ids=tokens())
@@ -55,7 +57,10 @@ def test_one_forward_per_replay(model: PreTrainedModel, routers: Routers) -> Non
 
 
 def test_a_replay_without_a_forward_raises(routers: Routers) -> None:
-    with pytest.raises(RoutingError, match=r"layer 0.*did not fire"), routers.replay(_trace(routers), check=False):
+    with (
+        pytest.raises(RoutingError, match=r"layer 0.*did not fire"),
+        routers.replay(_trace(routers), check=False),
+    ):
         pass
 
 
@@ -79,10 +84,15 @@ def test_a_gate_fused_before_binding_is_refused(model: PreTrainedModel) -> None:
         bind_routers(model)
 
 
-def test_a_gate_fused_after_binding_raises_at_the_first_forward(model: PreTrainedModel, routers: Routers) -> None:
+def test_a_gate_fused_after_binding_raises_at_the_first_forward(
+    model: PreTrainedModel, routers: Routers
+) -> None:
     block = model.model.layers[1].mlp
     block.gate = FusedGate(block.gate)
-    with pytest.raises(RoutingError, match=r"layer 1.*did not fire"), routers.replay(_trace(routers), check=False):
+    with (
+        pytest.raises(RoutingError, match=r"layer 1.*did not fire"),
+        routers.replay(_trace(routers), check=False),
+    ):
         model(input_ids=tokens())
     with pytest.raises(RoutingError, match=r"layer 1.*fired 0 times"), routers.record():
         model(input_ids=tokens())
@@ -158,7 +168,10 @@ def test_nested_use_of_one_model_raises(model: PreTrainedModel, routers: Routers
     assert again == routers
     for outer, inner in itertools.product(("record", "replay"), repeat=2):
         opened = [getattr(r, how) for r, how in ((routers, outer), (again, inner))]
-        hows = ({} if how == "record" else {"trace": _trace(routers), "check": False} for how in (outer, inner))
+        hows = (
+            {} if how == "record" else {"trace": _trace(routers), "check": False}
+            for how in (outer, inner)
+        )
         contexts = [f(**how) for f, how in zip(opened, hows, strict=True)]
         with contexts[0]:
             with pytest.raises(RoutingError, match="already"), contexts[1]:
@@ -205,7 +218,9 @@ def test_an_exception_leaves_no_state(model: PreTrainedModel, routers: Routers, 
         assert torch.equal(model(input_ids=tokens()).logits, plain)
 
 
-def test_a_forward_set_by_someone_else_is_put_back(model: PreTrainedModel, routers: Routers) -> None:
+def test_a_forward_set_by_someone_else_is_put_back(
+    model: PreTrainedModel, routers: Routers
+) -> None:
     gate = model.model.layers[0].mlp.gate
     original = gate.forward
 

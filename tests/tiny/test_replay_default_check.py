@@ -39,7 +39,9 @@ def own(model: PreTrainedModel) -> RoutingTrace:
 
 
 def _given(own: RoutingTrace, ids: Tensor) -> RoutingTrace:
-    return RoutingTrace(ids.to(own.ids.dtype), torch.ones(len(ids), dtype=torch.bool), own.layers, own.num_experts)
+    return RoutingTrace(
+        ids.to(own.ids.dtype), torch.ones(len(ids), dtype=torch.bool), own.layers, own.num_experts
+    )
 
 
 def _replay(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **how: bool) -> None:
@@ -92,7 +94,9 @@ def test_wrong_routes_are_refused_unasked(
     change, words = WRONG[kind]
     wrong = _given(own, change(own.ids))
     for _ in range(2):  # a source that failed is looked at again
-        with pytest.raises(RoutingError, match=f"not those of this forward.*({words}).*check=False"):
+        with pytest.raises(
+            RoutingError, match=f"not those of this forward.*({words}).*check=False"
+        ):
             _replay(model, routers, wrong)
     _replay(model, routers, wrong, check=False)
 
@@ -129,7 +133,9 @@ def test_a_source_that_passed_is_checked_again_now_and_then(
             _replay(model, routers, wrong)
 
 
-def test_what_is_too_short_to_tell_vouches_for_nothing(model: PreTrainedModel, own: RoutingTrace) -> None:
+def test_what_is_too_short_to_tell_vouches_for_nothing(
+    model: PreTrainedModel, own: RoutingTrace
+) -> None:
     routers = bind_routers(model)
     with torch.no_grad(), routers.replay(_given(own, own.ids[:5])):
         model(input_ids=IDS[:1, :5])
@@ -137,7 +143,9 @@ def test_what_is_too_short_to_tell_vouches_for_nothing(model: PreTrainedModel, o
         _replay(model, routers, _given(own, own.ids.roll(1, 0)))
 
 
-def test_a_trace_without_a_valid_row_is_refused(model: PreTrainedModel, routers: Routers, own: RoutingTrace) -> None:
+def test_a_trace_without_a_valid_row_is_refused(
+    model: PreTrainedModel, routers: Routers, own: RoutingTrace
+) -> None:
     nothing = dataclasses.replace(own, valid=torch.zeros(ROWS, dtype=torch.bool))
     with pytest.raises(RoutingError, match=r"none of the trace's 96 rows is valid.*check=False"):
         _replay(model, routers, nothing)
@@ -146,13 +154,17 @@ def test_a_trace_without_a_valid_row_is_refused(model: PreTrainedModel, routers:
     _replay(model, routers, nothing)  # of a source that has routes: a sample without
 
 
-def test_rows_that_are_not_valid_are_not_compared(model: PreTrainedModel, routers: Routers, own: RoutingTrace) -> None:
+def test_rows_that_are_not_valid_are_not_compared(
+    model: PreTrainedModel, routers: Routers, own: RoutingTrace
+) -> None:
     trace = _given(own, _rows(own.ids, 30, 60, own.ids[0]))
     trace.valid[30:60] = False
     _replay(model, routers, trace)
 
 
-def test_the_check_keeps_nothing_for_the_caller(model: PreTrainedModel, routers: Routers, own: RoutingTrace) -> None:
+def test_the_check_keeps_nothing_for_the_caller(
+    model: PreTrainedModel, routers: Routers, own: RoutingTrace
+) -> None:
     with torch.no_grad(), routers.replay(own) as replayed:
         model(input_ids=IDS)
     for ask in (replayed.native, replayed.gate_mass, replayed.check_alignment):
@@ -160,7 +172,9 @@ def test_the_check_keeps_nothing_for_the_caller(model: PreTrainedModel, routers:
             ask()
 
 
-def test_an_error_of_the_callers_own_is_not_hidden(model: PreTrainedModel, routers: Routers, own: RoutingTrace) -> None:
+def test_an_error_of_the_callers_own_is_not_hidden(
+    model: PreTrainedModel, routers: Routers, own: RoutingTrace
+) -> None:
     def run() -> None:
         with routers.replay(_given(own, own.ids.roll(1, 0))):
             model(input_ids=IDS)
@@ -179,11 +193,15 @@ def test_gradients_are_those_of_an_unchecked_replay(
         with routers.replay(own, check=check):
             loss = model(input_ids=IDS).logits.log_softmax(-1)[..., 5].sum()
         loss.backward()
-        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        found.append(
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_lower_bound_may_be_given(model: PreTrainedModel, routers: Routers, own: RoutingTrace) -> None:
+def test_a_lower_bound_may_be_given(
+    model: PreTrainedModel, routers: Routers, own: RoutingTrace
+) -> None:
     ids = _rows(own.ids, 0, 24, _foreign(own.ids)[:24])
     with torch.no_grad(), routers.replay(_given(own, ids), native=True, check=False) as replayed:
         model(input_ids=IDS)

@@ -38,7 +38,10 @@ def test_offloaded_parameters(family: str) -> None:
 def test_a_trace_without_data_is_refused() -> None:
     routers = bind_routers(build("qwen3_moe"))
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
-    with pytest.raises(UsageError, match="on meta, which holds no routes"), routers.replay(trace.to("meta")):
+    with (
+        pytest.raises(UsageError, match="on meta, which holds no routes"),
+        routers.replay(trace.to("meta")),
+    ):
         pytest.fail("entered")
     split = dataclasses.replace(trace, valid=trace.valid.to("meta"))
     with pytest.raises(UsageError, match="ids on cpu, valid on meta"), routers.replay(split):
@@ -60,4 +63,10 @@ def test_routes_follow_the_scores() -> None:
     route, valid = torch.tensor([[0, 1]] * 3, dtype=torch.uint8), torch.tensor([True, False, True])
     replayer = Replayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))
     values, ids = replayer(torch.rand(3, 4))
-    assert values.device == ids.device == replayer.native.device == replayer.gate_mass.device == torch.device("meta")
+    assert (
+        values.device
+        == ids.device
+        == replayer.native.device
+        == replayer.gate_mass.device
+        == torch.device("meta")
+    )

@@ -52,7 +52,12 @@ def test_the_page_in_docs_is_what_was_measured() -> None:
 def test_configs_make_their_family_special(family: str) -> None:
     """Group limits that bind, scales that are not 1, windows shorter than the sequence, fewer keys than tokens."""
     config = TABLE[family].config()
-    for name in ("routed_scaling_factor", "route_scale", "router_scaling_factor", "moe_routed_scaling_factor"):
+    for name in (
+        "routed_scaling_factor",
+        "route_scale",
+        "router_scaling_factor",
+        "moe_routed_scaling_factor",
+    ):
         assert getattr(config, name, 1.7) == 1.7
     groups = getattr(config, "n_group", None)
     assert groups is None or config.topk_group < groups
@@ -77,14 +82,19 @@ def test_doge_is_refused_with_its_reason() -> None:
         num_experts_per_tok=2,
         pad_token_id=0,
     )
-    with pytest.raises(UsageError, match=r"DogeForCausalLM.*DogeCDMoE at 'model\.layers\.0\.mlp'.*mixes the tokens"):
+    with pytest.raises(
+        UsageError, match=r"DogeForCausalLM.*DogeCDMoE at 'model\.layers\.0\.mlp'.*mixes the tokens"
+    ):
         bind_routers(DogeForCausalLM(config))
 
 
 def test_phimoe_is_refused_in_train_mode() -> None:
     model = TABLE["phimoe"].model().train()
     routers = bind_routers(model)
-    with pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"), routers.record():
+    with (
+        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
+        routers.record(),
+    ):
         model(input_ids=tokens())
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
     with (
@@ -142,7 +152,9 @@ def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
         out = block(hidden)
         grads = torch.autograd.grad((out * probe).sum(), [hidden, block.gate.weight])
 
-    expected = _reference_block(block, hidden.reshape(ROWS, 32), trace.ids[:, 0].long(), norm).view_as(out)
+    expected = _reference_block(
+        block, hidden.reshape(ROWS, 32), trace.ids[:, 0].long(), norm
+    ).view_as(out)
     reference = torch.autograd.grad((expected * probe).sum(), [hidden, block.gate.weight])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     for grad, want in zip(grads, reference, strict=True):
@@ -152,12 +164,18 @@ def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
 def _reference_block(block: nn.Module, x: Tensor, ids: Tensor, norm: bool) -> Tensor:
     scores = x @ block.gate.weight.T
     indicator = torch.zeros_like(scores).scatter(1, ids, 1.0)
-    total = (indicator * scores.exp()).sum(1, keepdim=True) if norm else scores.exp().sum(1, keepdim=True)
+    total = (
+        (indicator * scores.exp()).sum(1, keepdim=True)
+        if norm
+        else scores.exp().sum(1, keepdim=True)
+    )
     gates = indicator * scores.exp() / total
     out = torch.zeros_like(x)
     for expert in range(8):
         gate, up = (x @ block.experts.gate_up_proj[expert].T).chunk(2, -1)
-        out = out + gates[:, expert, None] * ((F.silu(gate) * up) @ block.experts.down_proj[expert].T)
+        out = out + gates[:, expert, None] * (
+            (F.silu(gate) * up) @ block.experts.down_proj[expert].T
+        )
     return out
 
 
@@ -189,7 +207,9 @@ def _sigmoid(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
         ("deepseek_v3", {"norm_topk_prob": True}, _sigmoid),
     ],
 )
-def test_router_gradient_is_the_one_derived_by_hand(family: str, changes: dict, derivative: Callable) -> None:
+def test_router_gradient_is_the_one_derived_by_hand(
+    family: str, changes: dict, derivative: Callable
+) -> None:
     """L = sum_t probe_t y_t and y = sum_i w_i E_i(x), so dL/dw_i = c_i = probe E_i(x), and dL/dW = (dL/dz)^T x."""
     model = TABLE[family].model(experts="eager", **changes)
     routers = bind_routers(model)
@@ -206,7 +226,11 @@ def test_router_gradient_is_the_one_derived_by_hand(family: str, changes: dict, 
         c = torch.zeros(ROWS, 8)
         for j in range(ids.shape[1]):
             outputs = block.experts(x, ids[:, j : j + 1], torch.ones(ROWS, 1))
-            c.scatter_(1, ids[:, j : j + 1], (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach())
+            c.scatter_(
+                1,
+                ids[:, j : j + 1],
+                (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach(),
+            )
         own = torch.zeros(ROWS, 8, dtype=torch.bool).scatter_(1, ids, True)
         dz = derivative(z, own, c)
         torch.testing.assert_close(router.module.weight.grad, dz.T @ x, rtol=1e-4, atol=1e-4)

@@ -62,7 +62,9 @@ def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
 
 
 @MODES
-def test_a_replay_inside_the_checkpointed_function(model: PreTrainedModel, routers: Routers, reentrant: bool) -> None:
+def test_a_replay_inside_the_checkpointed_function(
+    model: PreTrainedModel, routers: Routers, reentrant: bool
+) -> None:
     """The recompute opens a replay of its own, in which rows without a route are the router's again."""
     trace = _trace(routers, valid=torch.arange(21) % 3 != 0)
 
@@ -79,9 +81,14 @@ def test_a_replay_inside_the_checkpointed_function(model: PreTrainedModel, route
 
 
 @MODES
-def test_replays_of_two_models_end_in_any_order(model: PreTrainedModel, routers: Routers, reentrant: bool) -> None:
+def test_replays_of_two_models_end_in_any_order(
+    model: PreTrainedModel, routers: Routers, reentrant: bool
+) -> None:
     """As those of two threads do: torch gets its checkpoints back, and each model keeps its routes until then."""
-    before = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    before = (
+        checkpoint_module.CheckpointFunction,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
     other = bind_routers(build("qwen3_moe", seed=9))
     trace = _trace(routers)
     with routers.replay(trace, check=False):
@@ -95,14 +102,19 @@ def test_replays_of_two_models_end_in_any_order(model: PreTrainedModel, routers:
     first.__exit__(None, None, None)
     loss = _loss(model(input_ids=IDS).logits)
     second.__exit__(None, None, None)
-    after = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    after = (
+        checkpoint_module.CheckpointFunction,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
     assert after == before
     loss.backward()
     assert same_bits(take_grads(model), expected)
 
 
 @MODES
-@pytest.mark.parametrize("write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.numpy().fill(0)])
+@pytest.mark.parametrize(
+    "write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.numpy().fill(0)]
+)
 @pytest.mark.parametrize("field", ["ids", "valid"])
 def test_a_trace_may_be_overwritten_before_the_recompute(
     model: PreTrainedModel, routers: Routers, reentrant: bool, field: str, write: Callable

@@ -54,18 +54,25 @@ def routed_batch(model: PreTrainedModel) -> TokenBatch:
     return batch.replace(routing=type(routing)(ids, valid, layers, routers.num_experts))
 
 
-def step(model: PreTrainedModel, batch: TokenBatch, shard: list[int], ranks: int) -> dict[str, Tensor]:
+def step(
+    model: PreTrainedModel, batch: TokenBatch, shard: list[int], ranks: int
+) -> dict[str, Tensor]:
     """One optimiser step on these samples. The denominator is the whole batch's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = batch.select(shard)
     with bind_routers(model).replay(mine.routing, native=True, check=False) as replayed:
         logp = forward(model, mine).logp
-        loss = -(logp * batch.outcome[torch.tensor(shard)][mine.segment]).sum() / int(batch.trainable.sum())
+        loss = -(logp * batch.outcome[torch.tensor(shard)][mine.segment]).sum() / int(
+            batch.trainable.sum()
+        )
         (loss * ranks).backward()  # FSDP2 averages over ranks
     assert len(replayed.native()) == mine.num_slots
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     optimizer.step()
-    weights = {n: p.detach() for n, p in model.named_parameters()} | {"loss": loss.detach(), "norm": norm}
+    weights = {n: p.detach() for n, p in model.named_parameters()} | {
+        "loss": loss.detach(),
+        "norm": norm,
+    }
     return {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
 
 
@@ -94,9 +101,15 @@ def run_parallel(rank: int, folder: str) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # transformers reads them
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }  # transformers reads them
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     try:
         mesh = init_device_mesh("cpu", (2,))
         for family in FAMILIES:
@@ -136,24 +149,35 @@ def test_two_processes_equal_one(family: str, checkpointing: bool, sharded: Path
     moved = [n for n in before if not torch.equal(before[n], expected[n])]
     assert any("gate.weight" in name for name in moved)
     for name in moved:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_tensor_and_expert_parallel_equal_one_process(name: str, sharded: Path) -> None:
-    expected = parallel_step(AutoModelForCausalLM.from_pretrained(sharded / "model", dtype=torch.float32))
+    expected = parallel_step(
+        AutoModelForCausalLM.from_pretrained(sharded / "model", dtype=torch.float32)
+    )
     found = torch.load(sharded / f"{name}.pt")
     assert found.keys() == expected.keys()
-    assert torch.equal(found.pop("routes"), expected.pop("routes"))  # margins of this model are far above an ulp
+    assert torch.equal(
+        found.pop("routes"), expected.pop("routes")
+    )  # margins of this model are far above an ulp
     for tensor in expected:
         torch.testing.assert_close(found[tensor], expected[tensor], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("plan", "sizes", "words"),
-    [({}, {"pp_size": 2}, "pipeline parallelism"), ({"model.norm": "sequence_parallel"}, {}, "sequence_parallel")],
+    [
+        ({}, {"pp_size": 2}, "pipeline parallelism"),
+        ({"model.norm": "sequence_parallel"}, {}, "sequence_parallel"),
+    ],
 )
-def test_a_router_that_would_not_see_the_whole_batch_is_refused(plan: dict, sizes: dict, words: str) -> None:
+def test_a_router_that_would_not_see_the_whole_batch_is_refused(
+    plan: dict, sizes: dict, words: str
+) -> None:
     model = make("qwen3_moe")
     model.config.distributed_config = DistributedConfig(**sizes)
     model.tp_plan = plan
@@ -162,11 +186,15 @@ def test_a_router_that_would_not_see_the_whole_batch_is_refused(plan: dict, size
 
 
 def test_a_router_sharded_by_other_means_is_refused(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         model = make("qwen3_moe")
         distribute_module(model.model.layers[1].mlp.gate, init_device_mesh("cpu", (1,)))
-        with pytest.raises(UsageError, match=r"layer 1: weight of 'model.layers.1.mlp.gate' is a DTensor"):
+        with pytest.raises(
+            UsageError, match=r"layer 1: weight of 'model.layers.1.mlp.gate' is a DTensor"
+        ):
             bind_routers(model)
     finally:
         dist.destroy_process_group()

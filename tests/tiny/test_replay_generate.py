@@ -27,13 +27,17 @@ def routers(model: PreTrainedModel) -> Routers:
     return op.bind_routers(model)
 
 
-def _generate(model: PreTrainedModel, routers: Routers, prompts: Tensor, **how) -> tuple[Tape, Tensor]:
+def _generate(
+    model: PreTrainedModel, routers: Routers, prompts: Tensor, **how
+) -> tuple[Tape, Tensor]:
     with torch.no_grad(), routers.record() as tape:
         out = model.generate(prompts, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **how)
     return tape, out
 
 
-def _native(model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **inputs: Tensor) -> RoutingTrace:
+def _native(
+    model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **inputs: Tensor
+) -> RoutingTrace:
     with torch.no_grad(), routers.replay(trace, native=True) as replayed:
         model(**inputs, use_cache=False)
     replayed.check_alignment()
@@ -44,10 +48,14 @@ def _positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def _check_laid_out(model: PreTrainedModel, routers: Routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor):
+def _check_laid_out(
+    model: PreTrainedModel, routers: Routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor
+):
     """The rows of every sample are its routes in a padded forward, and alone."""
     padded = op.pad_routes(traces, mask)
-    native = _native(model, routers, padded, input_ids=out, attention_mask=mask, position_ids=_positions(mask))
+    native = _native(
+        model, routers, padded, input_ids=out, attention_mask=mask, position_ids=_positions(mask)
+    )
     assert torch.equal(native.ids[padded.valid], padded.ids[padded.valid])
     for row, keep, trace in zip(out, mask.bool(), traces, strict=True):
         assert len(trace) == int(keep.sum()) - 1
@@ -62,7 +70,10 @@ def test_as_it_comes_it_is_refused(model: PreTrainedModel, routers: Routers) -> 
     for wrong in (trace, trace.to("cpu"), RoutingTrace.concat([trace])):
         for check in (True, False):
             with (
-                pytest.raises(RoutingError, match=r"6 forwards of 3 samples .*op\.pad_routes\(op\.routes_of_generate"),
+                pytest.raises(
+                    RoutingError,
+                    match=r"6 forwards of 3 samples .*op\.pad_routes\(op\.routes_of_generate",
+                ),
                 routers.replay(wrong, check=check),
             ):
                 pytest.fail("entered")
@@ -103,9 +114,14 @@ def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None
                 model(input_ids=chunk, past_key_values=cache, use_cache=True)
         assert len(tape.rows()) == 3
         if len(prompts) == 1:
-            assert torch.equal(_native(model, routers, tape.trace(), input_ids=prompts).ids, tape.trace().ids)
+            assert torch.equal(
+                _native(model, routers, tape.trace(), input_ids=prompts).ids, tape.trace().ids
+            )
             continue
-        with pytest.raises(RoutingError, match="3 forwards of 3 samples"), routers.replay(tape.trace()):
+        with (
+            pytest.raises(RoutingError, match="3 forwards of 3 samples"),
+            routers.replay(tape.trace()),
+        ):
             pytest.fail("entered")
         traces = op.routes_of_generate(tape, prompts, torch.ones_like(prompts))
         _check_laid_out(model, routers, traces, prompts, torch.ones_like(prompts))
@@ -114,11 +130,15 @@ def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None
 def test_what_lies_in_order_is_replayed(model: PreTrainedModel, routers: Routers) -> None:
     """One sample's generate(); and batches of their own, one after the other."""
     tape, out = _generate(model, routers, PROMPTS[:1])
-    assert torch.equal(_native(model, routers, tape.trace(), input_ids=out[:, :-1]).ids, tape.trace().ids)
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=out[:, :-1]).ids, tape.trace().ids
+    )
     with torch.no_grad(), routers.record() as tape:
         for half in PROMPTS.repeat(2, 1).split(3):
             model(input_ids=half)
-    assert torch.equal(_native(model, routers, tape.trace(), input_ids=PROMPTS.repeat(2, 1)).ids, tape.trace().ids)
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=PROMPTS.repeat(2, 1)).ids, tape.trace().ids
+    )
 
 
 def test_a_taken_forward_is_forgotten(model: PreTrainedModel, routers: Routers) -> None:
@@ -126,13 +146,18 @@ def test_a_taken_forward_is_forgotten(model: PreTrainedModel, routers: Routers) 
         model(input_ids=PROMPTS[:, :4])
         tape.take()
         model(input_ids=PROMPTS)
-    assert torch.equal(_native(model, routers, tape.trace(), input_ids=PROMPTS).ids, tape.trace().ids)
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=PROMPTS).ids, tape.trace().ids
+    )
 
 
 def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> None:
     trained = build("qwen3_moe").train()
     trained.gradient_checkpointing_enable({"use_reentrant": False})
-    routers, before = op.bind_routers(trained), {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
+    routers, before = (
+        op.bind_routers(trained),
+        {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()},
+    )
     with routers.record() as tape:
         trained(input_ids=PROMPTS, use_cache=False).logits.sum().backward()
     assert tape.rows() == [PROMPTS.numel()]
@@ -140,7 +165,9 @@ def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> No
     assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
 
 
-def test_what_is_no_recording_of_these_sequences_is_refused(model: PreTrainedModel, routers: Routers) -> None:
+def test_what_is_no_recording_of_these_sequences_is_refused(
+    model: PreTrainedModel, routers: Routers
+) -> None:
     tape, out = _generate(model, routers, PROMPTS)
     asked = torch.ones_like(PROMPTS)
     for given, words in (

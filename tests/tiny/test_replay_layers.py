@@ -68,7 +68,9 @@ def test_every_family_passes_the_preflight(family: str) -> None:
 
 def test_prediction_heads_are_not_bound(model: PreTrainedModel) -> None:
     spare = build("qwen3_moe", seed=3)
-    model.model.layers.append(spare.model.layers[0])  # index 3 of a model with 3 layers, where checkpoints keep heads
+    model.model.layers.append(
+        spare.model.layers[0]
+    )  # index 3 of a model with 3 layers, where checkpoints keep heads
     model.mtp = nn.ModuleList([spare.model.layers[1]])
     assert bind_routers(model).layers == (0, 1, 2)
 
@@ -118,9 +120,15 @@ GOLDEN = {
     "DeepSeek-V3": (lambda: _deepseek(3), range(3, 61)),
     "Kimi-K2": (lambda: _deepseek(1), range(1, 61)),
     "GLM-4.5": (lambda: Glm4MoeConfig(num_hidden_layers=92, first_k_dense_replace=3), range(3, 92)),
-    "GLM-4.5-Air": (lambda: Glm4MoeConfig(num_hidden_layers=46, first_k_dense_replace=1), range(1, 46)),
+    "GLM-4.5-Air": (
+        lambda: Glm4MoeConfig(num_hidden_layers=46, first_k_dense_replace=1),
+        range(1, 46),
+    ),
     "gpt-oss-120b": (lambda: GptOssConfig(num_hidden_layers=36), range(36)),
-    "Nemotron-3-Nano": (_nemotron, [i for i, letter in enumerate(_NEMOTRON_3_NANO) if letter == "E"]),
+    "Nemotron-3-Nano": (
+        _nemotron,
+        [i for i, letter in enumerate(_NEMOTRON_3_NANO) if letter == "E"],
+    ),
     "Qwen3-Next-80B-A3B": (lambda: Qwen3NextConfig(num_hidden_layers=48), range(48)),
     "Qwen3.5-35B-A3B": (lambda: Qwen3_5MoeTextConfig(num_hidden_layers=40), range(40)),
     "Qwen3 every second, one dense": (
@@ -155,13 +163,19 @@ def test_the_config_tells_the_same_layers(family: str) -> None:
 @pytest.fixture
 def dense_first() -> tuple[Routers, torch.Tensor]:
     routers = bind_routers(build("deepseek_v3"))  # MoE layers 1 and 2 of 3
-    return routers, torch.rand(5, 2, 8, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2].int()
+    return routers, torch.rand(5, 2, 8, generator=torch.Generator().manual_seed(0)).argsort(-1)[
+        ..., :2
+    ].int()
 
 
 @pytest.mark.parametrize("axis", ["moe", "all", None])
-def test_both_axes_give_the_same_trace(dense_first: tuple[Routers, torch.Tensor], axis: str | None) -> None:
+def test_both_axes_give_the_same_trace(
+    dense_first: tuple[Routers, torch.Tensor], axis: str | None
+) -> None:
     routers, ids = dense_first
-    everywhere = torch.cat([torch.zeros(5, 1, 2, dtype=ids.dtype), ids], 1)  # zeros for the dense layer
+    everywhere = torch.cat(
+        [torch.zeros(5, 1, 2, dtype=ids.dtype), ids], 1
+    )  # zeros for the dense layer
     for given in [ids] * (axis != "all") + [everywhere] * (axis != "moe"):
         trace = routers.trace_from(given, axis=axis)
         assert torch.equal(trace.ids, ids.to(torch.uint8))
@@ -178,7 +192,8 @@ def test_other_counts_name_both(dense_first: tuple[Routers, torch.Tensor]) -> No
         (ids.repeat(1, 2, 1)[:, :3], "moe"),
     ):
         with pytest.raises(
-            UsageError, match=rf"routes have {wrong.shape[1]} layers.*3 decoder layers, 2 of them MoE \(1..2"
+            UsageError,
+            match=rf"routes have {wrong.shape[1]} layers.*3 decoder layers, 2 of them MoE \(1..2",
         ):
             routers.trace_from(wrong, axis=axis)
 
@@ -215,7 +230,9 @@ def test_what_a_row_without_routes_holds_is_never_read(
             assert torch.equal(trace.ids[captured], ids[captured].to(torch.uint8))
 
 
-def test_a_shifted_axis_is_refused_behind_rows_without_routes(dense_first: tuple[Routers, torch.Tensor]) -> None:
+def test_a_shifted_axis_is_refused_behind_rows_without_routes(
+    dense_first: tuple[Routers, torch.Tensor],
+) -> None:
     routers, ids = dense_first
     shifted = torch.cat([ids, torch.zeros(5, 1, 2, dtype=ids.dtype)], 1)
     shifted[:2] = -1
@@ -232,7 +249,9 @@ def test_a_capture_of_nothing_is_refused(dense_first: tuple[Routers, torch.Tenso
     with pytest.raises(UsageError, match="-1 in all 3 rows"):
         routers.trace_from(ids.masked_fill(some[:, None, None], -1), valid=some)
     ids[:, 1] = -1
-    with pytest.raises(UsageError, match="layer 2 are -1 in all 5 rows: the engine did not capture it"):
+    with pytest.raises(
+        UsageError, match="layer 2 are -1 in all 5 rows: the engine did not capture it"
+    ):
         routers.trace_from(ids)
     nothing = routers.trace_from(ids, valid=torch.zeros(5, dtype=torch.bool))  # says so itself
     assert not nothing.valid.any()

@@ -25,7 +25,9 @@ def _adapted(targets: str):
     modules, parameters = TARGETS[targets]
     torch.manual_seed(0)
     model = build("qwen3_moe", experts="eager")
-    peft = get_peft_model(model, LoraConfig(r=2, target_modules=modules, target_parameters=parameters))
+    peft = get_peft_model(
+        model, LoraConfig(r=2, target_modules=modules, target_parameters=parameters)
+    )
     for name, parameter in peft.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -46,12 +48,16 @@ def test_replay_through_lora(targets: str) -> None:
     assert grads.keys() == expected.keys()
     assert all(torch.equal(grads[name], expected[name]) for name in grads)
     assert all("lora_" in name for name in grads)
-    with routers.replay(random_trace(21, routers.layers, routers.num_experts, routers.top_k), check=False):
+    with routers.replay(
+        random_trace(21, routers.layers, routers.num_experts, routers.top_k), check=False
+    ):
         other, grads = loss_and_grads(model, ids)
     assert not torch.equal(other, plain)
     assert all(grad.any() for grad in grads.values())
     if targets in ("router", "all"):
-        assert sum("gate" in name and "gate_up" not in name for name in grads) == 2 * len(routers.layers)
+        assert sum("gate" in name and "gate_up" not in name for name in grads) == 2 * len(
+            routers.layers
+        )
 
 
 def test_lora_on_the_router_changes_what_it_records() -> None:
@@ -74,7 +80,9 @@ def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
     with torch.no_grad(), untouched.record() as tape:
         expected = base(input_ids=ids).logits
     first = tape.trace()
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=[saved]))
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=[saved])
+    )
     routers = bind_routers(model)
     assert (routers.layers, routers.num_experts, routers.top_k) == (
         untouched.layers,
@@ -83,7 +91,10 @@ def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
     )
     routers.self_test()
     for name, parameter in model.named_parameters():
-        if name.endswith("modules_to_save.default.weight") or "modules_to_save.default.gate.weight" in name:
+        if (
+            name.endswith("modules_to_save.default.weight")
+            or "modules_to_save.default.gate.weight" in name
+        ):
             parameter.data += torch.randn_like(parameter)
     with routers.record() as tape:
         plain, grads = loss_and_grads(model, ids)
@@ -93,8 +104,14 @@ def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
         logits, replayed = loss_and_grads(model, ids)
     assert torch.equal(logits, plain)
     assert all(torch.equal(replayed[name], grad) for name, grad in grads.items())
-    moved = [name for name in replayed if "modules_to_save.default" in name and "gate" in name and "weight" in name]
-    assert len([name for name in moved if "gate_up" not in name and "shared" not in name]) >= len(routers.layers)
+    moved = [
+        name
+        for name in replayed
+        if "modules_to_save.default" in name and "gate" in name and "weight" in name
+    ]
+    assert len([name for name in moved if "gate_up" not in name and "shared" not in name]) >= len(
+        routers.layers
+    )
     other = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
     with torch.no_grad(), routers.replay(other, check=False):
         assert not torch.equal(model(input_ids=ids).logits, plain)

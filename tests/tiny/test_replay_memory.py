@@ -30,7 +30,9 @@ class LargestInt64(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 1), (300, 2)])
-@pytest.mark.parametrize("how", [{}, {"native": True}, {"soft": 0.8}], ids=["plain", "native", "soft"])
+@pytest.mark.parametrize(
+    "how", [{}, {"native": True}, {"soft": 0.8}], ids=["plain", "native", "soft"]
+)
 def test_one_layer_is_widened_at_a_time(experts: int, width: int, how: dict[str, Any]) -> None:
     model = build("qwen3_moe", num_experts=experts)
     routers = bind_routers(model)
@@ -42,7 +44,11 @@ def test_one_layer_is_widened_at_a_time(experts: int, width: int, how: dict[str,
     assert largest.elements == rows * top_k
     kept = {replayer._route.untyped_storage().data_ptr() for replayer in replayed._replayers}
     assert "soft" in how or len(kept) == 1  # one copy of the trace
-    for replayer in replayed._replayers:  # what is kept for a recompute: views of that copy, or as narrow
+    for (
+        replayer
+    ) in replayed._replayers:  # what is kept for a recompute: views of that copy, or as narrow
         assert replayer._route.dtype == trace.ids.dtype
         if "soft" not in how:
-            assert replayer._route.untyped_storage().nbytes() == trace.ids.untyped_storage().nbytes()
+            assert (
+                replayer._route.untyped_storage().nbytes() == trace.ids.untyped_storage().nbytes()
+            )

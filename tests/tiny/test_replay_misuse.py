@@ -53,14 +53,18 @@ class Policy(nn.Module):
 @pytest.mark.parametrize("wrap", ["own", "DataParallel", "DDP", "fully_shard"])
 def test_a_wrapped_model_is_the_model(model: PreTrainedModel, wrap: str, tmp_path: Path) -> None:
     plain, engine = model(input_ids=IDS).logits, torch.arange(3 * 3 * 3).view(3, 3, 3) % 8
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         if wrap == "fully_shard":
             wrapped: nn.Module = fully_shard(Policy(lm=model))
         else:
-            wrapped = {"own": lambda m: Policy(lm=m), "DataParallel": nn.DataParallel, "DDP": DistributedDataParallel}[
-                wrap
-            ](model)
+            wrapped = {
+                "own": lambda m: Policy(lm=m),
+                "DataParallel": nn.DataParallel,
+                "DDP": DistributedDataParallel,
+            }[wrap](model)
         routers = bind_routers(wrapped)  # type: ignore[arg-type]
         if wrap != "fully_shard":  # where the inner model alone is sharded by a stranger
             assert routers == bind_routers(model)
@@ -109,15 +113,30 @@ def test_a_load_balancing_loss_is_refused(model: PreTrainedModel, routers: Route
         (torch.arange(18).view(2, 3, 3) % 3, torch.ones(2, 1, dtype=torch.bool), r"shape \(2, 1\)"),
     ],
 )
-def test_engine_routes_of_another_kind_are_refused(routers: Routers, ids: Any, valid: Any, words: str) -> None:
+def test_engine_routes_of_another_kind_are_refused(
+    routers: Routers, ids: Any, valid: Any, words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         routers.trace_from(ids, valid=valid)
 
 
 @pytest.mark.parametrize(
-    "bounds", [[0, 7, 14, 21], [7, 7, 7], [7, 14, 21], [0, 7, 14], [0, 7, 30], [0, 14, 7, 21], [[0, 21]], [], [0.0, 21]]
+    "bounds",
+    [
+        [0, 7, 14, 21],
+        [7, 7, 7],
+        [7, 14, 21],
+        [0, 7, 14],
+        [0, 7, 30],
+        [0, 14, 7, 21],
+        [[0, 21]],
+        [],
+        [0.0, 21],
+    ],
 )
-def test_bounds_of_another_batch_are_refused(model: PreTrainedModel, routers: Routers, bounds: list) -> None:
+def test_bounds_of_another_batch_are_refused(
+    model: PreTrainedModel, routers: Routers, bounds: list
+) -> None:
     with routers.replay(_own_trace(model, routers), native=True) as replayed:
         model(input_ids=IDS)
     if bounds == [0, 7, 14, 21]:

@@ -37,7 +37,9 @@ class Gate(nn.Module):
         super().__init__()
         self.kind, self.top_k, self.num_experts = kind, K, E
         self.weight = nn.Parameter(torch.eye(E))
-        self.bias = torch.tensor([0.0, 0.0, 0.0, 9.0])  # selection bias of the sigmoid kind: always takes expert 3
+        self.bias = torch.tensor(
+            [0.0, 0.0, 0.0, 9.0]
+        )  # selection bias of the sigmoid kind: always takes expert 3
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(x, self.weight)
@@ -92,7 +94,9 @@ def test_r3_weighs_the_replayed_experts_by_the_live_scores() -> None:
     with routers.replay(trace_of([3, 0]), check=False):
         y = model(X)
     assert y.item() == pytest.approx(0.1 * 1000 + 0.4 * 1)
-    model, routers = one_layer("logits")  # eq. 8: softmax over the replayed experts only: .1/.5 and .4/.5
+    model, routers = one_layer(
+        "logits"
+    )  # eq. 8: softmax over the replayed experts only: .1/.5 and .4/.5
     with routers.replay(trace_of([3, 0]), check=False):
         assert model(X).item() == pytest.approx(0.2 * 1000 + 0.8 * 1)
 
@@ -101,7 +105,12 @@ def test_r3_weighs_the_replayed_experts_by_the_live_scores() -> None:
     ("ratio", "replayed", "taken", "replaced"),
     [
         (0.66, [2, 0], [2, 0], 0.0),  # .2 >= .66 * .3 = .198: stays
-        (0.67, [2, 0], [1, 0], 0.5),  # .2 < .67 * .3 = .201: the best own expert not in the row takes its column
+        (
+            0.67,
+            [2, 0],
+            [1, 0],
+            0.5,
+        ),  # .2 < .67 * .3 = .201: the best own expert not in the row takes its column
         (0.66, [3, 2], [0, 2], 0.5),  # .1 goes, .2 stays
         (1.0, [3, 2], [0, 1], 1.0),  # both go, best first
         (1.0, [1, 0], [1, 0], 0.0),  # the router's own are never replaced
@@ -236,7 +245,9 @@ def test_weights_of_another_models_rollout_reach_the_experts_bit_for_bit(family:
     assert grads[gate].any()
     wide = dataclasses.replace(trace, weights=trace.weights.double())
     with (
-        pytest.raises(UsageError, match=r"weights are torch\.float64, but the router gives torch\.float32"),
+        pytest.raises(
+            UsageError, match=r"weights are torch\.float64, but the router gives torch\.float32"
+        ),
         routers.replay(wide, weights=True, check=False),
     ):
         trainer(input_ids=ids)
@@ -273,9 +284,9 @@ def test_r2_replays_in_the_update_what_scoring_chose() -> None:
     learner = learner_of("replay.mode=r2", *settings)
     taken: list[Tensor] = []
     for router in learner.routers._routers:
-        learner.model.get_submodule(router.path.removesuffix(".gate")).experts.register_forward_pre_hook(
-            lambda _, args: taken.append(args[1].clone())
-        )
+        learner.model.get_submodule(
+            router.path.removesuffix(".gate")
+        ).experts.register_forward_pre_hook(lambda _, args: taken.append(args[1].clone()))
     scored, _, replayed = one_step(learner, batch)
     layers = len(learner.routers.layers)
     updates, native = taken[layers:], scored.routing_native.ids.long()

@@ -37,14 +37,19 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 def batch(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask [B, S]. Pads are a token the samples use too."""
     width = max(map(len, samples)) + 1
-    ids, mask = torch.full((len(samples), width), 5), torch.zeros(len(samples), width, dtype=torch.long)
+    ids, mask = (
+        torch.full((len(samples), width), 5),
+        torch.zeros(len(samples), width, dtype=torch.long),
+    )
     for row, sample in enumerate(samples):
         at = slice(width - len(sample), width) if side == "left" else slice(0, len(sample))
         ids[row, at], mask[row, at] = sample, 1
     return ids, mask
 
 
-def run(family: str, samples: list[Tensor], layout: str, routes: list[RoutingTrace] | None = None) -> tuple:
+def run(
+    family: str, samples: list[Tensor], layout: str, routes: list[RoutingTrace] | None = None
+) -> tuple:
     """Each sample's logits and its trace, recorded or replayed, from one forward in this layout."""
     stock, packed = models(family)
     model, lengths = (packed if layout == "packed" else stock), [len(s) for s in samples]
@@ -56,7 +61,11 @@ def run(family: str, samples: list[Tensor], layout: str, routes: list[RoutingTra
         }
     else:
         ids, mask = batch(samples, layout)
-        arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
     routers = bind_routers(model)
     if routes is None:
         with torch.no_grad(), routers.record() as tape:
@@ -70,7 +79,9 @@ def run(family: str, samples: list[Tensor], layout: str, routes: list[RoutingTra
         bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
         traces = [trace.rows(a, b) for a, b in itertools.pairwise(bounds)]
         return list(logits[0].split(lengths)), traces
-    return [row[used.bool()] for row, used in zip(logits, mask, strict=True)], unpad_routes(trace, mask)
+    return [row[used.bool()] for row, used in zip(logits, mask, strict=True)], unpad_routes(
+        trace, mask
+    )
 
 
 def margin(model: PreTrainedModel, samples: list[Tensor]) -> float:
@@ -81,7 +92,10 @@ def margin(model: PreTrainedModel, samples: list[Tensor]) -> float:
         best = out[0].topk(module.top_k + 1).values
         gaps.append((best[:, :-1] - best[:, 1:]).min().item())
 
-    handles = [model.get_submodule(r.path).register_forward_hook(look) for r in bind_routers(model)._routers]
+    handles = [
+        model.get_submodule(r.path).register_forward_hook(look)
+        for r in bind_routers(model)._routers
+    ]
     with torch.no_grad():
         for sample in samples:
             model(input_ids=sample[None], use_cache=False)
@@ -95,15 +109,22 @@ def draw(lengths: list[int], seed: int) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
 
 
-def alone(family: str, samples: list[Tensor], routes: list[RoutingTrace] | None = None) -> list[tuple]:
-    runs = [run(family, [s], "right", None if routes is None else [routes[i]]) for i, s in enumerate(samples)]
+def alone(
+    family: str, samples: list[Tensor], routes: list[RoutingTrace] | None = None
+) -> list[tuple]:
+    runs = [
+        run(family, [s], "right", None if routes is None else [routes[i]])
+        for i, s in enumerate(samples)
+    ]
     return [(logits[0], traces[0]) for logits, traces in runs]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @settings(max_examples=6, deadline=None)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
-def test_recorded_routes_are_those_of_the_sample_alone(family: str, lengths: list[int], seed: int) -> None:
+def test_recorded_routes_are_those_of_the_sample_alone(
+    family: str, lengths: list[int], seed: int
+) -> None:
     samples = draw(lengths, seed)
     assume(margin(models(family)[0], samples) > 1e-4)
     expected = alone(family, samples)
@@ -115,7 +136,9 @@ def test_recorded_routes_are_those_of_the_sample_alone(family: str, lengths: lis
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @settings(max_examples=6, deadline=None)
 @given(lengths=lengths_of_samples, seed=st.integers(0, 10_000))
-def test_replayed_routes_act_on_their_own_tokens(family: str, lengths: list[int], seed: int) -> None:
+def test_replayed_routes_act_on_their_own_tokens(
+    family: str, lengths: list[int], seed: int
+) -> None:
     """Routes no router would choose, another set for every token: a row out of place would move the logits."""
     samples = draw(lengths, seed)
     routers = bind_routers(models(family)[0])
@@ -125,7 +148,9 @@ def test_replayed_routes_act_on_their_own_tokens(family: str, lengths: list[int]
     for layout in LAYOUTS:
         logits, traces = run(family, samples, layout, routes)
         for i, (own, _) in enumerate(expected):
-            torch.testing.assert_close(logits[i], own, atol=2e-5, rtol=1e-4, msg=lambda m, at=layout: f"{at}: {m}")
+            torch.testing.assert_close(
+                logits[i], own, atol=2e-5, rtol=1e-4, msg=lambda m, at=layout: f"{at}: {m}"
+            )
             assert torch.equal(traces[i].ids, routes[i].ids)
 
 
@@ -163,7 +188,9 @@ def test_combine_weights_are_padded_too() -> None:
         ([3, 0], [[1, 1, 1], [0, 0, 0]], "sample 1 is not one run"),
     ],
 )
-def test_routes_that_do_not_fit_are_refused(lengths: list[int], mask: list[list[int]], words: str) -> None:
+def test_routes_that_do_not_fit_are_refused(
+    lengths: list[int], mask: list[list[int]], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         pad_routes([trace_of(n) for n in lengths], torch.tensor(mask))
 

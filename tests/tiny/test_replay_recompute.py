@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from replay_models import build, experts_inputs, loss_and_grads, random_trace, same_bits, take_grads, tokens
+from replay_models import (
+    build,
+    experts_inputs,
+    loss_and_grads,
+    random_trace,
+    same_bits,
+    take_grads,
+    tokens,
+)
 from torch import Tensor
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -50,11 +58,16 @@ def test_recompute_takes_the_same_routes(family: str, every: int, reentrant: boo
     with routers.replay(trace, native=True, check=False) as plain:
         _, expected = loss_and_grads(model, ids)
     _checkpointed(model, reentrant)
-    with experts_inputs(model) as computed, routers.replay(trace, native=True, check=False) as replayed:
+    with (
+        experts_inputs(model) as computed,
+        routers.replay(trace, native=True, check=False) as replayed,
+    ):
         _, grads = loss_and_grads(model, ids)
     assert len(computed) > len(routers.layers)  # something was recomputed
     assert same_bits(grads, expected)
-    assert torch.equal(replayed.native().ids, plain.native().ids)  # kept once, not again by the recompute
+    assert torch.equal(
+        replayed.native().ids, plain.native().ids
+    )  # kept once, not again by the recompute
 
 
 @MODES
@@ -106,7 +119,9 @@ def test_micro_batches_may_interleave(reentrant: bool) -> None:
 
 def _selective() -> tuple:
     """Keep matrix products, recompute the rest (router selections included)."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+    return create_selective_checkpoint_contexts(
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    )
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -127,9 +142,13 @@ def _checkpoint_by_hand(model: PreTrainedModel, kind: str) -> None:
         layer.forward = forward
 
 
-@pytest.mark.parametrize("backward", ["inside", "outside", "in_another_replay", "after_another_forward"])
+@pytest.mark.parametrize(
+    "backward", ["inside", "outside", "in_another_replay", "after_another_forward"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(kind: str, backward: str) -> None:
+def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(
+    kind: str, backward: str
+) -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace, other = _trace(routers, 2, 4), _trace(routers, 9)
@@ -201,7 +220,10 @@ def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -
     with routers.replay(trace, check=False):
         _loss(model, ids).backward()
     expected = take_grads(model)
-    before = checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator
+    before = (
+        checkpoint_module.CheckpointFunction,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
     calls = itertools.count()
 
     def fail_at(call: int) -> Any:
@@ -223,7 +245,10 @@ def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -
         loss.backward()
     handle.remove()
     model.zero_grad(set_to_none=True)
-    assert before == (checkpoint_module.CheckpointFunction, checkpoint_module._checkpoint_without_reentrant_generator)
+    assert before == (
+        checkpoint_module.CheckpointFunction,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
     assert not any("forward" in router.module.__dict__ for router in routers._routers)
     with routers.replay(trace, check=False):
         _loss(model, ids).backward()

@@ -11,7 +11,10 @@ from replay_models import build, random_trace, same_bits, take_grads, tokens
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.utils import checkpoint as checkpoint_module
-from torch.utils.checkpoint import CheckpointFunction, checkpoint  # by name, as some trainers import them
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    checkpoint,
+)  # by name, as some trainers import them
 
 from onepolicy import bind_routers
 from onepolicy.replay import Routers, RoutingError
@@ -72,7 +75,9 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("steps", [40, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", ["moe", "dense"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-def test_checkpoints_of_another_thread_are_not_touched(reentrant: bool, other: str, steps: int) -> None:
+def test_checkpoints_of_another_thread_are_not_touched(
+    reentrant: bool, other: str, steps: int
+) -> None:
     """Gradients of both, to the bit those that each gets alone."""
     model, ids = build("qwen3_moe"), tokens()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -86,11 +91,16 @@ def test_checkpoints_of_another_thread_are_not_touched(reentrant: bool, other: s
         beside = Dense(reentrant).step
     before = CheckpointFunction.forward, checkpoint_module._checkpoint_without_reentrant_generator
     assert _beside(lambda seed: _step(model, routers, ids, seed), beside, steps) == []
-    assert before == (CheckpointFunction.forward, checkpoint_module._checkpoint_without_reentrant_generator)
+    assert before == (
+        CheckpointFunction.forward,
+        checkpoint_module._checkpoint_without_reentrant_generator,
+    )
     assert not any("forward" in router.module.__dict__ for router in routers._routers)
 
 
-@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "non_reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "checkpointed", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
+)
 def test_a_forward_in_another_thread_than_its_replay(checkpointed: bool | None) -> None:
     """Right without checkpoints; with them its recompute would route natively, so it is refused."""
     model, ids = build("qwen3_moe"), tokens()

@@ -122,7 +122,9 @@ def test_rows_without_a_route_keep_every_bit(family: str) -> None:
     trace = _trace(routers)
     for invalid in (torch.arange(21) == 9, torch.arange(21) % 3 == 0):
         mixed = torch.where(invalid[:, None, None], trace.ids, own.ids)
-        with routers.replay(dataclasses.replace(own, ids=mixed, valid=~invalid), native=True, check=False) as replayed:
+        with routers.replay(
+            dataclasses.replace(own, ids=mixed, valid=~invalid), native=True, check=False
+        ) as replayed:
             logits, grads = loss_and_grads(model, ids)
         assert torch.equal(logits, plain)
         assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
@@ -133,7 +135,9 @@ def test_rows_without_a_route_keep_every_bit(family: str) -> None:
 def test_all_rows_invalid_is_the_unhooked_model(model: PreTrainedModel, routers: Routers) -> None:
     plain, plain_grads = loss_and_grads(model, tokens())
     trace = _trace(routers)
-    with routers.replay(dataclasses.replace(trace, valid=torch.zeros(21, dtype=torch.bool)), check=False):
+    with routers.replay(
+        dataclasses.replace(trace, valid=torch.zeros(21, dtype=torch.bool)), check=False
+    ):
         logits, grads = loss_and_grads(model, tokens())
     assert torch.equal(logits, plain)
     assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
@@ -162,7 +166,9 @@ def test_bad_ids_name_layer_and_row(experts: int) -> None:
     for bad, words in (([1, experts, 2], "outside 0"), ([5, 3, 5], "twice")):
         trace = _trace(routers)
         trace.ids[4, 1] = torch.tensor(bad).to(trace.ids.dtype)
-        with pytest.raises(UsageError, match=rf"{words}.*layer 2, row 4: \[{bad[0]}, {bad[1]}, {bad[2]}\]"):
+        with pytest.raises(
+            UsageError, match=rf"{words}.*layer 2, row 4: \[{bad[0]}, {bad[1]}, {bad[2]}\]"
+        ):
             routers.replay(trace, check=False).__enter__()
         trace.valid[4] = False
         with routers.replay(trace, check=False):

@@ -22,7 +22,9 @@ from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Group, RouteSpan
 
 
-def _reprefill(name: str = "qwen3_moe", *, tokens: int = 4096, weights: bool = False, seed: int = 0) -> Reprefill:
+def _reprefill(
+    name: str = "qwen3_moe", *, tokens: int = 4096, weights: bool = False, seed: int = 0
+) -> Reprefill:
     model = make(name, seed)
     prepare_for_training(model, torch.device("cpu"))
     scorer = PolicyScorer(model.eval(), resolve(BASE), routers=bind_routers(model))
@@ -43,7 +45,10 @@ def _groups(name: str = "qwen3_moe") -> list[Group]:
 
 def _without_routes(groups: list[Group]) -> list[Group]:
     return [
-        dataclasses.replace(g, samples=tuple(dataclasses.replace(s, routing=None) for s in g.samples)) for g in groups
+        dataclasses.replace(
+            g, samples=tuple(dataclasses.replace(s, routing=None) for s in g.samples)
+        )
+        for g in groups
     ]
 
 
@@ -67,10 +72,14 @@ def test_routes_are_never_replaced_or_mixed_and_of_the_right_weights() -> None:
     with pytest.raises(UsageError, match="sample 0 has its engine's routes"):
         reprefill.fill(groups)
     filled = reprefill.fill(_without_routes(groups))
-    with pytest.raises(UsageError, match="some routes were recorded by the engine and others by a re-prefill"):
+    with pytest.raises(
+        UsageError, match="some routes were recorded by the engine and others by a re-prefill"
+    ):
         pack([groups[0], filled[1]])
     asyncio.run(reprefill.load_weights(make("qwen3_moe", seed=5).state_dict().items(), 3))
-    with pytest.raises(UsageError, match=r"sampled by weights \[0\], but the re-prefill holds version 3"):
+    with pytest.raises(
+        UsageError, match=r"sampled by weights \[0\], but the re-prefill holds version 3"
+    ):
         reprefill.fill(_without_routes(groups))
 
 
@@ -86,9 +95,13 @@ def test_the_learner_takes_only_the_source_that_was_asked_for() -> None:
     batch = batch_of()
     spans = (RouteSpan(0, batch.num_slots, "reprefill", 0),)
     labelled = batch.replace(routing=dataclasses.replace(batch.routing, spans=spans))
-    with pytest.raises(UsageError, match=r"replay\.source: engine, but .* recorded by a re-prefill"):
+    with pytest.raises(
+        UsageError, match=r"replay\.source: engine, but .* recorded by a re-prefill"
+    ):
         learner_of().score(labelled)
-    with pytest.raises(UsageError, match=r"replay\.source: reprefill, but .* recorded by the engine"):
+    with pytest.raises(
+        UsageError, match=r"replay\.source: reprefill, but .* recorded by the engine"
+    ):
         learner_of("replay.source=reprefill").score(batch)
     learner_of("replay.source=reprefill").score(labelled)
 
@@ -98,4 +111,6 @@ def test_a_run_on_reprefilled_routes(train) -> None:
     assert len(found) == 2
     for row in found:
         assert row["time/reprefill"] > 0
-        assert row["routing/routers"] < 0.2  # bfloat16 copy against float32 trainer, like the engine's own
+        assert (
+            row["routing/routers"] < 0.2
+        )  # bfloat16 copy against float32 trainer, like the engine's own

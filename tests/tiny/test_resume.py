@@ -30,7 +30,11 @@ def assert_same_run(a, b, step):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resume_is_bit_equal(train, dtype):
-    settings = ["log.counterfactual_every=1", f"model.dtype={dtype}", f"rollout.engine.dtype={dtype}"]
+    settings = [
+        "log.counterfactual_every=1",
+        f"model.dtype={dtype}",
+        f"rollout.engine.dtype={dtype}",
+    ]
     whole = train("whole", "steps=4", *settings)
     part = train("part", "steps=2", *settings)  # a last step is always probed
     assert main(["train", "--resume", str(part), "steps=4"]) == 0
@@ -50,7 +54,9 @@ def command(*arguments):
 
 def run_and_kill(arguments, when):
     """Start a command, SIGKILL it once `when()` says so. True if it was still running."""
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     while process.poll() is None:
         if when():
             os.killpg(process.pid, signal.SIGKILL)
@@ -68,7 +74,9 @@ def next_command(recipe, out, steps):
 
 
 def finish(recipe, out, steps):
-    done = subprocess.run(next_command(recipe, out, steps), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        next_command(recipe, out, steps), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -116,7 +124,11 @@ def random_moment(out, generator):
         new = len(list(out.glob("checkpoints/step_*"))) - so_far
         if not seen and new >= 2:
             seen.append(time.monotonic())
-        return new >= 4 or time.monotonic() > started + patience or (seen and time.monotonic() > seen[0] + lag)
+        return (
+            new >= 4
+            or time.monotonic() > started + patience
+            or (seen and time.monotonic() > seen[0] + lag)
+        )
 
     return now
 
@@ -128,7 +140,9 @@ def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
     steps, generator = 150, random.Random(1)
     whole, out = train("whole", f"steps={steps}", *EVERY), tmp_path / "killed"
     for _ in range(20):
-        assert run_and_kill(next_command(recipe, out, steps), random_moment(out, generator)), "ended before its kill"
+        assert run_and_kill(next_command(recipe, out, steps), random_moment(out, generator)), (
+            "ended before its kill"
+        )
     finish(recipe, out, steps)
     assert_same_run(whole, out, steps)
 
@@ -136,7 +150,9 @@ def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
 def test_evaluation_leaves_nothing_behind_that_a_resumed_run_lacks(train, tmp_path):
     """Prompts that share a long prefix and fp32 rollouts: a prefix left in the engine by an evaluation would show."""
     data = tmp_path / "data.jsonl"
-    lines = [f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)]
+    lines = [
+        f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)
+    ]
     data.write_text("\n".join(lines))
     settings = [
         "task.kind=jsonl",
@@ -178,6 +194,8 @@ def test_resume_drops_later_probes_and_ignores_unfinished_files(train):
     with (run / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "train/rew')
     run_folder.drop_probes_after(run, 1)
-    assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == ["step_00001.safetensors"]
+    assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == [
+        "step_00001.safetensors"
+    ]
     assert main(["train", "--resume", str(run)]) == 0
     assert [row["step"] for row in rows(run)] == [1, 2]

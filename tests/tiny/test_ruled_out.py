@@ -26,14 +26,18 @@ def test_entropy_of_a_row_by_hand():
     assert float(entropy_of(torch.tensor([[1.0, 0.0]]).log())) == 0.0
 
 
-@pytest.mark.parametrize(("low", "temperature"), [(-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)])
+@pytest.mark.parametrize(
+    ("low", "temperature"), [(-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)]
+)
 def test_entropy_and_gradient_are_those_of_the_row_without_the_token(low, temperature):
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(5, 7, generator=generator).requires_grad_()
     column = torch.full((5, 1), low)
     whole = torch.cat([kept.detach()[:, :3], column, kept.detach()[:, 3:]], 1).requires_grad_()
     scale = torch.linspace(-3, 3, 5)  # of both signs, and larger than 1
-    plain = -(torch.softmax(kept / temperature, -1) * torch.log_softmax(kept / temperature, -1)).sum(-1)
+    plain = -(
+        torch.softmax(kept / temperature, -1) * torch.log_softmax(kept / temperature, -1)
+    ).sum(-1)
     (scale * plain).sum().backward()
     found = entropy_of(torch.log_softmax(whole / temperature, -1))
     (scale * found).sum().backward()
@@ -43,7 +47,9 @@ def test_entropy_and_gradient_are_those_of_the_row_without_the_token(low, temper
 
 
 def test_gradient_of_the_entropy_is_its_slope():
-    logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logits = torch.randn(
+        3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: entropy_of(z.log_softmax(-1)), logits)
 
 
@@ -64,10 +70,14 @@ def banned(learner, low=-math.inf):
 
 def allowed(batch):
     """No sampled token is the one that is ruled out."""
-    return batch.replace(target_ids=torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids))
+    return batch.replace(
+        target_ids=torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids)
+    )
 
 
-@pytest.mark.parametrize("option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"])
+@pytest.mark.parametrize(
+    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
+)
 @pytest.mark.parametrize(("low", "heat"), [(-math.inf, 1.0), (LOWEST, 0.7)])
 def test_a_learner_step_with_an_entropy_bonus(option, low, heat):
     learner = banned(learner_of("objective.entropy_coef=0.01", option), low)
@@ -86,7 +96,9 @@ def test_score_centering_leaves_out_what_neither_side_can_sample():
     rollout = torch.log_softmax(torch.tensor([[0.1, 0.0, 0.2]]), -1)
     centered_score(head, rollout, config).sum().backward()
     wide = torch.tensor([[0.3, -0.2, 0.1, -math.inf]]).requires_grad_()
-    centre = centered_score(torch.log_softmax(wide, -1), torch.cat([rollout, torch.full((1, 1), -math.inf)], 1), config)
+    centre = centered_score(
+        torch.log_softmax(wide, -1), torch.cat([rollout, torch.full((1, 1), -math.inf)], 1), config
+    )
     centre.sum().backward()
     assert centre.isfinite().all()
     torch.testing.assert_close(wide.grad[:, :3], logits.grad)

@@ -16,7 +16,9 @@ from onepolicy.cli import main
 @pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    assert main(["train", str(recipe), f"out={out}", "log.report=true", "log.tensorboard=true"]) == 0
+    assert (
+        main(["train", str(recipe), f"out={out}", "log.report=true", "log.tensorboard=true"]) == 0
+    )
     return out
 
 
@@ -44,7 +46,9 @@ def test_run_folder(finished):
     probe = load_file(finished / "probes" / "step_00001.safetensors")
     assert len(probe["logp_rollout"]) == len(probe["logp_trainer_native"])
     summary = json.loads((finished / "summary.json").read_text())
-    assert summary["eval_best"]["value"] == max(row["eval/greedy"] for row in found if "eval/greedy" in row)
+    assert summary["eval_best"]["value"] == max(
+        row["eval/greedy"] for row in found if "eval/greedy" in row
+    )
 
 
 def test_checkpoint_is_a_plain_transformers_model(finished):
@@ -63,7 +67,10 @@ def test_counterfactual_is_what_a_run_without_replay_measures(train):
     assert with_replay["counterfactual/mismatch/k3"] == without["mismatch/k3"]
     assert with_replay["counterfactual/routing/routers"] == without["routing/routers"]
     assert with_replay["mismatch/k3"] != without["mismatch/k3"]
-    assert (with_replay["correction/weight_max"], without["correction/weight_max"] > 0) == (1.0, True)
+    assert (with_replay["correction/weight_max"], without["correction/weight_max"] > 0) == (
+        1.0,
+        True,
+    )
 
 
 def test_fp32_rollouts_agree_with_the_trainer(train):
@@ -94,7 +101,9 @@ def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
     assert about["parent"] == {"run": str(finished), "step": 2}
     started = json.loads((finished / "config.json").read_text())["model"]["path"]
     assert about["kl_reference"] == started  # not the checkpoint the fork starts at:
-    assert next(row["train/kl"] for row in rows(out) if row["step"] == 3) > 0  # two steps away already
+    assert (
+        next(row["train/kl"] for row in rows(out) if row["step"] == 3) > 0
+    )  # two steps away already
     config = json.loads((out / "config.json").read_text())
     assert config["replay"]["mode"] == "off"
     assert (config["correction"]["preset"], config["correction"]["weight"]["high"]) == (
@@ -139,7 +148,15 @@ def test_help_teaches(capsys):
 
 
 def test_make_policy_gives_the_same_weights_for_the_same_command(tmp_path, capsys):
-    small = ["layers=1", "hidden_size=32", "experts=4", "top_k=2", "steps=4", "max_len=220", "tokens_per_step=256"]
+    small = [
+        "layers=1",
+        "hidden_size=32",
+        "experts=4",
+        "top_k=2",
+        "steps=4",
+        "max_len=220",
+        "tokens_per_step=256",
+    ]
     for name in ("one", "two"):
         assert main(["make-policy", "--out", str(tmp_path / name), *small]) == 0
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
@@ -148,9 +165,21 @@ def test_make_policy_gives_the_same_weights_for_the_same_command(tmp_path, capsy
 
 
 def test_make_policy_on_a_jsonl_file(tmp_path):
-    lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(10) for b in range(10)]
+    lines = [
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+        for a in range(10)
+        for b in range(10)
+    ]
     (tmp_path / "sums.jsonl").write_text("\n".join(lines))
     task = ["task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.held_out=8"]
-    small = ["layers=1", "hidden_size=32", "experts=4", "top_k=2", "steps=2", "max_len=64", "tokens_per_step=256"]
+    small = [
+        "layers=1",
+        "hidden_size=32",
+        "experts=4",
+        "top_k=2",
+        "steps=2",
+        "max_len=64",
+        "tokens_per_step=256",
+    ]
     assert main(["make-policy", "--out", str(tmp_path / "policy"), *task, *small]) == 0
     assert (tmp_path / "policy" / "policy.json").exists()

@@ -44,7 +44,9 @@ READ_BY = [
 
 
 @pytest.mark.parametrize(("name", "readers"), READ_BY)
-def test_one_damaged_byte_is_one_message_of_every_command_that_reads_it(copy, capsys, name, readers):
+def test_one_damaged_byte_is_one_message_of_every_command_that_reads_it(
+    copy, capsys, name, readers
+):
     data = bytearray((copy / name).read_bytes())
     data[12] = 0x80
     (copy / name).write_bytes(data)
@@ -74,7 +76,9 @@ def test_a_row_that_no_run_writes(copy, capsys, line):
     assert f"{copy / 'metrics.jsonl'}:3: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [{"files": True}, {"step": None}, {"updates": "1"}, {"sha256": [1]}, {"step": 7}])
+@pytest.mark.parametrize(
+    "change", [{"files": True}, {"step": None}, {"updates": "1"}, {"sha256": [1]}, {"step": 7}]
+)
 def test_state_of_another_type(copy, capsys, change):
     path = copy / "checkpoints" / "step_00002" / "state.json"
     state = json.loads(path.read_text())
@@ -109,7 +113,10 @@ def test_strays_do_not_stop_a_resume(copy):
     (copy / "checkpoints" / ".step_00009.deleting").symlink_to(copy)
     (copy / "probes" / "step_abc.safetensors").write_text("")
     assert main(commands(copy)["resume"]) == 0
-    assert sorted(each.name for each in (copy / "checkpoints").iterdir()) == ["step_00002", "step_00003"]
+    assert sorted(each.name for each in (copy / "checkpoints").iterdir()) == [
+        "step_00002",
+        "step_00003",
+    ]
     assert (copy / "probes" / "step_abc.safetensors").exists()
     assert (copy / "config.json").exists()
 
@@ -118,13 +125,19 @@ def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
     (copy / ".lock").unlink()
     (copy / ".lock").mkdir()
     assert main(commands(copy)["resume"]) == 2
-    assert f"{copy}: cannot be written to: Is a directory; make it writable, or copy it" in capsys.readouterr().err
+    assert (
+        f"{copy}: cannot be written to: Is a directory; make it writable, or copy it"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_resume_without_a_checkpoint_says_that_it_starts_again(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert main(commands(copy)["resume"]) == 0
-    assert f"resuming {copy}: it has no checkpoint, so it starts again at step 0" in capsys.readouterr().out
+    assert (
+        f"resuming {copy}: it has no checkpoint, so it starts again at step 0"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
@@ -135,7 +148,9 @@ def test_the_same_recipe_twice_makes_two_runs(recipe, tmp_path, capsys):
     for name in ("words", "words-2"):
         assert main(["train", str(own), *quick]) == 0
         assert capsys.readouterr().out.splitlines()[0] == f"run folder: {tmp_path / name}"
-        assert json.loads((tmp_path / name / "config.json").read_text())["out"] == str(tmp_path / name)
+        assert json.loads((tmp_path / name / "config.json").read_text())["out"] == str(
+            tmp_path / name
+        )
     assert main(["train", str(own), *quick, f"out={out}"]) == 2
     assert f"out: {out} is not empty" in capsys.readouterr().err
 
@@ -148,7 +163,10 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     monkeypatch.setattr("signal.signal", lambda *a: None)
     assert main(commands(copy)["resume"]) == 130
     said = capsys.readouterr().err
-    assert f"the last checkpoint of {copy} is of step 2, 1 finished step after it will be computed again" in said
+    assert (
+        f"the last checkpoint of {copy} is of step 2, 1 finished step after it will be computed again"
+        in said
+    )
     assert f"`onepolicy train --resume {copy}` continues" in said
 
 

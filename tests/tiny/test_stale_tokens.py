@@ -24,7 +24,9 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("most", [None, 1.0])
-def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(recipe, policy, most, monkeypatch):
+def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(
+    recipe, policy, most, monkeypatch
+):
     """Sum over tokens of min(rho, most) A grad log p / N: p and rho of the new weights with the old ones' experts, q
     and rewards of the old weights. Without TIS the weight is 1."""
     correction = ["preset=recompute"] if most is None else ["preset=tis", f"weight.high={most}"]
@@ -45,7 +47,13 @@ def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(recipe,
     weights = {name: tensor.clone() for name, tensor in learner.named_weights()}
 
     def keep_gradients(mini_step):
-        found.update({name: p.grad.clone() for name, p in learner.model.named_parameters() if p.grad is not None})
+        found.update(
+            {
+                name: p.grad.clone()
+                for name, p in learner.model.named_parameters()
+                if p.grad is not None
+            }
+        )
         return 0.0
 
     monkeypatch.setattr(learner, "_update", keep_gradients)
@@ -72,11 +80,15 @@ def by_hand(model, groups, most):
         if len(set(rewards)) == 1:
             continue
         for one in group.samples:
-            advantage = (one.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            advantage = (one.reward - statistics.fmean(rewards)) / (
+                statistics.stdev(rewards) + 1e-6
+            )
             path = one.tokens.long()[None]
             with routers.replay(one.routing, check=False):
                 logits = model(input_ids=path[:, :-1], use_cache=False).logits[0]
-                logp = torch.log_softmax(logits, -1).gather(-1, path[0, 1:, None])[:, 0][one.trainable]
+                logp = torch.log_softmax(logits, -1).gather(-1, path[0, 1:, None])[:, 0][
+                    one.trainable
+                ]
                 rho = (logp.detach() - one.logp_rollout[one.trainable]).exp()
                 weight = torch.ones_like(rho) if most is None else rho.clamp(max=most)
                 (-advantage * (weight * logp).sum() / tokens).backward()
@@ -99,4 +111,6 @@ def test_routes_that_agree_with_nothing_may_be_wrong_or_old(recipe):
         parts.learner.version = version
         with pytest.raises(RoutingError, match="agree in") as error:
             parts.learner.score(batch)
-        assert ("the oldest tokens were sampled 3 updates ago" in str(error.value)) is (version == 3)
+        assert ("the oldest tokens were sampled 3 updates ago" in str(error.value)) is (
+            version == 3
+        )

@@ -29,7 +29,9 @@ def test_embedded_engine_passes_and_holds_the_learners_version():
     assert not engine._driver.batch.rows.length.any()  # nothing stays cached
 
 
-@pytest.mark.parametrize("change", [lambda t: t * 1.001, lambda t: t.flip(0), lambda t: t * float("nan")])
+@pytest.mark.parametrize(
+    "change", [lambda t: t * 1.001, lambda t: t.flip(0), lambda t: t * float("nan")]
+)
 def test_sync_that_changes_the_experts_is_stopped(change):
     model = make("qwen3_moe")
     engine = engine_of(make("qwen3_moe"))

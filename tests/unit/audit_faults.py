@@ -98,7 +98,9 @@ def logp(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
-def world(seed: int, gap: str = SMALL, *, rows: int = ROWS, longest: int = LONGEST, version: bool = True) -> World:
+def world(
+    seed: int, gap: str = SMALL, *, rows: int = ROWS, longest: int = LONGEST, version: bool = True
+) -> World:
     g = torch.Generator().manual_seed(seed)
     lengths = PROMPT + torch.randint(SHORTEST, longest + 1, (rows,), generator=g)
     n = int(lengths.sum())
@@ -115,7 +117,18 @@ def world(seed: int, gap: str = SMALL, *, rows: int = ROWS, longest: int = LONGE
     sampled = place >= PROMPT
     columns = {"mask": sampled.clone()} | ({"version": torch.full((rows,), 3)} if version else {})
     tokens = torch.randint(VOCABULARY, (n,), generator=g)
-    made = World(np.random.default_rng(seed), g, lengths, segment, place, sampled, logits, engine, tokens, columns)
+    made = World(
+        np.random.default_rng(seed),
+        g,
+        lengths,
+        segment,
+        place,
+        sampled,
+        logits,
+        engine,
+        tokens,
+        columns,
+    )
     made.draw(engine)
     return made
 
@@ -196,7 +209,9 @@ def per_character(side: str) -> Fault:
     return plant
 
 
-def shifted(by: int, *, side: str = "logp_rollout", share: float = 1.0, turn: bool = False, since: int = 0) -> Fault:
+def shifted(
+    by: int, *, side: str = "logp_rollout", share: float = 1.0, turn: bool = False, since: int = 0
+) -> Fault:
     """Values one slot off; turn: only behind a tool's answer in the middle of the row; since: from this token on."""
 
     def plant(w: World) -> None:
@@ -217,9 +232,17 @@ def merged(share: float, *, lost: int = 1) -> Fault:
     """One token of a row was merged on one side: everything behind it stands `lost` slots early."""
 
     def plant(w: World) -> None:
-        at = (PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))).long()
-        where = w.pick_rows(share) & (w.place >= at[w.segment]) & (w.place < (w.lengths - lost)[w.segment])
-        w.columns["logp_trainer"] = torch.where(where, w.columns["logp_trainer"].roll(-lost), w.columns["logp_trainer"])
+        at = (
+            PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))
+        ).long()
+        where = (
+            w.pick_rows(share)
+            & (w.place >= at[w.segment])
+            & (w.place < (w.lengths - lost)[w.segment])
+        )
+        w.columns["logp_trainer"] = torch.where(
+            where, w.columns["logp_trainer"].roll(-lost), w.columns["logp_trainer"]
+        )
 
     return plant
 
@@ -228,7 +251,9 @@ def other_tokens(share: float) -> Fault:
     """From a point of the row on the trainer scored other text."""
 
     def plant(w: World) -> None:
-        at = (PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))).long()
+        at = (
+            PROMPT + (w.lengths - PROMPT) * (0.1 + 0.6 * torch.rand(w.rows, generator=w.generator))
+        ).long()
         where = w.pick_rows(share) & (w.place >= at[w.segment])
         others = torch.randint(VOCABULARY, w.tokens.shape, generator=w.generator)
         scored = logp(w.trainer, torch.where(where, others, w.tokens))
@@ -259,7 +284,9 @@ def filled(value: float, share: float, *, side: str = "logp_rollout") -> Fault:
     return plant
 
 
-def stale(share: float, far: float = 0.45, *, declared: bool = False, version: bool = True, since: int = 0) -> Fault:
+def stale(
+    share: float, far: float = 0.45, *, declared: bool = False, version: bool = True, since: int = 0
+) -> Fault:
     """Rows sampled by other weights; since: only from this token on (the weights changed in mid-row)."""
 
     def plant(w: World) -> None:
@@ -271,7 +298,9 @@ def stale(share: float, far: float = 0.45, *, declared: bool = False, version: b
         if not version:
             w.columns.pop("version", None)
         elif declared:
-            old = torch.zeros(w.rows, dtype=torch.bool).index_fill(0, w.segment[rows].unique(), True)
+            old = torch.zeros(w.rows, dtype=torch.bool).index_fill(
+                0, w.segment[rows].unique(), True
+            )
             w.columns["version"] = torch.where(old, 2, 3)
 
     return plant
@@ -287,7 +316,9 @@ def swapped(share: float, side: str = "logp_rollout") -> Fault:
         before = w.columns[side].clone()
         for a, b in zip(rows, rows[1:] + rows[:1], strict=True):
             n = int(min(w.lengths[a], w.lengths[b]))
-            w.columns[side][starts[a] + PROMPT : starts[a] + n] = before[starts[b] + PROMPT : starts[b] + n]
+            w.columns[side][starts[a] + PROMPT : starts[a] + n] = before[
+                starts[b] + PROMPT : starts[b] + n
+            ]
 
     return plant
 
@@ -295,7 +326,9 @@ def swapped(share: float, side: str = "logp_rollout") -> Fault:
 def copied(share: float) -> Fault:
     def plant(w: World) -> None:
         rows = w.pick_rows(share)
-        w.columns["logp_rollout"] = torch.where(rows, w.columns["logp_trainer"], w.columns["logp_rollout"])
+        w.columns["logp_rollout"] = torch.where(
+            rows, w.columns["logp_trainer"], w.columns["logp_rollout"]
+        )
 
     return plant
 
@@ -346,7 +379,9 @@ def constant_rows(side: str, share: float = 1.0) -> Fault:
     def plant(w: World) -> None:
         values, mask = w.columns[side], w.columns["mask"]
         total = torch.zeros(w.rows).index_add(0, w.segment[mask], values[mask])
-        means = total / torch.zeros(w.rows).index_add(0, w.segment[mask], torch.ones(int(mask.sum())))
+        means = total / torch.zeros(w.rows).index_add(
+            0, w.segment[mask], torch.ones(int(mask.sum()))
+        )
         w.columns[side] = torch.where(w.pick_rows(share), means[w.segment], values)
 
     return plant
@@ -461,14 +496,18 @@ ROLLOUT, TRAINER = "logp_rollout", "logp_trainer"
 FAULTS: dict[str, Planted] = {
     # listed
     "T 0.7, processed": Planted(temperature(0.7, reported=True), ("temperature",)),
-    "T 0.7, processed, no entropy": Planted(_both(temperature(0.7, reported=True), _without("entropy"))),
+    "T 0.7, processed, no entropy": Planted(
+        _both(temperature(0.7, reported=True), _without("entropy"))
+    ),
     "T 0.7, raw": Planted(temperature(0.7, reported=False), ("support", "temperature")),
     "T 0.7, raw, no entropy": Planted(_both(temperature(0.7, reported=False), _without("entropy"))),
     "top-k 5": Planted(narrowed(top_k=5), ("support",)),
     "top-k 20": Planted(narrowed(top_k=20), ("support",)),
     "top-p 0.95": Planted(narrowed(top_p=0.95), ("support",)),
     "base 10, rollout": Planted(scaled(ROLLOUT, 1 / math.log(10)), ("scale",)),
-    "base 10, no entropy": Planted(_both(scaled(ROLLOUT, 1 / math.log(10)), _without("entropy")), ("scale",)),
+    "base 10, no entropy": Planted(
+        _both(scaled(ROLLOUT, 1 / math.log(10)), _without("entropy")), ("scale",)
+    ),
     "shift, second turn, all": Planted(shifted(1, turn=True), ("shift",)),
     "shift, second turn, 50%": Planted(shifted(1, turn=True, share=0.5), ("shift",)),
     "shift, second turn, 25%": Planted(shifted(1, turn=True, share=0.25), ("shift",)),
@@ -494,7 +533,9 @@ FAULTS: dict[str, Planted] = {
     "T 1.3, processed": Planted(temperature(1.3, reported=True), ("temperature",)),
     "T 1.3, raw": Planted(temperature(1.3, reported=False)),
     "T 0.9, processed": Planted(temperature(0.9, reported=True), ("temperature",)),
-    "T 0.6, processed, 30% of rows": Planted(temperature(0.6, reported=True, share=0.3), ("temperature",)),
+    "T 0.6, processed, 30% of rows": Planted(
+        temperature(0.6, reported=True, share=0.3), ("temperature",)
+    ),
     "T 1.4 in the trainer": Planted(trainer_temperature(1.4), ("temperature",)),
     "T 0.6 in the trainer, half": Planted(trainer_temperature(0.6, 0.5), ("temperature",)),
     "top-k 3, no entropy": Planted(_both(narrowed(top_k=3), _without("entropy")), ("support",)),
@@ -539,7 +580,9 @@ FAULTS: dict[str, Planted] = {
     "cut at 64, last value repeated": Planted(cut(64, None)),
     "cut at 64, 0": Planted(cut(64, 0.0), ("fill",)),
     "cut at 64, -1e-4": Planted(cut(64, -1e-4)),
-    "clipped at -2, both": Planted(_both(clipped(ROLLOUT, -2.0), clipped(TRAINER, -2.0)), ("fill",)),
+    "clipped at -2, both": Planted(
+        _both(clipped(ROLLOUT, -2.0), clipped(TRAINER, -2.0)), ("fill",)
+    ),
     "filled with 0, the first token": Planted(first_filled(0.0), ("fill",)),
     "filled with -7, the first token": Planted(first_filled(-7.0), ("fill",)),
     "T 0.7 and shifted": Planted(_both(temperature(0.7, reported=True), shifted(1)), ("shift",)),
@@ -576,12 +619,22 @@ def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Au
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:
         layers, experts, k = 2, 16, 4
-        chosen = torch.rand(len(w.tokens), layers, experts, generator=w.generator).argsort(-1)[..., : k + 1].clone()
+        chosen = (
+            torch.rand(len(w.tokens), layers, experts, generator=w.generator)
+            .argsort(-1)[..., : k + 1]
+            .clone()
+        )
         trainer = chosen[..., :k].clone()
         other = torch.rand(trainer.shape[:2], generator=w.generator) < routes
         trainer[..., 0] = torch.where(other, chosen[..., k], trainer[..., 0])
-        w.columns |= {"routes_rollout": chosen[..., :k].flatten(), "routes_trainer": trainer.flatten()}
-        w.columns |= {"route_layers": torch.full((w.rows,), layers), "route_top_k": torch.full((w.rows,), k)}
+        w.columns |= {
+            "routes_rollout": chosen[..., :k].flatten(),
+            "routes_trainer": trainer.flatten(),
+        }
+        w.columns |= {
+            "route_layers": torch.full((w.rows,), layers),
+            "route_top_k": torch.full((w.rows,), k),
+        }
     return w.audited()
 
 
@@ -607,7 +660,9 @@ def table(found: dict[str, list[Outcome]]) -> str:
         wanted = set(FAULTS[name].causes)
         right = sum(bool(wanted & set(causes)) for _, causes, _ in outcomes)
         share = f"{right} of {len(outcomes)}" if wanted else "no mark names it"
-        said, causes = (", ".join(key for key, _ in each.most_common()) for each in (actions, named))
+        said, causes = (
+            ", ".join(key for key, _ in each.most_common()) for each in (actions, named)
+        )
         lines.append(f"| {name} | {said} | {causes} | {share} |")
     return "\n".join(lines)
 

@@ -14,7 +14,13 @@ ROWS, LENGTH, VOCABULARY = 24, 40, 50
 
 
 def gaussian_rows(
-    kl: float, *, rows: int = 50, length: int = 80, seed: int = 0, entropy: bool = True, **extra: object
+    kl: float,
+    *,
+    rows: int = 50,
+    length: int = 80,
+    seed: int = 0,
+    entropy: bool = True,
+    **extra: object,
 ) -> Rows:
     """log rho normal with mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL = kl. Two prompt tokens each."""
     rng = np.random.default_rng(seed)
@@ -23,7 +29,12 @@ def gaussian_rows(
         rollout = -(10 + rng.random(length) * 6)  # never above 0, whatever the noise
         trainer = rollout + rng.normal(-kl, math.sqrt(2 * kl), length)
         mask = np.arange(length) >= 2
-        row = {"tokens": np.arange(length), "mask": mask, "logp_rollout": rollout, "logp_trainer": trainer}
+        row = {
+            "tokens": np.arange(length),
+            "mask": mask,
+            "logp_rollout": rollout,
+            "logp_trainer": trainer,
+        }
         row |= {"entropy": np.full(length, 13.0)} if entropy else {}
         rollout[:2] = np.nan  # prompts carry no log-probability
         out.append({name: value.tolist() for name, value in row.items()} | extra)
@@ -42,7 +53,9 @@ def world_rows(
     """Two engines' softmax over the same logits but for noise, with one planted cause. `stale`: half of the rows were
     sampled by weights this far from the trainer's, and say so in `version`."""
     g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g) * (3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5)
+    logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g) * (
+        3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5
+    )
     rollout_logits = logits + noise * torch.randn(logits.shape, generator=g)
     if stale:
         rollout_logits[::2] += stale * torch.randn(rollout_logits[::2].shape, generator=g)
@@ -62,7 +75,13 @@ def world_rows(
 
 
 def with_routes(
-    rows: Rows, *, layers: int = 4, experts: int = 16, k: int = 4, noise: float = 0.02, seed: int = 0
+    rows: Rows,
+    *,
+    layers: int = 4,
+    experts: int = 16,
+    k: int = 4,
+    noise: float = 0.02,
+    seed: int = 0,
 ) -> Rows:
     """Both sides route every token to the same experts but for one expert of a share `noise` of the routers."""
     rng = np.random.default_rng(seed)
@@ -72,7 +91,10 @@ def with_routes(
         rollout = rng.random((tokens, layers, experts)).argsort(-1)[..., : k + 1]
         trainer, differs = rollout[..., :k].copy(), rng.random((tokens, layers)) < noise
         trainer[..., 0] = np.where(differs, rollout[..., k], trainer[..., 0])
-        both = {"routes_rollout": rollout[..., :k].reshape(-1).tolist(), "routes_trainer": trainer.reshape(-1).tolist()}
+        both = {
+            "routes_rollout": rollout[..., :k].reshape(-1).tolist(),
+            "routes_trainer": trainer.reshape(-1).tolist(),
+        }
         out.append(row | both | {"route_layers": layers, "route_top_k": k})
     return out
 
@@ -81,7 +103,9 @@ def moved_routes(rows: Rows, how: str) -> Rows:
     """The rollout's routes one layer on, one row late, or of the next sample."""
     out = []
     for i, row in enumerate(rows):
-        ids = np.array(row["routes_rollout"]).reshape(len(row["tokens"]), row["route_layers"], row["route_top_k"])
+        ids = np.array(row["routes_rollout"]).reshape(
+            len(row["tokens"]), row["route_layers"], row["route_top_k"]
+        )
         match how:
             case "layer":
                 ids = np.roll(ids, 1, axis=1)

@@ -10,9 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from onepolicy.types import Completion
 
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
-TEMPLATE = (
-    "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 HERMES = (
     "{% if tools %}<sys>{% for t in tools %}{{ t['function'] | tojson }}{% endfor %}<eos>{% endif %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<eos>"
@@ -29,7 +27,9 @@ FORGETFUL = HERMES.replace(
 
 
 def make_tokenizer(characters=PRINTABLE, template=None):
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *sorted(characters)])}
+    vocabulary = {
+        token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *sorted(characters)])
+    }
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
@@ -47,11 +47,16 @@ def scripted(tokenizer, text, finish="stop", seen=None):
     async def sample(prompt_ids, **how):
         if seen is not None:
             seen.append(list(prompt_ids))
-        ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * (finish == "stop")
+        ids = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id] * (
+            finish == "stop"
+        )
         count = len(ids)
         logp = -torch.arange(1.0, count + 1)
         return Completion(
-            torch.tensor(ids, dtype=torch.int32), logp, torch.full((count,), 3, dtype=torch.int32), finish
+            torch.tensor(ids, dtype=torch.int32),
+            logp,
+            torch.full((count,), 3, dtype=torch.int32),
+            finish,
         )
 
     return sample

@@ -29,7 +29,9 @@ class Engine:
         if sampling.temperature == 9.0:
             raise UsageError("too hot")
         tokens = torch.tensor([prompt_ids[0]] * sampling.max_tokens, dtype=torch.int32)
-        return Completion(tokens, torch.zeros(len(tokens)), torch.full_like(tokens, self.version), "length")
+        return Completion(
+            tokens, torch.zeros(len(tokens)), torch.full_like(tokens, self.version), "length"
+        )
 
     async def load_weights(self, weights, version):
         await self.may_load.wait()
@@ -57,7 +59,9 @@ class Actor:
     def call(self, method, args):
         self.calls.append(method)
         if self.process is None:
-            return self.failed(ActorDiedError() if self.restarts < 0 else ActorUnavailableError("restarting", None))
+            return self.failed(
+                ActorDiedError() if self.restarts < 0 else ActorUnavailableError("restarting", None)
+            )
         lost = self.chance.random() if self.chance else 1.0
         if lost < 0.05:
             return self.failed(ActorUnavailableError("never arrived", None))

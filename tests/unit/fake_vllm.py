@@ -78,7 +78,9 @@ def serving(checkpoints):
 def engine_of(fake, quant=None, **settings):
     usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
     config = VLLMServerConfig(**usual | settings)
-    return VLLMServer(ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant)
+    return VLLMServer(
+        ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant
+    )
 
 
 def connected(fake, **settings):
@@ -109,7 +111,9 @@ class FakeVLLM:
     shape: dict
     told: dict = field(default_factory=dict)  # of onepolicy_describe, instead of the truth
     hold: int | None = None  # with so many tokens a request waits for the next abort or pause
-    spoil: dict = field(default_factory=dict)  # path -> function of (reply, number of the request) -> reply
+    spoil: dict = field(
+        default_factory=dict
+    )  # path -> function of (reply, number of the request) -> reply
     cut_off: bool = False  # it cannot connect to the trainer
     raw: bool = False  # log-probabilities before temperature and top_k
 
@@ -130,7 +134,9 @@ class FakeVLLM:
                 "POST /inference/v1/generate": self._generate,
             }
         )
-        self.server.handlers = {path: self._spoiled(path, handler) for path, handler in self.server.handlers.items()}
+        self.server.handlers = {
+            path: self._spoiled(path, handler) for path, handler in self.server.handlers.items()
+        }
 
     async def sampling(self, count):
         """Wait until `count` tokens were sampled."""
@@ -203,7 +209,9 @@ class FakeVLLM:
 
     def _receive(self, invitation, version):
         if self.cut_off:
-            return {"problem": "weight sync: 10.0.0.1:2, where the weights come from, cannot be joined"}
+            return {
+                "problem": "weight sync: 10.0.0.1:2, where the weights come from, cannot be joined"
+            }
         try:
             with Receiver(invitation, 1, version=version) as weights:
                 self._take(weights)
@@ -265,7 +273,11 @@ class FakeVLLM:
         if sampling["top_k"]:
             tempered[tempered < np.sort(tempered)[-sampling["top_k"]]] = -np.inf
         logp = tempered - np.log(np.exp(tempered).sum())
-        token = int(logp.argmax()) if not sampling["temperature"] else int(random.choice(VOCAB, p=np.exp(logp)))
+        token = (
+            int(logp.argmax())
+            if not sampling["temperature"]
+            else int(random.choice(VOCAB, p=np.exp(logp)))
+        )
         told = raw if self.raw else logp
         order = [token, *(int(i) for i in np.argsort(-told, kind="stable") if i != token)]
         entries = [

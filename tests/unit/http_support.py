@@ -84,7 +84,9 @@ class Server:
                 self.close_connection = self.close_connection or reply.hang_up or bool(reply.cut)
                 if reply.hang_up:
                     return
-                content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+                content = (
+                    reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+                )
                 try:
                     self.send_response(reply.status)
                     self.send_header("content-type", reply.content_type)
@@ -102,7 +104,9 @@ class Server:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         self._thread.start()
         return self
 

@@ -17,13 +17,22 @@ def group(rewards: list[float], problem_id: int = 0, slots: tuple[int, ...] = ()
         zeros = torch.zeros(count, dtype=torch.int32)
         trainable = torch.ones(count, dtype=torch.bool)
         return Sample(
-            torch.zeros(count + 1, dtype=torch.int32), trainable, torch.zeros(count), zeros, zeros, 1.0, reward, "stop"
+            torch.zeros(count + 1, dtype=torch.int32),
+            trainable,
+            torch.zeros(count),
+            zeros,
+            zeros,
+            1.0,
+            reward,
+            "stop",
         )
 
     return Group(problem_id, tuple(map(sample, rewards, slots or (1,) * len(rewards))))
 
 
-def batch(lengths: list[int], trainable: Tensor, outcome: list[float], **fields: Tensor) -> TokenBatch:
+def batch(
+    lengths: list[int], trainable: Tensor, outcome: list[float], **fields: Tensor
+) -> TokenBatch:
     slots, zeros = sum(lengths), torch.zeros(sum(lengths), dtype=torch.int64)
     return TokenBatch(
         input_ids=zeros,
@@ -41,7 +50,9 @@ def batch(lengths: list[int], trainable: Tensor, outcome: list[float], **fields:
     ).replace(**fields)
 
 
-def random_batch(seed: int, samples: int = 5, config: ObjectiveConfig | None = None) -> tuple[Tensor, TokenBatch]:
+def random_batch(
+    seed: int, samples: int = 5, config: ObjectiveConfig | None = None
+) -> tuple[Tensor, TokenBatch]:
     """A finished batch in float64 with a rejected slot and rollout log-probabilities near logp_old, and a logp_new."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 7, (samples,), generator=g).tolist()
@@ -56,7 +67,9 @@ def random_batch(seed: int, samples: int = 5, config: ObjectiveConfig | None = N
 
     old = -torch.rand(n, generator=g).double() * 3
     made = batch(lengths, trainable, torch.randn(samples, generator=g).tolist())
-    made = made.replace(logp_old=old, logp_ref=near(old), logp_rollout=near(old), value=torch.zeros(n))
+    made = made.replace(
+        logp_old=old, logp_ref=near(old), logp_rollout=near(old), value=torch.zeros(n)
+    )
     made = credit(made, ObjectiveConfig() if config is None else config)
     made = made.replace(weight=torch.rand(n, generator=g).double() * 2, keep=trainable & ~rejected)
     return near(old), made

@@ -32,18 +32,42 @@ def make_fixture_run(
     path.mkdir(parents=True)
     with RunLog(path, tensorboard=False) as log:
         if evaluation:
-            log.write(0, {"eval/greedy": 0.46, "eval/avg@4": 0.42, "eval/pass@4": 0.7, "eval/response_length": 75.0})
+            log.write(
+                0,
+                {
+                    "eval/greedy": 0.46,
+                    "eval/avg@4": 0.42,
+                    "eval/pass@4": 0.7,
+                    "eval/response_length": 75.0,
+                },
+            )
         for step in range(1, steps + 1):
             row = _row(rng, step, steps, moe=moe) | (_turns(step) if turns else {})
             if replay and step % 10 == 0:
-                row |= {f"counterfactual/{name}": 3 * value for name, value in row.items() if _compared(name)}
+                row |= {
+                    f"counterfactual/{name}": 3 * value
+                    for name, value in row.items()
+                    if _compared(name)
+                }
             if evaluation and step % 15 == 0:
-                row |= {"eval/greedy": min(0.97, row["train/reward"] + 0.04), "eval/avg@4": row["train/reward"]}
-                row |= {"eval/pass@4": min(1.0, row["train/reward"] + 0.15), "eval/response_length": 80.0}
+                row |= {
+                    "eval/greedy": min(0.97, row["train/reward"] + 0.04),
+                    "eval/avg@4": row["train/reward"],
+                }
+                row |= {
+                    "eval/pass@4": min(1.0, row["train/reward"] + 0.15),
+                    "eval/response_length": 80.0,
+                }
             log.write(step, row)
             log.sample(_sample(step))
     for step in range(10, steps + 1, 10):
-        write_probe(path / "probes" / f"step_{step:05d}.safetensors", tokens=tokens, replay=replay, moe=moe, seed=step)
+        write_probe(
+            path / "probes" / f"step_{step:05d}.safetensors",
+            tokens=tokens,
+            replay=replay,
+            moe=moe,
+            seed=step,
+        )
     config = resolve(
         {
             "out": str(path),
@@ -56,14 +80,18 @@ def make_fixture_run(
         }
     )
     (path / "config.json").write_text(config.model_dump_json(indent=1))
-    (path / "run.json").write_text(json.dumps({"started": "2026-01-02T03:04:05", "versions": {}, "parent": None}))
+    (path / "run.json").write_text(
+        json.dumps({"started": "2026-01-02T03:04:05", "versions": {}, "parent": None})
+    )
     summary = summarise(config, read_metrics(path), path, None)
     (path / "summary.json").write_text(json.dumps(summary))
     return path
 
 
 def _compared(name: str) -> bool:
-    return name in ("mismatch/k3", "mismatch/f2") or name.startswith(("routing/", "mismatch/k3_turn@"))
+    return name in ("mismatch/k3", "mismatch/f2") or name.startswith(
+        ("routing/", "mismatch/k3_turn@")
+    )
 
 
 def _turns(step: int) -> dict[str, float]:
@@ -71,14 +99,19 @@ def _turns(step: int) -> dict[str, float]:
     bins = {0: 300.0, 1: 200.0, 8: 100.0}
     scale = 1e-6 if step == 10 else 2e-6
     means = {f"mismatch/k3_turn@{turn}": scale * (i + 1) for i, turn in enumerate(bins)}
-    return means | {f"train/tokens_turn@{turn}": 3 * count if step == 10 else count for turn, count in bins.items()}
+    return means | {
+        f"train/tokens_turn@{turn}": 3 * count if step == 10 else count
+        for turn, count in bins.items()
+    }
 
 
 def _row(rng: np.random.Generator, step: int, steps: int, *, moe: bool) -> dict[str, float]:
     reward = 0.45 + 0.48 * (1 - math.exp(-3 * step / steps)) + rng.normal(0, 0.035)
     k3 = 3e-6 * math.exp(rng.normal(0, 0.8))
     seconds = {"rollout": 0.62, "score": 0.15, "update": 0.41, "sync": 0.016}
-    times = {f"time/{name}": value * math.exp(rng.normal(0, 0.06)) for name, value in seconds.items()}
+    times = {
+        f"time/{name}": value * math.exp(rng.normal(0, 0.06)) for name, value in seconds.items()
+    }
     row = {
         "train/reward": float(np.clip(reward, 0, 1)),
         "train/response_length": 74 + rng.normal(0, 1.0) + 4 * step / steps,
@@ -100,7 +133,9 @@ def _sample(step: int) -> dict[str, object]:
         "step": step,
         "problem": step,
         "prompt": "7*3+5-9=" if step % 2 else "<script>window.hacked = true</script>",
-        "response": "7*3=1;1+5=6;6-9=7;#7" if step % 2 else "</pre><b>& 'quoted'</b> \u00e9\u2028 #6",
+        "response": "7*3=1;1+5=6;6-9=7;#7"
+        if step % 2
+        else "</pre><b>& 'quoted'</b> \u00e9\u2028 #6",
         "answer": "7",
         "reward": float(step % 2),
         "finish": "stop",
@@ -112,11 +147,15 @@ def _sample(step: int) -> dict[str, object]:
 def write_probe(path: Path, *, tokens: int, replay: bool, moe: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path.parent.mkdir(exist_ok=True)
-    rollout = np.log(np.where(rng.random(tokens) < 0.7, rng.beta(40, 0.6, tokens), rng.beta(1.4, 1.1, tokens)))
+    rollout = np.log(
+        np.where(rng.random(tokens) < 0.7, rng.beta(40, 0.6, tokens), rng.beta(1.4, 1.1, tokens))
+    )
     noise = rng.standard_t(3, tokens) * np.sqrt(1 - np.exp(rollout))
     tensors = {"logp_rollout": rollout, "logp_trainer": np.minimum(rollout + 0.004 * noise, 0)}
     if replay:
-        tensors["logp_trainer_native"] = np.minimum(rollout + 0.03 * noise * np.exp(rng.normal(0, 0.5, tokens)), 0)
+        tensors["logp_trainer_native"] = np.minimum(
+            rollout + 0.03 * noise * np.exp(rng.normal(0, 0.5, tokens)), 0
+        )
     out = {name: value.astype(np.float32) for name, value in tensors.items()}
     if moe:
         rates = {"": 0.009, "_native": 0.03} if replay else {"": 0.03}
@@ -134,6 +173,9 @@ def _routes(rng: np.random.Generator, tokens: int, rate: float) -> dict[str, np.
     return {
         "disagree_per_token": differs.sum(1).astype(np.uint8),
         "disagree_per_layer": differs.mean(0).astype(np.float32),
-        "disagree_per_sequence": differs.sum(1)[: tokens // 60 * 60].reshape(-1, 60).mean(1).astype(np.float32),
+        "disagree_per_sequence": differs.sum(1)[: tokens // 60 * 60]
+        .reshape(-1, 60)
+        .mean(1)
+        .astype(np.float32),
         "experts_differing": np.bincount(experts.ravel(), minlength=TOP_K + 1).astype(np.int64),
     }

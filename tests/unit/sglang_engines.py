@@ -48,7 +48,9 @@ def make_models(folder):
 
 def open_engine(fake, routes=RULES, connect=True, **settings):
     model = ModelConfig(path=fake.folder)
-    config = SGLangConfig(**{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings)
+    config = SGLangConfig(
+        **{"url": fake.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S} | settings
+    )
     engine = SGLangEngine(model, read_config(model), config, routes=routes, max_len=200)
     if connect:
         asyncio.run(engine.connect())
@@ -59,7 +61,9 @@ def play(engine, *requests):
     """requests: (prompt, sampling), all at once."""
 
     async def together():
-        return await asyncio.gather(*(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests)))
+        return await asyncio.gather(
+            *(engine.generate(p, s, seed=i) for i, (p, s) in enumerate(requests))
+        )
 
     return asyncio.run(together())
 
@@ -74,7 +78,10 @@ def bigram(folder, path, temperature=1.0):
 def rows(folder, path):
     """Routes [len(path), 2, 2] of a path under one model, MoE layers only."""
     shift = int(load_file(f"{folder}/model.safetensors")["lm_head.weight"].sum() * 1000)
-    return [[[(t + layer + shift) % EXPERTS, (t + layer + shift + 3) % EXPERTS] for layer in (1, 2)] for t in path]
+    return [
+        [[(t + layer + shift) % EXPERTS, (t + layer + shift + 3) % EXPERTS] for layer in (1, 2)]
+        for t in path
+    ]
 
 
 def spans(done):

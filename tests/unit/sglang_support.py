@@ -64,7 +64,9 @@ class FakeSGLang(Updates):
 
     def __enter__(self):
         loaded = load_file(f"{self.folder}/model.safetensors")
-        self.weights = {name: tensor.clone() for name, tensor in loaded.items()}  # aligned: sums round alike
+        self.weights = {
+            name: tensor.clone() for name, tensor in loaded.items()
+        }  # aligned: sums round alike
         self.version, self.mode, self.session, self.groups = "default", None, False, {}
         self.aborted, self.running, self.updates, self.held = 0, 0, 0, False
         self.most, self.wrong = 0, 0.0  # requests at once; what is added to every tensor it loads
@@ -84,7 +86,9 @@ class FakeSGLang(Updates):
             "/destroy_weights_update_group": self.leave,
         }
         handlers = {f"POST {path}": self.guarded(handler) for path, handler in posts.items()}
-        handlers["GET /server_info"] = lambda _: SERVER_INFO | {"model_path": self.folder} | self.info
+        handlers["GET /server_info"] = lambda _: (
+            SERVER_INFO | {"model_path": self.folder} | self.info
+        )
         handlers["GET /model_info"] = lambda _: {
             "model_type": "qwen3_moe",
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -116,7 +120,10 @@ class FakeSGLang(Updates):
         shift = int(self.weights["lm_head.weight"].sum() * 1000)
         found = np.zeros((LAYERS, TOP_K), np.int32)
         for layer in range(DENSE, LAYERS):
-            found[layer] = [(token + layer + shift) % EXPERTS, (token + layer + shift + 3) % EXPERTS]
+            found[layer] = [
+                (token + layer + shift) % EXPERTS,
+                (token + layer + shift + 3) % EXPERTS,
+            ]
         return found
 
     def generate(self, body, request):
@@ -192,21 +199,29 @@ class FakeSGLang(Updates):
             before = logp[best].exp().cumsum(0) - logp[best].exp()
             narrowed[best[before > asked["top_p"]]] = float("-inf")
         narrowed = torch.log_softmax(narrowed, -1)
-        token = int(logits.argmax() if greedy else torch.multinomial(narrowed.exp(), 1, generator=generator))
+        token = int(
+            logits.argmax() if greedy else torch.multinomial(narrowed.exp(), 1, generator=generator)
+        )
         shown = logp if self.tempered else torch.log_softmax(logits, -1)
         out.logp.append([float(shown[token]), token, None])
         out.narrowed.append(float(narrowed[token]))
-        out.top.append([[float(value), int(i), None] for value, i in zip(*shown.topk(top), strict=True)])
+        out.top.append(
+            [[float(value), int(i), None] for value, i in zip(*shown.topk(top), strict=True)]
+        )
         return token
 
     def cached(self, key, prompt):
-        longest = max((n for n in range(len(prompt)) if (key, *prompt[:n]) in self.cache), default=0)
+        longest = max(
+            (n for n in range(len(prompt)) if (key, *prompt[:n]) in self.cache), default=0
+        )
         self.cache |= {(key, *prompt[:n]) for n in range(len(prompt) + 1)}
         return longest
 
     def reply(self, body, out, path, finish, cached, first):
         n = len(out.logp)
-        spans = [{"version": version, "start": i, "end": i + 1} for i, version in enumerate(out.versions)]
+        spans = [
+            {"version": version, "start": i, "end": i + 1} for i, version in enumerate(out.versions)
+        ]
         for i in range(len(spans) - 1, 0, -1):
             if spans[i]["version"] == spans[i - 1]["version"]:
                 spans[i - 1]["end"] = spans.pop(i)["end"]
@@ -222,7 +237,10 @@ class FakeSGLang(Updates):
         }
         if body["return_sampling_mask"]:
             meta["output_token_sampling_logprobs"] = out.narrowed
-        if body.get("return_routed_experts") and (SERVER_INFO | self.info)["enable_return_routed_experts"]:
+        if (
+            body.get("return_routed_experts")
+            and (SERVER_INFO | self.info)["enable_return_routed_experts"]
+        ):
             rows = np.stack(out.rows)[first : len(path) - 1]
             meta["routed_experts"] = base64.b64encode(rows.astype("<i4").tobytes()).decode()
         return {"output_ids": [entry[1] for entry in out.logp], "meta_info": meta}
@@ -260,4 +278,11 @@ class FakeSGLang(Updates):
 
 class _Out:
     def __init__(self):
-        self.logp, self.narrowed, self.top, self.versions, self.rows, self.retractions = [], [], [], [], [], 0
+        self.logp, self.narrowed, self.top, self.versions, self.rows, self.retractions = (
+            [],
+            [],
+            [],
+            [],
+            [],
+            0,
+        )

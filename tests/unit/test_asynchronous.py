@@ -22,7 +22,16 @@ def sample(*version):
     mine = versions >= 0
     turn = torch.where(mine, 0, -1).int()
     logp = torch.where(mine, -1.0, float("nan"))
-    return Sample(torch.zeros(len(version) + 1, dtype=torch.int32), mine, logp, versions, turn, 1.0, 0.0, "stop")
+    return Sample(
+        torch.zeros(len(version) + 1, dtype=torch.int32),
+        mine,
+        logp,
+        versions,
+        turn,
+        1.0,
+        0.0,
+        "stop",
+    )
 
 
 class Play:
@@ -37,11 +46,15 @@ class Play:
         self.gates[step] = asyncio.Event()
         await self.gates[step].wait()
         advance()
-        return Rollouts([Group(step, (sample(step if self.version is None else self.version),))], {})
+        return Rollouts(
+            [Group(step, (sample(step if self.version is None else self.version),))], {}
+        )
 
 
 def parts(max_staleness, steps=9):
-    return SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=max_staleness), steps=steps))
+    return SimpleNamespace(
+        config=SimpleNamespace(rollout=SimpleNamespace(max_staleness=max_staleness), steps=steps)
+    )
 
 
 async def settle():
@@ -105,7 +118,9 @@ def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
                 play.gates[step].set()
                 await ahead.take(step)
 
-    with pytest.raises(TrainingError, match="version 0 sampled a token of step 3, whose weights are of version 2"):
+    with pytest.raises(
+        TrainingError, match="version 0 sampled a token of step 3, whose weights are of version 2"
+    ):
         asyncio.run(main())
 
 
@@ -157,7 +172,12 @@ def test_who_interrupts_an_update_is_told_why_it_takes_a_while(monkeypatch, capl
 def test_staleness_by_hand():
     groups = [Group(0, (sample(-1, 5, 5, 4), sample(5, 5))), Group(1, (sample(3), sample(5, 5)))]
     assert staleness(groups, 5) == pytest.approx(
-        {"staleness/mean": 3 / 8, "staleness/max": 2, "staleness/tokens": 2 / 8, "staleness/spanning": 1 / 4}
+        {
+            "staleness/mean": 3 / 8,
+            "staleness/max": 2,
+            "staleness/tokens": 2 / 8,
+            "staleness/spanning": 1 / 4,
+        }
     )
 
 
@@ -228,7 +248,9 @@ def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
      (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None),
      (["rollout.max_staleness=2", "cluster.kind=ray"], None), (["rollout.max_staleness=0"], None)],
 )  # fmt: skip
-def test_an_engine_and_a_trainer_that_compute_at_once_share_the_cores(settings, threads, monkeypatch):
+def test_an_engine_and_a_trainer_that_compute_at_once_share_the_cores(
+    settings, threads, monkeypatch
+):
     chosen = []
     monkeypatch.setattr(learner.os, "cpu_count", lambda: 6)
     monkeypatch.setattr(learner.torch, "set_num_threads", chosen.append)

@@ -9,7 +9,15 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.divergence.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.divergence.breakdown import CLASSES, by_edges, by_label, echoed, inside_calls, places, token_class
+from onepolicy.divergence.breakdown import (
+    CLASSES,
+    by_edges,
+    by_label,
+    echoed,
+    inside_calls,
+    places,
+    token_class,
+)
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
 from onepolicy.verdict.rules import CAUSES, Gap, verdict
@@ -32,7 +40,10 @@ def test_waterfall_by_hand():
     k3 = (1 - math.log(2)) / 4
     assert found.total.value == pytest.approx(k3, rel=1e-6)
     assert [bar.removed.value for bar in found.bars] == pytest.approx([0.0, k3], rel=1e-6)
-    assert (found.bars[0].removed.low, found.bars[0].removed.high) == (0.0, 0.0)  # paired: the same in every draw
+    assert (found.bars[0].removed.low, found.bars[0].removed.high) == (
+        0.0,
+        0.0,
+    )  # paired: the same in every draw
     assert found.remainder.value == 0
     # two sequences, one with the whole gap: a draw has none, half or twice of it
     assert (found.total.low, found.total.high) == pytest.approx((0.0, 2 * k3), rel=1e-6)
@@ -63,7 +74,10 @@ def test_bootstrap_draws_sequences_and_not_tokens():
 
 
 def test_bootstrap_weighs_tokens():
-    values, segment = torch.tensor([1.0, 1.0, 1.0, 5.0], dtype=torch.float64), torch.tensor([3, 3, 3, 7])
+    values, segment = (
+        torch.tensor([1.0, 1.0, 1.0, 5.0], dtype=torch.float64),
+        torch.tensor([3, 3, 3, 7]),
+    )
     draws = bootstrap([(values, segment)], draws=50)
     assert float(draws[0, 0]) == 2.0
     assert set(draws[1:, 0].tolist()) == {1.0, 2.0, 5.0}
@@ -93,7 +107,9 @@ def test_breakdowns_split_k3():
         ("from 0.99", 1),
     ]
     terms = k3_terms(trainer, rollout)
-    assert [row.share for row in rows] == pytest.approx((terms[[2, 1, 0, 3]] / terms.sum()).tolist())
+    assert [row.share for row in rows] == pytest.approx(
+        (terms[[2, 1, 0, 3]] / terms.sum()).tolist()
+    )
     assert [row.mean_dlogp for row in rows] == pytest.approx([0.2, 0.5, 0.5, 0.0], abs=1e-6)
     only = by_label(trainer, rollout, torch.full((4,), CLASSES.index("end")), CLASSES)
     assert [(row.name, row.share) for row in only] == [("end", 1.0)]
@@ -102,7 +118,10 @@ def test_breakdowns_split_k3():
 def test_an_edge_belongs_to_the_bin_above():
     same = torch.zeros(3)
     rows = by_edges(same, same, torch.tensor([0.0, 8.0, 9.0]), (0, 8))
-    assert [(row.name, row.tokens, row.share) for row in rows] == [("0 to 8", 1, 0.0), ("from 8", 2, 0.0)]
+    assert [(row.name, row.tokens, row.share) for row in rows] == [
+        ("0 to 8", 1, 0.0),
+        ("from 8", 2, 0.0),
+    ]
 
 
 def test_places_count_within_a_response():
@@ -134,7 +153,9 @@ def test_an_echo_repeats_four_given_tokens():
     given, own = False, True
     path = [1, 2, 3, 4, 5, 9, 2, 3, 4, 5, 2, 3, 4, 9]
     found = echoed(path, [given] * 5 + [own] * 9)
-    assert [i for i, echo in enumerate(found) if echo] == [9]  # 2 3 4 5; the second 2 3 4 ends otherwise
+    assert [i for i, echo in enumerate(found) if echo] == [
+        9
+    ]  # 2 3 4 5; the second 2 3 4 ends otherwise
     assert not any(echoed([1, 2, 3, 4, 1, 2, 3, 4], [own] * 8))  # its own words are no echo
     tool = echoed([7, 1, 2, 3, 4, 1, 2, 3, 4], [own] + [given] * 4 + [own] * 4)
     assert tool == [False] * 8 + [True]
@@ -144,7 +165,13 @@ def test_tokens_of_a_tool_call():
     texts = ["so ", "<tool", "_call>", "{x}", "</tool_call>", " end", "<|tool_call|>", "y"]
     assert inside_calls(texts) == [False, True, True, True, True, False, True, True]
     assert inside_calls(["a<b", " and", " c>d"]) == [False, False, False]
-    assert inside_calls(["so", "\nAct", "ion: x[1]", "\n", "y"]) == [False, True, True, False, False]
+    assert inside_calls(["so", "\nAct", "ion: x[1]", "\n", "y"]) == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):
@@ -157,13 +184,55 @@ def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):
         (gap(0.0), None, None, "nothing", (), ""),
         (gap(5e-5), gap(1e-6), None, "nothing", (), ""),
         (gap(9e-4), None, 0.0, "nothing", (), ""),  # what dense models train with
-        (gap(9e-4, f2=2e-3), None, 0.0, "correct", ("numerics",), "correction.preset=tis"),  # but for its tail
-        (gap(2e-3), gap(1.9e-3), None, "correct", ("numerics",), "correction.preset=tis"),  # replay helps too little
-        (gap(2e-3), gap(0.0), None, "replay", ("routing",), "replay.mode=r3"),  # bitwise with the same routes
+        (
+            gap(9e-4, f2=2e-3),
+            None,
+            0.0,
+            "correct",
+            ("numerics",),
+            "correction.preset=tis",
+        ),  # but for its tail
+        (
+            gap(2e-3),
+            gap(1.9e-3),
+            None,
+            "correct",
+            ("numerics",),
+            "correction.preset=tis",
+        ),  # replay helps too little
+        (
+            gap(2e-3),
+            gap(0.0),
+            None,
+            "replay",
+            ("routing",),
+            "replay.mode=r3",
+        ),  # bitwise with the same routes
         (gap(2e-3), gap(5e-4), None, "replay", ("routing",), "replay.mode=r3"),
-        (gap(2e-3), gap(5e-4, f2=2e-3), None, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
-        (gap(2e-2), gap(5e-3), None, "correct", ("routing",), "replay.mode=r3 correction.preset=tis"),
-        (gap(2e-2), None, 0.1, "replay", ("routing",), "replay.mode=r3"),  # not replayed, but the routes are known
+        (
+            gap(2e-3),
+            gap(5e-4, f2=2e-3),
+            None,
+            "correct",
+            ("routing",),
+            "replay.mode=r3 correction.preset=tis",
+        ),
+        (
+            gap(2e-2),
+            gap(5e-3),
+            None,
+            "correct",
+            ("routing",),
+            "replay.mode=r3 correction.preset=tis",
+        ),
+        (
+            gap(2e-2),
+            None,
+            0.1,
+            "replay",
+            ("routing",),
+            "replay.mode=r3",
+        ),  # not replayed, but the routes are known
         (gap(2e-3), None, 0.0, "correct", ("numerics",), "correction.preset=tis"),  # dense
         (gap(2e-3), None, None, "correct", (), "correction.preset=tis"),
         (gap(2e-2, f5=2e-3), None, None, "correct", (), "correction.preset=icepop"),
@@ -179,7 +248,11 @@ def test_verdict_without_a_bug(found, replayed, routers, action, causes, setting
     assert "from step 7 on" in said.sentence
     assert (f"k3 is {found.k3:.3g} nats a token over" in said.text()) == (found.k3 > 0)
     recommended = setting.rpartition("correction.preset=")[2] if "correction" in setting else ""
-    assert not recommended or f"{recommended} is predicted to keep 9" in said.text() or "keep 100" in said.text()
+    assert (
+        not recommended
+        or f"{recommended} is predicted to keep 9" in said.text()
+        or "keep 100" in said.text()
+    )
     asks = "If the model is a mixture of experts" in said.sentence
     assert asks == (action == "correct" and replayed is None and routers is None)
 
@@ -193,7 +266,12 @@ def test_a_mean_of_rho_off_one_is_a_mark_whoever_asks(beside):
     if beside is not None:
         under = dataclasses.replace(beside, mean_rho=0.9, mean_rho_error=0.002)
         assert verdict(gap(2e-2), CLEAN, replayed=under).action == "unclear"
-    for mean, error in ((1.009, 0.0), (1.05, 0.009), (1.05, math.nan), (math.nan, 0.0)):  # slack; noise; not known
+    for mean, error in (
+        (1.009, 0.0),
+        (1.05, 0.009),
+        (1.05, math.nan),
+        (math.nan, 0.0),
+    ):  # slack; noise; not known
         fine = dataclasses.replace(gap(2e-2), mean_rho=mean, mean_rho_error=error)
         assert verdict(fine, CLEAN).action == "correct"
 
@@ -204,7 +282,10 @@ def test_verdict_gives_the_share_that_is_routing_and_what_is_left():
         "Mismatch, 75% of it from routing: replay the rollout's routes (R3), and correct the 0.01 nats a token that "
         "are left with icepop."
     )
-    assert said.basis[0] == "k3 is 0.04 +- 0.001 nats a token over 1,000 tokens in 20 sequences, F(2) is 0%"
+    assert (
+        said.basis[0]
+        == "k3 is 0.04 +- 0.001 nats a token over 1,000 tokens in 20 sequences, F(2) is 0%"
+    )
     assert {f.preset: f.keep for f in said.forecasts}["tis"] == pytest.approx(1)  # it truncates
 
 

@@ -47,7 +47,9 @@ def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale
     rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
     trainer = rollout + scale * torch.randn(n, generator=g, dtype=torch.float64)
     segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    whole = mismatch(trainer, rollout, torch.ones(n, dtype=torch.bool), segment=segment).metrics("m")
+    whole = mismatch(trainer, rollout, torch.ones(n, dtype=torch.bool), segment=segment).metrics(
+        "m"
+    )
     merged = None
     borders = sorted({0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)})
     for start, stop in itertools.pairwise(borders):
@@ -57,7 +59,9 @@ def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale
     assert merged is not None
     found = merged.numbers()
     for name, value in whole.items():
-        assert found[name.removeprefix("m/")] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
+        assert found[name.removeprefix("m/")] == pytest.approx(
+            value, rel=1e-9, abs=1e-12, nan_ok=True
+        ), name
     rho = (trainer - rollout).exp()
     assert found["mean_rho"] == pytest.approx(float(rho.mean()))
     if len(lengths) == 1:
@@ -75,7 +79,9 @@ def test_standard_errors_know_that_tokens_of_a_sequence_belong_together() -> Non
     for _ in range(300):
         scale = 0.3 * torch.rand(40, generator=g, dtype=torch.float64)[segment]
         rollout = -torch.rand(1000, generator=g, dtype=torch.float64) - 3
-        found.append(Sketch.of(rollout + scale * torch.randn(1000, generator=g), rollout, segment).numbers())
+        found.append(
+            Sketch.of(rollout + scale * torch.randn(1000, generator=g), rollout, segment).numbers()
+        )
     spread = float(np.std([each["k3"] for each in found]))
     assert np.mean([each["k3_error"] for each in found]) == pytest.approx(spread, rel=0.1)
 
@@ -94,7 +100,9 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     assert found["sequences"] == 200
     assert found["k1"] == pytest.approx(kl, abs=5 * math.sqrt(2 * kl / n))
     assert found["k3"] == pytest.approx(kl, rel=0.06)  # its standard error is kl sqrt(2 / n)
-    assert found["chi2"] == pytest.approx(math.expm1(2 * kl), rel=0.1, abs=6 * math.sqrt(8 * kl / n))
+    assert found["chi2"] == pytest.approx(
+        math.expm1(2 * kl), rel=0.1, abs=6 * math.sqrt(8 * kl / n)
+    )
     assert found["ess"] == pytest.approx(math.exp(-2 * kl), rel=1e-2)
     assert found["mean_rho"] == pytest.approx(1, abs=5 * found["mean_rho_error"])
     taus, shares = extreme_curve(each.tally.histogram)
@@ -103,7 +111,10 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     assert (each.verdict.action, each.verdict.setting, each.verdict.causes) == (action, setting, ())
     forecast = {f.preset: f for f in each.verdict.forecasts}
     assert forecast["tis"].attenuation == pytest.approx(1, abs=1e-2)
-    length, k3 = 78, found["k3"]  # docs/corrections.md: trl-default multiplies by Phi((ln 3 - Tk) / sqrt(2 T k))
+    length, k3 = (
+        78,
+        found["k3"],
+    )  # docs/corrections.md: trl-default multiplies by Phi((ln 3 - Tk) / sqrt(2 T k))
     phi = 0.5 * math.erfc(-(math.log(3) - length * k3) / math.sqrt(4 * length * k3))
     assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
     if setting:
@@ -113,7 +124,9 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
 def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) -> None:
     rows = gaussian_rows(2e-3)
     for row in rows:
-        row["logp_trainer"][40] = row["logp_rollout"][40] - 4.0  # one token in 78 that the trainer finds unlikely
+        row["logp_trainer"][40] = (
+            row["logp_rollout"][40] - 4.0
+        )  # one token in 78 that the trainer finds unlikely
     each = audited(tmp_path, rows)
     assert (each.verdict.action, each.verdict.setting) == ("correct", "correction.preset=icepop")
     for row in rows:  # two layers, two experts each; the second differs on every fourth token
@@ -121,7 +134,10 @@ def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) ->
         other = routes.copy()
         other[::4, 1] = [3, 5]
         other[:, 0] = [1, 0]  # another order is no difference
-        row |= {"routes_rollout": routes.reshape(-1).tolist(), "routes_trainer": other.reshape(-1).tolist()}
+        row |= {
+            "routes_rollout": routes.reshape(-1).tolist(),
+            "routes_trainer": other.reshape(-1).tolist(),
+        }
         row |= {"route_layers": 2, "route_top_k": 2}
     each = audited(tmp_path, rows)
     assert (each.verdict.action, each.verdict.setting) == ("replay", "replay.mode=r3")
@@ -156,14 +172,20 @@ def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("layer", "the layer axis is moved by one"), ("row", "routes are one row late"), ("swap", "swapped")],
+    [
+        ("layer", "the layer axis is moved by one"),
+        ("row", "routes are one row late"),
+        ("swap", "swapped"),
+    ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_moved_routes_are_named_with_what_is_beside_them(tmp_path, how, words, temperature) -> None:
     rows = with_routes(world_rows(1, temperature=temperature, entropy=True))
     moved = moved_routes(rows, how) if how != "swap" else [*moved_routes(rows[:2], how), *rows[2:]]
     found = audited(tmp_path, moved).verdict
-    assert found.causes == ((*(["temperature"] if temperature != 1 else []), "routes")), found.text()
+    assert found.causes == ((*(["temperature"] if temperature != 1 else []), "routes")), (
+        found.text()
+    )
     assert words in found.text()
 
 
@@ -188,11 +210,19 @@ def test_whatever_a_clean_dump_holds_it_is_not_accused(seed, noise, routes, newe
     rng = np.random.default_rng(seed)
     for i, row in enumerate(rows):
         before = np.array(row["logp_trainer"]) - rng.exponential(0.3, len(row["tokens"]))
-        row |= {"version": int(rng.integers(newest)), "step": i % steps, "logp_previous": before.tolist()}
+        row |= {
+            "version": int(rng.integers(newest)),
+            "step": i % steps,
+            "logp_previous": before.tolist(),
+        }
         row |= {"logp_native": row["logp_trainer"], "turn": 0, "reward": 1.0}
     with tempfile.TemporaryDirectory() as folder:
         found = audited(Path(folder), rows)
-    assert (found.verdict.causes, found.onset) in (((), None), (("routing",), None), (("numerics",), None))
+    assert (found.verdict.causes, found.onset) in (
+        ((), None),
+        (("routing",), None),
+        (("numerics",), None),
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -201,12 +231,21 @@ def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
     rng = np.random.default_rng(seed)
     rows = []
     for step in range(20):
-        for row in gaussian_rows(2e-3 * 2 ** rng.uniform(-1, 1), rows=4, seed=100 * seed + step, step=step):
-            trainer = np.array(row["logp_trainer"]) - rng.exponential(3, 80) * (rng.random(80) < 0.003)
-            rows.append(row | {"logp_trainer": trainer.tolist(), "version": step - int(rng.integers(2))})
+        for row in gaussian_rows(
+            2e-3 * 2 ** rng.uniform(-1, 1), rows=4, seed=100 * seed + step, step=step
+        ):
+            trainer = np.array(row["logp_trainer"]) - rng.exponential(3, 80) * (
+                rng.random(80) < 0.003
+            )
+            rows.append(
+                row | {"logp_trainer": trainer.tolist(), "version": step - int(rng.integers(2))}
+            )
     found = audited(tmp_path, rows)
     assert (found.verdict.causes, found.onset) == ((), None)
-    rows = [row | {"version": i % 3} for i, row in enumerate(world_rows(seed, noise=rng.random(), entropy=True))]
+    rows = [
+        row | {"version": i % 3}
+        for i, row in enumerate(world_rows(seed, noise=rng.random(), entropy=True))
+    ]
     assert audited(tmp_path, rows).verdict.causes == ()
 
 
@@ -244,8 +283,13 @@ def test_onset_rule() -> None:
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
     assert onset_of_divergence(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
-    assert onset_of_divergence(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None  # seen at the start too
-    assert onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0)) is None  # too few
+    assert (
+        onset_of_divergence(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None
+    )  # seen at the start too
+    assert (
+        onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0))
+        is None
+    )  # too few
 
 
 def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
@@ -259,7 +303,11 @@ def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypat
 
 
 def test_steps_add_up_to_the_whole(tmp_path) -> None:
-    rows = [row for step in range(5) for row in gaussian_rows(1e-3 * (step + 1), rows=4, seed=step, step=step)]
+    rows = [
+        row
+        for step in range(5)
+        for row in gaussian_rows(1e-3 * (step + 1), rows=4, seed=step, step=step)
+    ]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     each = audited(tmp_path, rows)
     merged = None
@@ -274,17 +322,24 @@ def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
     rows = [
         row
         for step in range(30)
-        for row in gaussian_rows(1e-4 if step < 20 else 9e-3, rows=3, seed=step, step=step, reward=1.0)
+        for row in gaussian_rows(
+            1e-4 if step < 20 else 9e-3, rows=3, seed=step, step=step, reward=1.0
+        )
     ]
     write_parquet(tmp_path / "a.parquet", rows)
-    write_jsonl(tmp_path / "b.jsonl", [{("ours" if k == "mask" else k): v for k, v in row.items()} for row in rows[:9]])
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [{("ours" if k == "mask" else k): v for k, v in row.items()} for row in rows[:9]],
+    )
     out = tmp_path / "out"
     assert main(["audit", str(tmp_path / "a.parquet"), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "k3 diverges at step 20" in printed.replace("\n", " ")
     tree = json.loads((out / "audit.json").read_text())
     assert tree["onset"] == 20
-    assert "from step 20 on, 0.00" in tree["verdict"]["sentence"]  # judged where it diverges: 9e-3, not the mean, 3e-3
+    assert (
+        "from step 20 on, 0.00" in tree["verdict"]["sentence"]
+    )  # judged where it diverges: 9e-3, not the mean, 3e-3
     assert tree["overall"]["k3"] == pytest.approx((1e-4 * 20 + 9e-3 * 10) / 30, rel=0.2)
     assert [step["step"] for step in tree["steps"]] == list(range(30))
     assert tree["steps"][0]["reward"] == 1.0

@@ -24,15 +24,23 @@ def test_age_that_is_declared_is_a_reason_and_not_a_bug(tmp_path):
     assert "rollout.max_staleness" in found.verdict.sentence
     (note,) = (note for note in found.notes if "by age" in note)
     assert "at 0 (50% of the tokens), 0.00409 at 1 (50% of the tokens)" in note
-    assert [(each["age"], each["tokens"]) for each in as_tree(found)["k3_by_age"]] == [(0, 1560), (1, 1560)]
+    assert [(each["age"], each["tokens"]) for each in as_tree(found)["k3_by_age"]] == [
+        (0, 1560),
+        (1, 1560),
+    ]
     assert audited(tmp_path, declared[20:]).verdict.causes == ("age",)
-    assert audited(tmp_path, [row | {"trained_version": 4} for row in newest]).verdict.action == "nothing"
+    assert (
+        audited(tmp_path, [row | {"trained_version": 4} for row in newest]).verdict.action
+        == "nothing"
+    )
     far = [row | {"trained_version": 4} for row in gaussian_rows(3.0, rows=20, seed=2, version=1)]
     assert audited(tmp_path, far).verdict.action == "unclear"
 
 
 def test_a_bug_is_named_though_most_tokens_are_old(tmp_path):
-    rows = world_rows(1, temperature=0.7, entropy=True) + world_rows(2, temperature=0.7, noise=0.6, entropy=True)
+    rows = world_rows(1, temperature=0.7, entropy=True) + world_rows(
+        2, temperature=0.7, noise=0.6, entropy=True
+    )
     for i, row in enumerate(rows):
         row |= {"version": int(2 * i < len(rows)), "trained_version": 1}
     assert audited(tmp_path, rows).verdict.causes == ("temperature",)

@@ -76,14 +76,19 @@ def npz(path: Path, spoil: str, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("data", [b"", b"text", b"PK\x03\x04" * 20, b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"])
+@pytest.mark.parametrize(
+    "data", [b"", b"text", b"PK\x03\x04" * 20, b"\x80\x04K\x01.", b"\x93NUMPY\x01\x00"]
+)
 def test_a_member_that_is_no_array_is_named(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(UsageError, match=r"d\.npz: .*logp_rollout\.npy: not an \.npy file"):
         read(npz(tmp_path / "d.npz", "logp_rollout", data))
 
 
 def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
-    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999, 999999999), }".ljust(117) + b"\n"
+    header = (
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (999999999, 999999999), }".ljust(117)
+        + b"\n"
+    )
     data = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
     with pytest.raises(UsageError, match=r"logp_rollout\.npy: an \.npy of 0 bytes where shape"):
         read(npz(tmp_path / "d.npz", "logp_rollout", data))
@@ -92,17 +97,26 @@ def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
 def test_an_encrypted_member_is_named(tmp_path: Path) -> None:
     path = npz(tmp_path / "d.npz", "", b"")
     data = bytearray(path.read_bytes())
-    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the flags of each member's two headers
+    for mark, at in (
+        (b"PK\x03\x04", 6),
+        (b"PK\x01\x02", 8),
+    ):  # the flags of each member's two headers
         start = -1
         while (start := data.find(mark, start + 1)) >= 0:
             data[start + at] |= 1
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=r"d\.npz: tokens\.npy is encrypted|d\.npz: \w+\.npy is encrypted"):
+    with pytest.raises(
+        UsageError, match=r"d\.npz: tokens\.npy is encrypted|d\.npz: \w+\.npy is encrypted"
+    ):
         read(path)
 
 
-@pytest.mark.parametrize(("limit", "message"), [("MOST_HELD", "held at once"), ("FREELY_HELD", "more than 100 times")])
-def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch, limit: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "message"), [("MOST_HELD", "held at once"), ("FREELY_HELD", "more than 100 times")]
+)
+def test_a_bomb_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch, limit: str, message: str
+) -> None:
     monkeypatch.setattr(arrays, limit, 2**20)
     path = npz(tmp_path / "d.npz", "logp_rollout", bytes(2**22))
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("unpacked"))

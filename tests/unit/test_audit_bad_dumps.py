@@ -56,7 +56,12 @@ def rows_with_everything() -> list[dict]:
     for length, row in zip((12, 3, 12, 7, 12, 12), rows, strict=True):
         for name in ("tokens", "mask", *LOGPS):
             row[name] = row[name][:length]
-        row |= {"version": [4] * length, "trained_version": 4, "turn": [0] * length, "entropy": [1.0] * length}
+        row |= {
+            "version": [4] * length,
+            "trained_version": 4,
+            "turn": [0] * length,
+            "entropy": [1.0] * length,
+        }
         row |= {"routes_rollout": [0, 1] * length, "routes_trainer": [1, 2] * length}
         row |= {"route_layers": 1, "route_top_k": 2}
     return rows
@@ -74,12 +79,21 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, suffix) -> N
     monkeypatch.setattr(read_module, "PARQUET_ENTRIES", 280)
     found = tally(write(tmp_path / f"dump{suffix}", rows), {})
     if suffix == ".parquet":  # 136 entries in the longest row
-        assert [len(block.lengths) for block in read_dump(tmp_path / "dump.parquet", {})] == [2, 2, 2]
+        assert [len(block.lengths) for block in read_dump(tmp_path / "dump.parquet", {})] == [
+            2,
+            2,
+            2,
+        ]
     assert (
-        set(found.columns) == set(wanted.columns) == set(COLUMNS) - {"logp_native", "logp_previous", "tokens_rollout"}
+        set(found.columns)
+        == set(wanted.columns)
+        == set(COLUMNS) - {"logp_native", "logp_previous", "tokens_rollout"}
     )
     assert (found.rows, found.entries, found.mean_length) == (6, 58, 8)
-    numbers = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in wanted.total.numbers().items()}
+    numbers = {
+        name: pytest.approx(value, rel=1e-4, abs=1e-6)
+        for name, value in wanted.total.numbers().items()
+    }
     assert found.total.numbers() == numbers
     assert found.routes.routers == wanted.routes.routers == 1.0
     assert found.rewards == {3: (3.0, 6)}
@@ -99,7 +113,9 @@ def test_padded_arrays_and_half_precision(tmp_path, suffix) -> None:
     blocks = list(read_dump(tmp_path / f"d{suffix}", {}))
     assert blocks[0].columns["mask"].sum() == 50
     assert np.array_equal(blocks[0].lengths, [12] * 5)
-    assert blocks[0].columns["logp_trainer"] == pytest.approx(arrays["logp_trainer"].float().numpy().reshape(-1))
+    assert blocks[0].columns["logp_trainer"] == pytest.approx(
+        arrays["logp_trainer"].float().numpy().reshape(-1)
+    )
 
 
 def test_positions_outside_the_mask_may_hold_anything(tmp_path) -> None:
@@ -126,17 +142,31 @@ def _probabilities(rows: list[dict]) -> None:
     [
         (_set("logp_rollout", 3, 5, math.nan), ("row 3, column logp_rollout", "entry 5 is nan")),
         (_set("logp_trainer", 4, 2, -math.inf), ("row 4, column logp_trainer", "entry 2 is -inf")),
-        (_set("logp_trainer", 2, 9, 0.7), ("row 2, column logp_trainer", "entry 9 is 0.7", "never above 0")),
+        (
+            _set("logp_trainer", 2, 9, 0.7),
+            ("row 2, column logp_trainer", "entry 9 is 0.7", "never above 0"),
+        ),
         (_set("logp_trainer", 2, 9, -1e9), ("row 2, column logp_trainer", "masked out")),
         (_set("entropy", 0, 7, -1.0), ("row 0, column entropy", "entry 7 is -1")),
-        (_probabilities, ("row 0, column logp_rollout", "probabilities instead of their logarithms")),
-        (lambda rows: rows[0].update(reward=math.nan) or rows[1].update(reward=1.0), ("row 0, column reward",)),
-        (lambda rows: [row.update(mask=[False] * len(row["tokens"])) for row in rows], ("column mask: selects none",)),
+        (
+            _probabilities,
+            ("row 0, column logp_rollout", "probabilities instead of their logarithms"),
+        ),
+        (
+            lambda rows: rows[0].update(reward=math.nan) or rows[1].update(reward=1.0),
+            ("row 0, column reward",),
+        ),
+        (
+            lambda rows: [row.update(mask=[False] * len(row["tokens"])) for row in rows],
+            ("column mask: selects none",),
+        ),
     ],
 )
 def test_bad_values(tmp_path, capsys, suffix, change, parts) -> None:
     rows = gaussian_rows(1e-3, rows=6, length=12, entropy=[1.0] * 12, reward=1.0)
-    rows = [{name: list(v) if isinstance(v, list) else v for name, v in row.items()} for row in rows]
+    rows = [
+        {name: list(v) if isinstance(v, list) else v for name, v in row.items()} for row in rows
+    ]
     change(rows)
     path = write(tmp_path / f"d{suffix}", rows)
     assert main(["audit", str(path)]) == 2
@@ -160,7 +190,10 @@ def test_wrong_lengths(tmp_path, suffix, name) -> None:
 def test_missing_empty_and_truncated(tmp_path) -> None:
     rows = gaussian_rows(1e-3, rows=20)
     (tmp_path / "folder.parquet").mkdir()
-    for name, fault in (("none.parquet", "cannot be opened"), ("folder.parquet", "no dump in this folder")):
+    for name, fault in (
+        ("none.parquet", "cannot be opened"),
+        ("folder.parquet", "no dump in this folder"),
+    ):
         with pytest.raises(UsageError, match=f"{name}: {fault}"):
             audit(tmp_path / name, {})
     with pytest.raises(UsageError, match="unknown kind of dump"):
@@ -176,16 +209,28 @@ def test_missing_empty_and_truncated(tmp_path) -> None:
         if suffix != ".parquet":
             with pytest.raises(UsageError, match="column mask is missing; it has"):
                 audit(write(tmp_path / f"lacking{suffix}", lacking), {})
-    pq.write_table(pa.table({"tokens": [[1]], "mask": [[1]], "logp_rollout": [[-1.0]]}), tmp_path / "lacking.parquet")
-    with pytest.raises(UsageError, match="column logp_trainer is missing; it has logp_rollout, mask, tokens"):
+    pq.write_table(
+        pa.table({"tokens": [[1]], "mask": [[1]], "logp_rollout": [[-1.0]]}),
+        tmp_path / "lacking.parquet",
+    )
+    with pytest.raises(
+        UsageError, match="column logp_trainer is missing; it has logp_rollout, mask, tokens"
+    ):
         audit(tmp_path / "lacking.parquet", {})
-    pq.write_table(pq.read_table(tmp_path / "whole.parquet").slice(0, 0), tmp_path / "empty.parquet")
+    pq.write_table(
+        pq.read_table(tmp_path / "whole.parquet").slice(0, 0), tmp_path / "empty.parquet"
+    )
     with pytest.raises(UsageError, match=r"empty\.parquet: empty"):
         audit(tmp_path / "empty.parquet", {})
 
 
 def test_foreign_parquet_types(tmp_path) -> None:
-    good = {"tokens": [[1, 2]], "mask": [[1.0, 1.0]], "logp_rollout": [[-1.0, -2.0]], "logp_trainer": [[-1.0, -2.0]]}
+    good = {
+        "tokens": [[1, 2]],
+        "mask": [[1.0, 1.0]],
+        "logp_rollout": [[-1.0, -2.0]],
+        "logp_trainer": [[-1.0, -2.0]],
+    }
     large = {name: pa.array(v, pa.large_list(pa.float64())) for name, v in good.items()}
     pq.write_table(pa.table(large), tmp_path / "d.parquet")
     assert audit(tmp_path / "d.parquet", {}).tally.total.max_dlogp == 0
@@ -213,7 +258,10 @@ class _Evil:
 
 def test_pickles_are_not_executed(tmp_path, capsys) -> None:
     torch.save({"tokens": _Evil()}, tmp_path / "d.pt")
-    np.savez(tmp_path / "d.npz", **dict.fromkeys(("tokens", "mask", *LOGPS), np.array([_Evil()], dtype=object)))
+    np.savez(
+        tmp_path / "d.npz",
+        **dict.fromkeys(("tokens", "mask", *LOGPS), np.array([_Evil()], dtype=object)),
+    )
     for path in (tmp_path / "d.pt", tmp_path / "d.npz"):
         with pytest.raises(UsageError, match=r"tensors only|plain arrays"):
             audit(path, {})
@@ -258,7 +306,11 @@ def test_fuzz_of_json_values(rows) -> None:
 
 
 @given(
-    logps=st.lists(st.tuples(st.floats(-1e6, 1e-3), st.floats(-1e6, 1e-3), st.floats(0, 99)), min_size=1, max_size=50),
+    logps=st.lists(
+        st.tuples(st.floats(-1e6, 1e-3), st.floats(-1e6, 1e-3), st.floats(0, 99)),
+        min_size=1,
+        max_size=50,
+    ),
     repeat=st.sampled_from([1, 40]),
     version=st.integers(-3, 3),
 )
@@ -324,7 +376,17 @@ def test_fuzz_of_arrow_types(columns, good) -> None:
 
 
 tensors = st.dictionaries(
-    st.sampled_from(["logp_rollout", "logp_trainer", "logp_trainer_native", "entropy", "version", "tokens", "segment"])
+    st.sampled_from(
+        [
+            "logp_rollout",
+            "logp_trainer",
+            "logp_trainer_native",
+            "entropy",
+            "version",
+            "tokens",
+            "segment",
+        ]
+    )
     | st.sampled_from(["routes_rollout", "routes_trainer"]),
     st.sampled_from(
         [
@@ -346,7 +408,11 @@ tensors = st.dictionaries(
 @given(tensors=tensors, good=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_fuzz_of_our_probes(tensors, good) -> None:
-    base = {"logp_rollout": -torch.ones(4), "logp_trainer": -torch.ones(4), "entropy": torch.ones(4)}
+    base = {
+        "logp_rollout": -torch.ones(4),
+        "logp_trainer": -torch.ones(4),
+        "entropy": torch.ones(4),
+    }
     base |= dict.fromkeys(("version", "tokens", "segment"), torch.arange(4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -354,12 +420,17 @@ def test_fuzz_of_our_probes(tensors, good) -> None:
         for file in ("metrics.jsonl", "config.json"):
             (folder / file).write_text("{}")
         chosen = (base if good else {}) | tensors
-        save_file({key: value.clone() for key, value in chosen.items()}, folder / "probes" / "step_00001.safetensors")
+        save_file(
+            {key: value.clone() for key, value in chosen.items()},
+            folder / "probes" / "step_00001.safetensors",
+        )
         _survives(folder)
 
 
 payloads = st.recursive(
-    st.sampled_from([None, 1, -1.5, "x", "7", torch.arange(3), -torch.ones(2), torch.tensor(1), torch.zeros(0)]),
+    st.sampled_from(
+        [None, 1, -1.5, "x", "7", torch.arange(3), -torch.ones(2), torch.tensor(1), torch.zeros(0)]
+    ),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(

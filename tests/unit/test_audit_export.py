@@ -26,7 +26,9 @@ def test_a_folder_is_one_dump(tmp_path):
     whole = write_jsonl(tmp_path / "whole.jsonl", [row for part in rows for row in part])
     found, wanted = (audit(path, {}).tally for path in (tmp_path / "dump", whole))
     assert (found.rows, sorted(found.steps)) == (12, [0, 1, 2])
-    numbers = {name: pytest.approx(value, rel=1e-4) for name, value in wanted.total.numbers().items()}
+    numbers = {
+        name: pytest.approx(value, rel=1e-4) for name, value in wanted.total.numbers().items()
+    }
     assert found.total.numbers() == numbers
     places = [row.place for row in found.sample.rows(None)]
     assert places == list(range(12))
@@ -45,7 +47,13 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
         for row in rows:
             row["logp_rollout"][:2] = row["logp_trainer"][:2] = [0.0, 0.0]
         renamed = [{KNOWN_NAMES["prime-rl"].get(k, k): v for k, v in row.items()} for row in rows]
-        extra = {"schema_version": 1, "rank": 0, "env_name": "math", "step": step, "is_masked": [None] * 80}
+        extra = {
+            "schema_version": 1,
+            "rank": 0,
+            "env_name": "math",
+            "step": step,
+            "is_masked": [None] * 80,
+        }
         folder = tmp_path / "token_exports" / f"step_{step}"
         folder.mkdir(parents=True)
         write_jsonl(folder / "rank_0.jsonl", [row | extra for row in renamed])
@@ -73,13 +81,23 @@ def _samples(count, seed=0):
 def test_slime_training_dump(tmp_path):
     for rollout in range(2):
         samples = list(_samples(10, rollout))
-        payload = {"format_version": 2, "rollout_id": rollout, "rank": 0, "samples": samples, "dp_shards": [{}]}
+        payload = {
+            "format_version": 2,
+            "rollout_id": rollout,
+            "rank": 0,
+            "samples": samples,
+            "dp_shards": [{}],
+        }
         torch.save(payload, tmp_path / f"{rollout}.pt")
     with pytest.raises(UsageError, match=r"python -m onepolicy\.audit\.export\.slime"):
         audit(tmp_path / "0.pt", {})
     assert slime.convert(tmp_path, tmp_path / "out") == 20
     found = audit(tmp_path / "out", {})
-    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (20, [0, 1], 800)
+    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (
+        20,
+        [0, 1],
+        800,
+    )
     assert found.tally.newest == {0: 3, 1: 3}
     row = found.tally.sample.rows(None)[0].columns
     assert row["tokens"].tolist() == list(range(20, 60))
@@ -92,15 +110,28 @@ def test_miles_training_dump_leaves_copies_out(tmp_path):
     columns = {}
     for sample in _samples(6):
         for name, value in sample.items():
-            columns.setdefault("sample_indices" if name == "sample_index" else name, []).append(value)
+            columns.setdefault("sample_indices" if name == "sample_index" else name, []).append(
+                value
+            )
     for rank in (0, 1):  # tensor parallelism
-        torch.save({"rollout_id": 0, "rank": rank, "rollout_data": columns, "cp_size": 1}, tmp_path / f"0_{rank}.pt")
-    first_stage = {name: value for name, value in columns.items() if name not in ("log_probs", "entropy")}
-    torch.save({"rollout_id": 0, "rank": 2, "rollout_data": first_stage, "cp_size": 1}, tmp_path / "0_2.pt")
+        torch.save(
+            {"rollout_id": 0, "rank": rank, "rollout_data": columns, "cp_size": 1},
+            tmp_path / f"0_{rank}.pt",
+        )
+    first_stage = {
+        name: value for name, value in columns.items() if name not in ("log_probs", "entropy")
+    }
+    torch.save(
+        {"rollout_id": 0, "rank": 2, "rollout_data": first_stage, "cp_size": 1}, tmp_path / "0_2.pt"
+    )
     assert slime.convert(tmp_path, tmp_path / "out") == 6
     assert audit(tmp_path / "out", {}).tally.rows == 6
-    torch.save({"rollout_id": 1, "rank": 0, "rollout_data": columns, "cp_size": 2}, tmp_path / "1_0.pt")
-    with pytest.raises(UsageError, match=r"1_0\.pt: holds one rank's slices of context parallelism"):
+    torch.save(
+        {"rollout_id": 1, "rank": 0, "rollout_data": columns, "cp_size": 2}, tmp_path / "1_0.pt"
+    )
+    with pytest.raises(
+        UsageError, match=r"1_0\.pt: holds one rank's slices of context parallelism"
+    ):
         slime.convert(tmp_path, tmp_path / "out")
     torch.save({"something": 1}, tmp_path / "1_0.pt")
     with pytest.raises(UsageError, match=r"1_0\.pt: neither samples nor rollout_data"):
@@ -118,8 +149,14 @@ def _run(folder, **tensors):
         n = 60
         rollout = -torch.rand(n, generator=torch.Generator().manual_seed(step)) * 3 - 1
         found = {"logp_rollout": rollout, "logp_trainer": rollout - 0.01, "entropy": torch.ones(n)}
-        found |= {"version": torch.full((n,), step), "tokens": torch.arange(n), "segment": torch.arange(n) // 20}
-        routes = torch.stack([torch.arange(n) % 7, torch.arange(n) % 5 + 7], 1).reshape(n, 1, 2)[:40]
+        found |= {
+            "version": torch.full((n,), step),
+            "tokens": torch.arange(n),
+            "segment": torch.arange(n) // 20,
+        }
+        routes = torch.stack([torch.arange(n) % 7, torch.arange(n) % 5 + 7], 1).reshape(n, 1, 2)[
+            :40
+        ]
         found |= {"routes_rollout": routes, "routes_trainer": routes.clone()} | tensors
         save_file(found, probes / f"step_{step:05d}.safetensors")
     return folder
@@ -127,14 +164,25 @@ def _run(folder, **tensors):
 
 def test_own_run_folder(tmp_path):
     found = audit(_run(tmp_path / "run"), {})
-    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (6, [5, 10], 120)
+    assert (found.tally.rows, sorted(found.tally.steps), found.tally.total.tokens) == (
+        6,
+        [5, 10],
+        120,
+    )
     assert found.tally.total.numbers()["k1"] == pytest.approx(0.01, rel=1e-4)
     assert (found.tally.routes.slots, found.tally.routes.routers) == (80, 0.0)
-    shifted = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2).roll(1, 0)[:40]
+    shifted = (
+        torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1)
+        .reshape(60, 1, 2)
+        .roll(1, 0)[:40]
+    )
     late = audit(_run(tmp_path / "late", routes_rollout=shifted.contiguous()), {})
     assert late.verdict.causes == ("routes",)
     assert "routes are one row late" in late.verdict.text()
-    rollout, sign = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0)), 1 - 2 * (torch.arange(60) % 2)
+    rollout, sign = (
+        -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0)),
+        1 - 2 * (torch.arange(60) % 2),
+    )
     scores = {
         "logp_rollout": rollout,
         "logp_trainer": rollout + (0.2 * sign).log1p(),  # mean rho is 1
@@ -146,9 +194,13 @@ def test_own_run_folder(tmp_path):
     other[::8, 0, 0] = 13
     replaying = audit(_run(tmp_path / "replaying", routes_rollout=other.contiguous(), **scores), {})
     assert replaying.tally.routes.routers > 0
-    assert (replaying.verdict.action, replaying.verdict.causes) == ("correct", ("numerics",))  # it replays already
+    assert (replaying.verdict.action, replaying.verdict.causes) == (
+        "correct",
+        ("numerics",),
+    )  # it replays already
     assert (
-        replaying.notes[0] == f"Without replay k3 is {-math.log(1 - 0.4**2) / 2:.3g} nats a token over the whole dump."
+        replaying.notes[0]
+        == f"Without replay k3 is {-math.log(1 - 0.4**2) / 2:.3g} nats a token over the whole dump."
     )
     with pytest.raises(UsageError, match="leave --columns out"):
         audit(tmp_path / "run", {"mask": "x"})

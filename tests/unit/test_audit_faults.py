@@ -5,7 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from audit_faults import FAULTS, GAPS, MOE, ROUNDINGS, SMALL, clean, outcome, outcomes, swapped, table, world
+from audit_faults import (
+    FAULTS,
+    GAPS,
+    MOE,
+    ROUNDINGS,
+    SMALL,
+    clean,
+    outcome,
+    outcomes,
+    swapped,
+    table,
+    world,
+)
 
 SEEDS = range(20)
 DOCS = Path(__file__).parents[2] / "docs" / "audit.md"
@@ -31,7 +43,9 @@ def test_clean_dumps_keep_their_verdict(seed) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gap", "wanted"), [(SMALL, "nothing"), (MOE, "correct")])
-@pytest.mark.parametrize("settings", [{}, {"rows": 24}, {"rows": 64, "longest": 300}, {"version": False}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rows": 24}, {"rows": 64, "longest": 300}, {"version": False}]
+)
 def test_nineteen_of_twenty_clean_dumps_keep_their_verdict(gap, wanted, settings) -> None:
     found = [clean(seed, gap, **settings).verdict for seed in SEEDS]
     assert sum(each.action == wanted for each in found) >= 19, [each.text() for each in found]
@@ -40,7 +54,9 @@ def test_nineteen_of_twenty_clean_dumps_keep_their_verdict(gap, wanted, settings
 
 
 @pytest.mark.parametrize("gap", OTHER_GAPS)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_clean_gaps_of_other_kinds_are_corrected(gap, seed, monkeypatch) -> None:
     monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
     said = clean(seed, gap).verdict
@@ -78,7 +94,9 @@ def test_two_rows_that_were_exchanged_explain_each_other(seed, gap, side) -> Non
 
 
 @pytest.mark.parametrize("gap", [SMALL, MOE, *OTHER_GAPS])
-@pytest.mark.parametrize("settings", [{"rows": 24}, {"rows": 64, "longest": 300}, {"rows": 300, "longest": 60}])
+@pytest.mark.parametrize(
+    "settings", [{"rows": 24}, {"rows": 64, "longest": 300}, {"rows": 300, "longest": 60}]
+)
 def test_two_rows_that_were_exchanged_are_named_in_other_worlds(gap, settings, monkeypatch) -> None:
     if gap in OTHER_GAPS:
         monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
@@ -92,7 +110,9 @@ def _holds_a_row_of_another_dump(seed, gap, row, **settings):
     """A world, one row of which has the engine's values of a row that is not there."""
     w, other = world(seed, gap, **settings), world(seed + 1000, gap, **settings)
     here = (w.segment == row) & w.sampled
-    w.columns["logp_rollout"][here] = other.columns["logp_rollout"][other.sampled][: int(here.sum())]
+    w.columns["logp_rollout"][here] = other.columns["logp_rollout"][other.sampled][
+        : int(here.sum())
+    ]
     return w
 
 

@@ -18,7 +18,9 @@ def far_rows():
     return [row for i in range(40) for row in gaussian_rows(4e-3 if i % 4 else 0.3, rows=1, seed=i)]
 
 
-@pytest.mark.parametrize(("rows", "badge"), [(gaussian_rows(4e-3), "correct it"), (far_rows(), "bug")])
+@pytest.mark.parametrize(
+    ("rows", "badge"), [(gaussian_rows(4e-3), "correct it"), (far_rows(), "bug")]
+)
 def test_the_verdict_comes_first_in_the_terminal_and_as_a_badge(tmp_path, rows, badge) -> None:
     console = Console(record=True, width=100)
     (found,) = run_audit([write_jsonl(tmp_path / "d.jsonl", rows)], {}, tmp_path / "out", console)
@@ -36,7 +38,9 @@ def test_no_badge_can_be_read_as_all_is_well() -> None:
 
 def drawn(tmp_path, rows) -> dict[str, Figure]:
     found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {})
-    return {each.name.partition("_")[0]: each for each in figures([found]) if isinstance(each, Figure)}
+    return {
+        each.name.partition("_")[0]: each for each in figures([found]) if isinstance(each, Figure)
+    }
 
 
 def test_the_picture_of_rows_and_places_shows_the_rows_that_are_far(tmp_path) -> None:
@@ -57,12 +61,17 @@ def test_places_that_are_far_are_said_and_rows_of_unequal_length_are_drawn(tmp_p
             row["logp_trainer"][at] -= 1.0
         row["mask"] = [at >= 2 and at < 40 + i for at in range(80)]
     picture = drawn(tmp_path, rows)["rows"]
-    assert picture.title == "1 of 15 stretches of 4 tokens is 5 times farther apart than the middle one"
+    assert (
+        picture.title
+        == "1 of 15 stretches of 4 tokens is 5 times farther apart than the middle one"
+    )
     assert {len(row) for row in picture.data[0]["z"]} == {17}
 
 
 @pytest.mark.parametrize(("from_place", "half"), [(range(40, 80), "second"), (range(40), "first")])
-def test_a_half_that_is_far_is_said_and_no_small_gap_has_the_colour_of_the_ground(tmp_path, from_place, half) -> None:
+def test_a_half_that_is_far_is_said_and_no_small_gap_has_the_colour_of_the_ground(
+    tmp_path, from_place, half
+) -> None:
     rows = gaussian_rows(1e-4, rows=30)
     for row in rows:
         for at in from_place:
@@ -84,7 +93,10 @@ def test_titles_follow_the_data(tmp_path, kl, share) -> None:
     assert share in found["f"].title
     assert (found["f"].title[:5] == "0% of") == (kl == 1e-4)
     assert "centred on 0" in found["log"].title or kl == 0.3
-    one_sided = [row | {"logp_trainer": [v - 0.3 for v in row["logp_trainer"]]} for row in gaussian_rows(1e-4)]
+    one_sided = [
+        row | {"logp_trainer": [v - 0.3 for v in row["logp_trainer"]]}
+        for row in gaussian_rows(1e-4)
+    ]
     assert "to one side of 0" in drawn(tmp_path, one_sided)["log"].title
 
 

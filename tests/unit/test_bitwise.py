@@ -16,7 +16,9 @@ def scored(**fields):
     trainable = torch.tensor([False, True, False, True, True, False, True, True])
     made = batch([2, 3, 2, 1], trainable, [0.0] * 4)
     logp = -torch.arange(1.0, 9.0)
-    return made.replace(logp_rollout=logp, logp_old=logp.clone(), fingerprints=frozenset({OURS}), **fields)
+    return made.replace(
+        logp_rollout=logp, logp_old=logp.clone(), fingerprints=frozenset({OURS}), **fields
+    )
 
 
 def require(made):
@@ -24,7 +26,9 @@ def require(made):
 
 
 def routes(ids):
-    return RoutingTrace(torch.tensor(ids, dtype=torch.uint8), torch.ones(len(ids), dtype=torch.bool), (1, 5), 8)
+    return RoutingTrace(
+        torch.tensor(ids, dtype=torch.uint8), torch.ones(len(ids), dtype=torch.bool), (1, 5), 8
+    )
 
 
 def test_equal_is_quiet_and_the_prompt_does_not_count():
@@ -42,7 +46,10 @@ def test_the_first_difference_is_named():
     with pytest.raises(TrainingError) as stopped:
         require(made)
     text = str(stopped.value)
-    assert "step 3: 2 of 5 log-probabilities differ, first problem 9, sample 0 of its group, slot 1" in text
+    assert (
+        "step 3: 2 of 5 log-probabilities differ, first problem 9, sample 0 of its group, slot 1"
+        in text
+    )
     assert "-7 in the engine, -6.99999952 in the trainer" in text
     assert "onepolicy measure --numerics on-policy" in text
 

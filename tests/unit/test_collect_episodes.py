@@ -59,7 +59,9 @@ def test_a_failed_episode_is_played_again_with_other_seeds():
     groups, metrics, engine = run({6: {0, 2}})
     assert [len(g.samples) for g in groups] == [4, 4]
     assert metrics == {"rollout/episodes_failed": 2}
-    again = {seed_of(5, 6, 3, m, attempt=1) for m in (0, 1)}  # started 0 and 2: a retry starts at once
+    again = {
+        seed_of(5, 6, 3, m, attempt=1) for m in (0, 1)
+    }  # started 0 and 2: a retry starts at once
     assert again < set(engine.seeds)
     assert len(set(engine.seeds)) == 10
 
@@ -74,7 +76,11 @@ def test_an_episode_that_keeps_failing_is_dropped_and_counted():
 def test_a_group_with_too_few_survivors_goes_whole():
     groups, metrics, _ = run({6: {0, 1, 2}}, episode_retries=0)
     assert [g.problem_id for g in groups] == [7]
-    counted = {"rollout/episodes_failed": 3, "rollout/episodes_dropped": 3, "rollout/groups_dropped": 1}
+    counted = {
+        "rollout/episodes_failed": 3,
+        "rollout/episodes_dropped": 3,
+        "rollout/groups_dropped": 1,
+    }
     assert metrics == counted
     groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_survivors=1)
     assert [len(g.samples) for g in groups] == [1, 4]
@@ -83,7 +89,8 @@ def test_a_group_with_too_few_survivors_goes_whole():
 def test_nothing_left_stops_the_run_and_says_why():
     everything = {i: set(range(99)) for i in range(9)}
     with pytest.raises(
-        TrainingError, match=r"step 4: no group has 2 episodes .* 16 attempts failed, the last one: .*died"
+        TrainingError,
+        match=r"step 4: no group has 2 episodes .* 16 attempts failed, the last one: .*died",
     ):
         run(everything)
 
@@ -95,7 +102,9 @@ def test_more_survivors_than_episodes_are_refused():
 
 def forked(rewards: list[float], episodes: list[int]) -> Group:
     samples = group(rewards).samples
-    return Group(0, tuple(dataclasses.replace(s, episode=e) for s, e in zip(samples, episodes, strict=True)))
+    return Group(
+        0, tuple(dataclasses.replace(s, episode=e) for s, e in zip(samples, episodes, strict=True))
+    )
 
 
 def test_samples_of_one_episode_count_once_in_the_baseline():
@@ -105,7 +114,12 @@ def test_samples_of_one_episode_count_once_in_the_baseline():
     assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
     std = [s.outcome for s in outcomes([made], ObjectiveConfig())[0].samples]
     assert std == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
-    loo = [s.outcome for s in outcomes([made], ObjectiveConfig(baseline="leave-one-out", normalise="none"))[0].samples]
+    loo = [
+        s.outcome
+        for s in outcomes([made], ObjectiveConfig(baseline="leave-one-out", normalise="none"))[
+            0
+        ].samples
+    ]
     assert loo == pytest.approx([1, 1, -0.5, -0.5])
 
 
@@ -113,12 +127,15 @@ def test_without_forks_episodes_change_nothing():
     reward, unit = torch.tensor([1.0, 0.0, 3.0, 3.0]).double(), torch.tensor([0, 0, 4, 4])
     episode = torch.tensor([1, 0, 0, 1])
     assert torch.equal(
-        compare(reward, unit, ObjectiveConfig()), compare(reward, unit, ObjectiveConfig(), episode=episode)
+        compare(reward, unit, ObjectiveConfig()),
+        compare(reward, unit, ObjectiveConfig(), episode=episode),
     )
 
 
 def test_a_batch_knows_its_episodes():
-    groups = outcomes([forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig())
+    groups = outcomes(
+        [forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig()
+    )
     batch = pack(groups)
     assert batch.episode.tolist() == [0, 0, 2, 0, 1]
     assert batch.select([4, 2]).episode.tolist() == [1, 2]
@@ -129,13 +146,16 @@ def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
         engine, environment = Engine(), Failing(failures)
         environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
         config = EvalConfig(problems=2, greedy=True, k=0)
-        return asyncio.run(evaluate(engine, environment, config, stop=(), max_tokens=1)), engine.seeds
+        return asyncio.run(
+            evaluate(engine, environment, config, stop=(), max_tokens=1)
+        ), engine.seeds
 
     metrics, seeds = evaluated({1: {0, 1}})
     assert metrics["eval/greedy"] == 0.5  # problem 1 is the one with reward 1
     assert len(set(seeds)) == len(seeds) == 4
     with pytest.raises(
-        TrainingError, match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2"
+        TrainingError,
+        match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2",
     ):
         evaluated({1: {0, 1, 2}})
 
@@ -146,7 +166,9 @@ def test_an_evaluation_counts_all_of_a_forked_episode():
     class Forking(Failing):
         async def episode(self, problem, sample, temperature):
             await sample([1, 2])
-            return group([0.0, 1.0]).samples if problem.id == 0 else group([1.0], slots=(3,)).samples
+            return (
+                group([0.0, 1.0]).samples if problem.id == 0 else group([1.0], slots=(3,)).samples
+            )
 
     environment = Forking({})
     environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]

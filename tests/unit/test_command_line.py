@@ -68,15 +68,23 @@ def test_an_option_that_is_no_setting_either(capsys):
         said = refused(capsys, *command.split(), QUICKSTART, "-v")
         assert "has no option -v; options: --help" in said
         assert "settings have no dashes: a.b=value" in said
-    assert "did you mean --step?" in refused(capsys, "eval", "runs/x", "--steps", "3")  # eval has no use for steps
+    assert "did you mean --step?" in refused(
+        capsys, "eval", "runs/x", "--steps", "3"
+    )  # eval has no use for steps
     assert "did you mean --out?" in refused(capsys, "measure", "--tiny", "--ouput", "x")
     assert "settings" not in refused(capsys, "audit", "dump.jsonl", "--lr", "3")
     assert "has no option --\\x1b[31m" in refused(capsys, "train", "--\x1b[31m")
 
 
 def test_options_values_and_abbreviations_are_no_mistakes():
-    given = parse(["plan", QUICKSTART, "--cluster", "8xH200", "--constant", "network=25e9", "optim.lr=1"])
-    assert (given.cluster, given.constant, given.overrides) == ("8xH200", ["network=25e9"], ["optim.lr=1"])
+    given = parse(
+        ["plan", QUICKSTART, "--cluster", "8xH200", "--constant", "network=25e9", "optim.lr=1"]
+    )
+    assert (given.cluster, given.constant, given.overrides) == (
+        "8xH200",
+        ["network=25e9"],
+        ["optim.lr=1"],
+    )
     assert parse(["train", "--resum", "runs/x"]).resume == "runs/x"
     assert parse(["engine", "serve", "tiny", "--vllm=--x=1"]).vllm == ["--x=1"]
 
@@ -89,7 +97,10 @@ def test_options_values_and_abbreviations_are_no_mistakes():
         (["makepolicy"], "did you mean make-policy?"),
         (["engine", "chekc", "tiny"], "did you mean check?"),
         (["quickstart.toml"], "did you mean onepolicy train quickstart.toml?"),
-        (["frobnicate"], "'frobnicate' is no command; there are train, eval, make-policy, measure, audit, engine, "),
+        (
+            ["frobnicate"],
+            "'frobnicate' is no command; there are train, eval, make-policy, measure, audit, engine, ",
+        ),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else None,
 )
@@ -112,13 +123,19 @@ def test_an_unknown_command(capsys, typed, meant):
         ("Steps=1", "did you mean steps?"),
         ("correction.preset=TIS", "did you mean tis?"),
         ("objective.preset=GSPO", "did you mean gspo?"),
-        ("replay.mode=R3", "replay.mode: 'R3' is none of 'off', 'r2', 'r3', 'soft', 'weights'; did you mean r3?"),
+        (
+            "replay.mode=R3",
+            "replay.mode: 'R3' is none of 'off', 'r2', 'r3', 'soft', 'weights'; did you mean r3?",
+        ),
         ("task.kind=jsnl", "task.kind: 'jsnl' is none of"),
         ("task.kind=jsnl", "did you mean jsonl?"),
         ("rollout.engine.kind=vllm_server", "did you mean vllm-server?"),
         ("rollout.quant.format=INT8", "did you mean int8?"),
         ("cluster.kind=rya", "did you mean ray?"),
-        ("model.dtype=bf16", "model.dtype: 'bf16' is none of 'float32', 'bfloat16'; did you mean bfloat16?"),
+        (
+            "model.dtype=bf16",
+            "model.dtype: 'bf16' is none of 'float32', 'bfloat16'; did you mean bfloat16?",
+        ),
         ("numerics=on_policy", "did you mean on-policy?"),
         ("optim.decay=Linear", "did you mean linear?"),
     ],
@@ -129,7 +146,9 @@ def test_a_setting_that_was_nearly_right(capsys, override, meant):
     assert "Input" not in said
 
 
-@pytest.mark.parametrize("override", ["task.ops.x=1", "replay.ratio=1", "correction.cap=3", "epochs=3"])
+@pytest.mark.parametrize(
+    "override", ["task.ops.x=1", "replay.ratio=1", "correction.cap=3", "epochs=3"]
+)
 def test_nothing_is_suggested_that_is_not_near(capsys, override):
     assert "did you mean" not in refused(capsys, "config", QUICKSTART, override)
 
@@ -150,7 +169,11 @@ def test_a_printed_recipe_is_the_same_recipe(recipe, tmp_path, capsys):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["correction.preset=score-centering", "objective.surrogate=pg", "train.reuse_scoring_forward=false"],
+        [
+            "correction.preset=score-centering",
+            "objective.surrogate=pg",
+            "train.reuse_scoring_forward=false",
+        ],
         ["correction.preset=seq-mis", "replay.mode=off"],
         ["objective.preset=ppo", "replay.mode=off", "rollout.max_staleness=2"],
         ["task.kind=jsonl", "task.path=a", "task.held_out_path=b", 'task.answer_prefix="\\"#\\n"'],

@@ -15,7 +15,11 @@ from onepolicy.config.policy import PolicyConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
-REACT = ["task.kind=react", 'task.problems={kind="gym", name="chain_sum"}', 'task.tools=[{kind="calculator"}]']
+REACT = [
+    "task.kind=react",
+    'task.problems={kind="gym", name="chain_sum"}',
+    'task.tools=[{kind="calculator"}]',
+]
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
@@ -53,7 +57,13 @@ def test_replay_without_a_mode_is_r3():
 
 def test_override_types():
     config = resolve(
-        MINIMAL, ["optim.lr=1e-4", "optim.betas=[0.8, 0.9]", "train.reuse_scoring_forward=true", "out=runs/a b"]
+        MINIMAL,
+        [
+            "optim.lr=1e-4",
+            "optim.betas=[0.8, 0.9]",
+            "train.reuse_scoring_forward=true",
+            "out=runs/a b",
+        ],
     )
     assert config.optim.lr == 1e-4
     assert config.optim.betas == (0.8, 0.9)
@@ -64,7 +74,10 @@ def test_override_types():
 def test_switching_a_variant_drops_the_old_knobs():
     tree = {**MINIMAL, "correction": {"preset": "tis", "weight": {"high": 4.0}}}
     assert resolve(tree, ["correction.preset=off"]).correction.preset == "recompute"
-    assert tree["correction"] == {"preset": "tis", "weight": {"high": 4.0}}  # the recipe itself is not touched
+    assert tree["correction"] == {
+        "preset": "tis",
+        "weight": {"high": 4.0},
+    }  # the recipe itself is not touched
     soft = {**MINIMAL, "replay": {"mode": "soft", "ratio": 0.5}}
     assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
 
@@ -79,11 +92,26 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["correction.preset=tsi"], ["none is called 'tsi'; there are recompute, "]),
         (["correction.preset=[1]"], ["correction.preset: Input should be a valid string"]),
         (["objective.preset=[1]"], ["objective.preset: Input should be a valid string"]),
-        (["correction.preset=pg-tis"], ["pg-tis multiplies", "would count twice", "objective.surrogate = pg"]),
-        (["correction.preset=ppo-is", "objective.preset=reinforce"], ["ppo-is makes the rollout the anchor", "pg-tis"]),
-        (["correction.preset=ppo-is", "train.reuse_scoring_forward=true"], ["no scoring forward to reuse"]),
-        (["correction.preset=ppo-is", "replay.mode=r2", "objective.mini_steps=2"], ["r2 replays the routes of the"]),
-        (["correction.preset=score-centering"], ["score-centering multiplies", "would count twice"]),
+        (
+            ["correction.preset=pg-tis"],
+            ["pg-tis multiplies", "would count twice", "objective.surrogate = pg"],
+        ),
+        (
+            ["correction.preset=ppo-is", "objective.preset=reinforce"],
+            ["ppo-is makes the rollout the anchor", "pg-tis"],
+        ),
+        (
+            ["correction.preset=ppo-is", "train.reuse_scoring_forward=true"],
+            ["no scoring forward to reuse"],
+        ),
+        (
+            ["correction.preset=ppo-is", "replay.mode=r2", "objective.mini_steps=2"],
+            ["r2 replays the routes of the"],
+        ),
+        (
+            ["correction.preset=score-centering"],
+            ["score-centering multiplies", "would count twice"],
+        ),
         (["task.kind=chain", "task.name=chain_sum"], ["task", "name", "unknown setting"]),
         (["task.kind=nonsense"], ["task", "nonsense", "chain", "gym", "jsonl"]),
         (["steps=many"], ["steps", "many"]),
@@ -94,8 +122,14 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["rollout.sampling.top_k=5"], ["top_k=5"]),
         (["rollout.group_size=1"], ["rollout.group_size"]),
         (["objective.mini_steps=3"], ["objective.mini_steps", "3", "8"]),
-        (["train.reuse_scoring_forward=true", "objective.mini_steps=2"], ["train.reuse_scoring_forward"]),
-        (["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"], ["activation_checkpointing"]),
+        (
+            ["train.reuse_scoring_forward=true", "objective.mini_steps=2"],
+            ["train.reuse_scoring_forward"],
+        ),
+        (
+            ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"],
+            ["activation_checkpointing"],
+        ),
         (["train.autocast=bfloat16", "model.dtype=bfloat16"], ["train.autocast"]),
         (["eval.greedy=false"], ["eval.k: 0", "eval.greedy=true", "eval.every=0"]),
         (["eval.temperature=0.5"], ["eval.temperature: 0.5 has no effect with eval.k=0"]),
@@ -103,10 +137,16 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["eval.top_k=5"], ["eval.top_k: 5 has no effect"]),
         (["replay=off"], ["replay: 'off'", "did you mean replay.mode=off?"]),
         (["replay.mode=r4"], ["replay", "r4", "'off', 'r2', 'r3', 'soft', 'weights'"]),
-        (["replay.mode=soft"], ["replay.ratio: required, but not set; add it to the recipe or give replay.ratio=..."]),
+        (
+            ["replay.mode=soft"],
+            ["replay.ratio: required, but not set; add it to the recipe or give replay.ratio=..."],
+        ),
         (["replay.mode=soft", "replay.ratio=1.5"], ["replay.ratio", "1.5"]),
         (["replay.ratio=0.5"], ["replay.ratio: unknown setting with mode=r3", "missing"]),
-        (["replay.mode=off", "replay.source=reprefill"], ["replay.source: unknown setting with mode=off"]),
+        (
+            ["replay.mode=off", "replay.source=reprefill"],
+            ["replay.source: unknown setting with mode=off"],
+        ),
         (["replay.source=reprefill", "replay.missing=native"], ["replay.missing: has no effect"]),
         (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.mini_steps = 1"]),
         (
@@ -115,22 +155,34 @@ def test_switching_a_variant_drops_the_old_knobs():
         ),
         (["correction=off"], ["correction: 'off'", "did you mean correction.preset=off?"]),
         (["optim=3"], ["optim: 3 is a value, but this is a section; its settings: betas"]),
-        (["optim.betas=[1.5, 2.0]"], ["optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"]),
+        (
+            ["optim.betas=[1.5, 2.0]"],
+            ["optim.betas.0", "1.5", "optim.betas.1", "2.0", "less than 1"],
+        ),
         (["optim.betas=[-0.1, 0.9]"], ["optim.betas.0", "-0.1"]),
         (["optim.lr=inf"], ["optim.lr", "finite"]),
         (["rollout.sampling.temperature=inf"], ["rollout.sampling.temperature", "finite"]),
         (["optim.weight_decay=nan"], ["optim.weight_decay", "finite"]),
         (["seed=-1"], ["seed", "-1"]),
         (["task.seed=-1"], ["task.seed", "-1"]),
-        (["task.kind=gymnasium"], ["task.id: required", "give task.id=...", "task.returns: required"]),
+        (
+            ["task.kind=gymnasium"],
+            ["task.id: required", "give task.id=...", "task.returns: required"],
+        ),
         (
             [*REACT, "task.max_turn=3"],
             ["task.max_turn: unknown setting with kind=react", "did you mean task.max_turns?"],
         ),
         ([*REACT, "task.max_turns=0"], ["task.max_turns: ", "(value 0)"]),
-        ([*REACT, "task.problems.nome=a"], ["task.problems.nome", "kind=gym", "did you mean task.problems.name?"]),
+        (
+            [*REACT, "task.problems.nome=a"],
+            ["task.problems.nome", "kind=gym", "did you mean task.problems.name?"],
+        ),
         ([*REACT, "task.tools=[]"], ["task.tools: ", "at least 1"]),
-        ([*REACT, "task.tools=calculator"], ["task.tools: 'calculator' is no list; write task.tools=[...]"]),
+        (
+            [*REACT, "task.tools=calculator"],
+            ["task.tools: 'calculator' is no list; write task.tools=[...]"],
+        ),
         (
             [*REACT, 'task.tools=["calculator"]'],
             ["task.tools.0: 'calculator'", 'did you mean { kind = "calculator" }?'],
@@ -142,7 +194,10 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["seed=9223372036854775808"], ["seed", "9223372036854775808"]),
         (["steps=" + 5000 * "1"], ["steps"]),
         (["steps=" + 5000 * "["], ["steps"]),
-        (["task.kind=jsonl", "task.path=a", "task.held_out_path=b", "task.held_out=64"], ["task.held_out: 64", "=b"]),
+        (
+            ["task.kind=jsonl", "task.path=a", "task.held_out_path=b", "task.held_out=64"],
+            ["task.held_out: 64", "=b"],
+        ),
     ],
     ids=lambda x: x[0] if x and "=" in str(x[0]) else None,
 )
@@ -200,7 +255,10 @@ def test_seed_bounds(seed):
         ({"heads": 2, "kv_heads": 4}, "kv_heads: 4 does not divide heads=2"),
         ({"head_dim": 15}, "head_dim: 15 is odd"),
         ({"seed": -1}, "seed"),
-        ({"mistakes": 0.0, "mistakes_from": 0.5}, "mistakes_from: 0.5 has no effect with mistakes=0"),
+        (
+            {"mistakes": 0.0, "mistakes_from": 0.5},
+            "mistakes_from: 0.5 has no effect with mistakes=0",
+        ),
         ({"steps": 4, "mistakes_from": 0.9}, "mistakes_from: 0.9 leaves none of 4 steps"),
     ],
 )
@@ -214,7 +272,11 @@ def test_required_setting_is_named():
         resolve({k: v for k, v in MINIMAL.items() if k != "steps"})
 
 
-@given(st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=3), st.sampled_from("abc"), st.integers())
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(), max_size=3),
+    st.sampled_from("abc"),
+    st.integers(),
+)
 def test_override_sets_one_leaf_and_keeps_the_rest(section, key, value):
     tree = {"s": section, "other": 1}
     after = apply_override(tree, f"s.{key}={value}")
@@ -231,7 +293,9 @@ def test_settings_of_several_turns():
     ]
     tree = {**MINIMAL, "task": {}}
     assert resolve(tree, [*react, "replay.rows=newest"]).replay.rows == "newest"
-    with pytest.raises(UsageError, match=r"overlong_buffer: measures one response.*task\.kind = react has several"):
+    with pytest.raises(
+        UsageError, match=r"overlong_buffer: measures one response.*task\.kind = react has several"
+    ):
         resolve(tree, [*react, "objective.overlong_buffer=0.2"])
     with pytest.raises(UsageError, match=r"replay\.rows: newest has no effect"):
         resolve(MINIMAL, ["replay.rows=newest"])
@@ -247,13 +311,18 @@ def test_config_into_a_closed_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "onepolicy", "config", "preset"], stdout=writer, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "onepolicy", "config", "preset"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-UNBOUNDED = {f"{of}.{end}" for of in ("Bounds", "Gate", "Weight") for end in ("low", "high")}  # only compared with
+UNBOUNDED = {
+    f"{of}.{end}" for of in ("Bounds", "Gate", "Weight") for end in ("low", "high")
+}  # only compared with
 
 
 @pytest.mark.parametrize("kind", [RunConfig, PolicyConfig, ServeConfig])
@@ -291,11 +360,18 @@ def test_every_number_has_a_largest_value(kind):
 )
 def test_a_setting_far_beyond_any_use_is_refused_with_its_bound(override, most):
     name = override.split("=")[0]
-    with pytest.raises(UsageError, match=rf"^{name}: Input should be less than or equal to {most}\b.* \(value "):
+    with pytest.raises(
+        UsageError, match=rf"^{name}: Input should be less than or equal to {most}\b.* \(value "
+    ):
         load(RECIPES / "quickstart.toml", [override])
 
 
 def test_a_step_of_more_samples_than_end_is_refused():
     load(RECIPES / "quickstart.toml", ["rollout.prompts_per_step=4096", "rollout.group_size=1024"])
-    with pytest.raises(UsageError, match=r"rollout.prompts_per_step: 4097 prompts .* are 4,195,328 samples a step"):
-        load(RECIPES / "quickstart.toml", ["rollout.prompts_per_step=4097", "rollout.group_size=1024"])
+    with pytest.raises(
+        UsageError, match=r"rollout.prompts_per_step: 4097 prompts .* are 4,195,328 samples a step"
+    ):
+        load(
+            RECIPES / "quickstart.toml",
+            ["rollout.prompts_per_step=4097", "rollout.group_size=1024"],
+        )

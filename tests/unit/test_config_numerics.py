@@ -6,13 +6,23 @@ import pytest
 
 from onepolicy.config import UsageError, load, resolve
 
-TREE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}, "numerics": "on-policy"}
+TREE = {
+    "out": "x",
+    "steps": 1,
+    "model": {"path": "m"},
+    "task": {"kind": "chain"},
+    "numerics": "on-policy",
+}
 
 
 def test_fast_unless_asked_for():
     tree = {name: value for name, value in TREE.items() if name != "numerics"}
     config = resolve(tree)
-    assert (config.numerics, config.rollout.engine.dtype, config.model.dtype) == ("fast", "bfloat16", "float32")
+    assert (config.numerics, config.rollout.engine.dtype, config.model.dtype) == (
+        "fast",
+        "bfloat16",
+        "float32",
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -42,25 +52,45 @@ def test_the_recipe():
 
 def test_bypass_and_mini_steps_stand():
     """The rollout as anchor leaves out a scoring that could find nothing."""
-    config = resolve(TREE, ["correction.preset=ppo-is", "objective.mini_steps=2", "objective.clip_high=0.3"])
+    config = resolve(
+        TREE, ["correction.preset=ppo-is", "objective.mini_steps=2", "objective.clip_high=0.3"]
+    )
     assert not config.scores_old
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.engine.kind=vllm"], r"rollout\.engine\.kind: vllm, but .* use hf, or numerics = fast"),
+        (
+            ["rollout.engine.kind=vllm"],
+            r"rollout\.engine\.kind: vllm, but .* use hf, or numerics = fast",
+        ),
         (["rollout.engine.kind=sglang"], r"rollout\.engine\.kind: sglang"),
-        (["rollout.engine.dtype=bfloat16"], r"rollout\.engine\.dtype: bfloat16 and model\.dtype: float32, .* leave"),
+        (
+            ["rollout.engine.dtype=bfloat16"],
+            r"rollout\.engine\.dtype: bfloat16 and model\.dtype: float32, .* leave",
+        ),
         (
             ["model.dtype=bfloat16", "model.lm_head=float32", "rollout.engine.lm_head=same"],
             r"rollout\.engine\.lm_head: same and model\.lm_head: float32",
         ),
         (["train.autocast=bfloat16"], r"train\.autocast: bfloat16, .* set it to off"),
-        (["correction.preset=tis"], r"correction\.weight: tis has no effect .* exactly 1; leave it out"),
-        (["correction.preset=k3-rs"], r"correction\.gates: k3\.mean\.sequence of k3-rs rejects nothing"),
-        (["replay.source=reprefill"], r"replay\.source: reprefill is for engines that return no routes"),
-        (["correction.preset=ppo-is", "objective.clip_high=0.3"], r"objective\.clip_high: 0\.3 has no effect"),
+        (
+            ["correction.preset=tis"],
+            r"correction\.weight: tis has no effect .* exactly 1; leave it out",
+        ),
+        (
+            ["correction.preset=k3-rs"],
+            r"correction\.gates: k3\.mean\.sequence of k3-rs rejects nothing",
+        ),
+        (
+            ["replay.source=reprefill"],
+            r"replay\.source: reprefill is for engines that return no routes",
+        ),
+        (
+            ["correction.preset=ppo-is", "objective.clip_high=0.3"],
+            r"objective\.clip_high: 0\.3 has no effect",
+        ),
     ],
 )
 def test_what_keeps_them_apart_is_refused(overrides, message):

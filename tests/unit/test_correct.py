@@ -24,7 +24,13 @@ FIXED = [name for name in presets() if not preset(name).live]
 ALL = torch.ones(20, dtype=torch.bool)
 
 
-def apply(config: CorrectionConfig, rho: Tensor = RHO, mask: Tensor = MASK, segment: Tensor = SEGMENT, **more):
+def apply(
+    config: CorrectionConfig,
+    rho: Tensor = RHO,
+    mask: Tensor = MASK,
+    segment: Tensor = SEGMENT,
+    **more,
+):
     """With rollout log-probabilities that are not all the same; the ratio is all that matters for ratio statistics."""
     rollout = -torch.linspace(9, 10, len(rho), dtype=torch.float64)
     return reweight(rho.log() + rollout, rollout, mask, config, segment=segment, **more)
@@ -36,7 +42,9 @@ def token_mean(applied: Applied[Tensor]) -> float:
 
 def sequence_mean(applied: Applied[Tensor]) -> float:
     """Unit losses: mean over sequences of their token means, original lengths."""
-    return float((applied.weight[:4].double().sum() / 4 + applied.weight[4:].double().sum() / 2) / 2)
+    return float(
+        (applied.weight[:4].double().sum() / 4 + applied.weight[4:].double().sum() / 2) / 2
+    )
 
 
 def geo(low: float, high: float) -> Gate:
@@ -53,7 +61,10 @@ B0 = {
     "icepop .5 5": (preset("icepop"), 1.666667, 1.75, 2.0, 0.6410),
     "seq-tis": (preset("seq-tis"), 1.333333, 1.5, 1.333333, 0.8889),
     "seq-mis, product 1": (
-        preset("seq-mis", gates=[{"statistic": "ratio", "aggregate": "sum", "scope": "sequence", "high": 2.0}]),
+        preset(
+            "seq-mis",
+            gates=[{"statistic": "ratio", "aggregate": "sum", "scope": "sequence", "high": 2.0}],
+        ),
         0.666667,
         0.5,
         1.0,
@@ -65,14 +76,20 @@ B0 = {
     "seq-mask-tis": (preset("seq-mask-tis"), 1.041667, 0.78125, 1.5625, 0.3604),
     "geo-rs-token-tis": (preset("geo-rs-token-tis"), 0.708333, 0.53125, 1.0625, 0.4966),
     "k3-rs .5": (
-        preset("k3-rs", gates=[{"statistic": "k3", "aggregate": "mean", "scope": "sequence", "high": 0.5}]),
+        preset(
+            "k3-rs",
+            gates=[{"statistic": "k3", "aggregate": "mean", "scope": "sequence", "high": 0.5}],
+        ),
         0.333333,
         0.5,
         1.0,
         0.3333,
     ),
     "veto .3 + tis": (
-        preset("tis", gates=[{"statistic": "ratio", "aggregate": "min", "scope": "sequence", "low": 0.3}]),
+        preset(
+            "tis",
+            gates=[{"statistic": "ratio", "aggregate": "min", "scope": "sequence", "low": 0.3}],
+        ),
         0.666667,
         1.0,
         2.0,
@@ -119,7 +136,11 @@ def test_self_normalised_icepop_on_one_sequence() -> None:
 def test_gates_in_any_order_b2() -> None:
     """Each gate sees the original mask: the geometric mean .316 rejects all four, also the three good tokens."""
     rho = torch.tensor([1, 1, 1, 0.01], dtype=torch.float64)
-    gates = (Gate(statistic="ratio", low=0.5, high=2), geo(0.99, 1.01), Gate(statistic="k3", high=5))
+    gates = (
+        Gate(statistic="ratio", low=0.5, high=2),
+        geo(0.99, 1.01),
+        Gate(statistic="k3", high=5),
+    )
     for order in permutations(gates):
         applied = apply(CorrectionConfig(gates=order), rho, ALL[:4], SEGMENT[:4])
         assert not applied.keep.any()
@@ -137,7 +158,9 @@ def test_gates_in_any_order_b2() -> None:
         (0.6, None, [0.6, 1, 1.3, 1.9, 3]),
     ],
 )
-def test_bounds_are_inclusive_and_on_rho_b3(low: float | None, high: float | None, kept: list[float]) -> None:
+def test_bounds_are_inclusive_and_on_rho_b3(
+    low: float | None, high: float | None, kept: list[float]
+) -> None:
     rho = torch.tensor([0.3, 0.6, 1, 1.3, 1.9, 3])
     for dtype in (torch.float32, torch.float64):
         config = CorrectionConfig(gates=(Gate(statistic="ratio", low=low, high=high),))
@@ -145,7 +168,9 @@ def test_bounds_are_inclusive_and_on_rho_b3(low: float | None, high: float | Non
         applied = reweight(values.log(), torch.zeros_like(values), ALL[:6], config)
         assert values[applied.keep].tolist() == pytest.approx(kept)
         zero = CorrectionConfig(weight=Weight(level="token", low=low, high=high, outside="zero"))
-        assert torch.equal(reweight(values.log(), torch.zeros_like(values), ALL[:6], zero).keep, applied.keep)
+        assert torch.equal(
+            reweight(values.log(), torch.zeros_like(values), ALL[:6], zero).keep, applied.keep
+        )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +184,10 @@ def test_bounds_are_inclusive_and_on_rho_b3(low: float | None, high: float | Non
         ("prob_diff", -0.4),
         ("trainer_prob", 0.4),
         ("binary_kl", 0.8 * math.log(2) + 0.2 * math.log(1 / 3)),
-        ("binary_kl_sym", max(0.8 * math.log(2) + 0.2 * math.log(1 / 3), 0.4 * math.log(0.5) + 0.6 * math.log(3))),
+        (
+            "binary_kl_sym",
+            max(0.8 * math.log(2) + 0.2 * math.log(1 / 3), 0.4 * math.log(0.5) + 0.6 * math.log(3)),
+        ),
     ],
 )
 def test_statistics_by_hand(statistic: str, value: float) -> None:
@@ -169,12 +197,17 @@ def test_statistics_by_hand(statistic: str, value: float) -> None:
     outside, within = (1, -1) if side == "low" else (-1, 1)
     for step, kept in ((outside, False), (within, True)):
         gate = Gate.model_validate({"statistic": statistic, side: value + step * 1e-4})
-        assert reweight(old, rollout, ALL[:1], CorrectionConfig(gates=(gate,))).keep.tolist() == [kept]
+        assert reweight(old, rollout, ALL[:1], CorrectionConfig(gates=(gate,))).keep.tolist() == [
+            kept
+        ]
 
 
 def test_k3_estimates_the_kl_from_rollout_to_trainer_b7() -> None:
     """p (trainer) = (.6, .4), q (rollout) = (.9, .1): E_q[k3] = KL(q || p) = .226289, not the other direction."""
-    p, q = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([0.9, 0.1], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.6, 0.4], dtype=torch.float64),
+        torch.tensor([0.9, 0.1], dtype=torch.float64),
+    )
     both = slots(p.log(), q.log(), ALL[:2])
     assert float(q @ statistic("k3", both)) == pytest.approx(0.226289, abs=1e-6)
     assert float(q @ statistic("k1", both)) == pytest.approx(0.226289, abs=1e-6)
@@ -185,14 +218,28 @@ def test_turns_are_units_of_their_own() -> None:
     rho = torch.tensor([2, 2, 0.5, 1, 3])
     segment, turn = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([0, 0, 1, 1, 0])
     weights = reweight(
-        rho.log(), torch.zeros(5), ALL[:5], CorrectionConfig(weight=Weight(level="turn")), segment=segment, turn=turn
+        rho.log(),
+        torch.zeros(5),
+        ALL[:5],
+        CorrectionConfig(weight=Weight(level="turn")),
+        segment=segment,
+        turn=turn,
     )
     assert weights.weight.tolist() == pytest.approx([4, 4, 0.5, 0.5, 3])
     gate = Gate(statistic="ratio", aggregate="max", scope="turn", high=2)
-    kept = reweight(rho.log(), torch.zeros(5), ALL[:5], CorrectionConfig(gates=(gate,)), segment=segment, turn=turn)
+    kept = reweight(
+        rho.log(),
+        torch.zeros(5),
+        ALL[:5],
+        CorrectionConfig(gates=(gate,)),
+        segment=segment,
+        turn=turn,
+    )
     assert kept.keep.tolist() == [True] * 4 + [False]
     with pytest.raises(UsageError, match="needs the `turn`"):
-        reweight(rho.log(), torch.zeros(5), ALL[:5], CorrectionConfig(gates=(gate,)), segment=segment)
+        reweight(
+            rho.log(), torch.zeros(5), ALL[:5], CorrectionConfig(gates=(gate,)), segment=segment
+        )
 
 
 def test_gates_that_look_at_the_advantage() -> None:
@@ -206,7 +253,12 @@ def test_gates_that_look_at_the_advantage() -> None:
 
     assert kept("negative") == [True, False, True, False]
     assert kept("positive") == [False, True, False, True]
-    assert kept("toward") == [True, False, False, True]  # only what moved the way its advantage asks for, as PPO's clip
+    assert kept("toward") == [
+        True,
+        False,
+        False,
+        True,
+    ]  # only what moved the way its advantage asks for, as PPO's clip
     assert kept("toward", torch.zeros(4)) == [True] * 4
     with pytest.raises(UsageError, match="needs `advantage`"):
         kept("toward", None)
@@ -217,7 +269,12 @@ def test_a_sequence_gate_goes_by_the_sequence_s_mean_advantage() -> None:
     old, segment = torch.full((4,), -math.log(2)), torch.tensor([0, 0, 1, 1])
     advantage = torch.tensor([-3.0, 1, -1, 3])
     applied = reweight(
-        old, torch.zeros(4), ALL[:4], CorrectionConfig(gates=(gate,)), segment=segment, advantage=advantage
+        old,
+        torch.zeros(4),
+        ALL[:4],
+        CorrectionConfig(gates=(gate,)),
+        segment=segment,
+        advantage=advantage,
     )
     assert applied.keep.tolist() == [False, False, True, True]
 
@@ -226,18 +283,28 @@ def test_m2po_drops_the_largest_until_the_mean_fits() -> None:
     """k2 = .5, .125, .02, .02: the mean of the smallest three is .055, of two .02."""
     log_rho = torch.tensor([1.0, -0.5, 0.2, -0.2])
     gate = {"statistic": "k2", "aggregate": "budget", "high": 0.06}
-    assert reweight(log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate])).keep.tolist() == [
+    assert reweight(
+        log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate])
+    ).keep.tolist() == [
         False,
         True,
         True,
         True,
     ]
-    applied = reweight(log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.021}]))
+    applied = reweight(
+        log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.021}])
+    )
     assert applied.keep.tolist() == [False, False, True, True]
-    ties = torch.tensor([0.1, 0.3, -0.3, 0.3])  # .005, .045 x 3: two of them would fit, equal values go together
-    applied = reweight(ties, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.032}]))
+    ties = torch.tensor(
+        [0.1, 0.3, -0.3, 0.3]
+    )  # .005, .045 x 3: two of them would fit, equal values go together
+    applied = reweight(
+        ties, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.032}])
+    )
     assert applied.keep.tolist() == [True, False, False, False]
-    assert not reweight(log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.001}])).keep.any()
+    assert not reweight(
+        log_rho, torch.zeros(4), ALL[:4], preset("m2po", gates=[gate | {"high": 0.001}])
+    ).keep.any()
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -261,11 +328,15 @@ def test_slots_that_are_not_finite_are_rejected_and_counted(name: str) -> None:
     assert applied.report["correction/nonfinite"] == pytest.approx(0.8)
     alone = config.normalise == "self"  # the only kept slot carries the whole mean
     assert applied.weight.tolist() == pytest.approx([5 if alone else 1, 0, 0, 0, 0])
-    nothing = reweight(torch.full((3,), math.nan), torch.zeros(3), ALL[:3], config, segment=torch.zeros(3).long())
+    nothing = reweight(
+        torch.full((3,), math.nan), torch.zeros(3), ALL[:3], config, segment=torch.zeros(3).long()
+    )
     assert nothing.weight.tolist() == [0, 0, 0]
     assert nothing.report["correction/rejected"] == 1
     assert math.isnan(nothing.report["correction/weight_max"])
-    assert list(nothing.report) == list(applied.report)  # fixed names: ranks can be reduced position by position
+    assert list(nothing.report) == list(
+        applied.report
+    )  # fixed names: ranks can be reduced position by position
 
 
 def test_an_unknown_token_makes_its_sequence_unknown() -> None:
@@ -273,7 +344,9 @@ def test_an_unknown_token_makes_its_sequence_unknown() -> None:
     old = torch.tensor([0.0, math.nan, 0.0, 0.0])
     segment = torch.tensor([0, 0, 1, 1])
     for name in ("seq-tis", "geo-rs", "veto", "trm"):
-        applied = reweight(old, torch.zeros(4), ALL[:4], preset(name, max_nonfinite=1.0), segment=segment)
+        applied = reweight(
+            old, torch.zeros(4), ALL[:4], preset(name, max_nonfinite=1.0), segment=segment
+        )
         assert applied.keep.tolist() == [False, False, True, True], name
     assert reweight(old, torch.zeros(4), ALL[:4], preset("tis", max_nonfinite=1.0)).keep.sum() == 3
 
@@ -322,7 +395,9 @@ def test_a_huge_finite_ratio_is_capped_not_overflowed() -> None:
 
 
 def test_weights_carry_no_gradient() -> None:
-    assert not reweight(torch.zeros(2, requires_grad=True), torch.zeros(2), ALL[:2], preset("tis")).weight.requires_grad
+    assert not reweight(
+        torch.zeros(2, requires_grad=True), torch.zeros(2), ALL[:2], preset("tis")
+    ).weight.requires_grad
 
 
 def test_bad_input_is_refused() -> None:
@@ -333,8 +408,12 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(UsageError, match="mask bool"):
         reweight(torch.zeros(6), torch.zeros(6), ALL[:6].long(), preset("tis"))
     with pytest.raises(UsageError, match="segment has shape"):
-        reweight(torch.zeros(6), torch.zeros(6), ALL[:6], preset("tis"), segment=torch.zeros(5).long())
+        reweight(
+            torch.zeros(6), torch.zeros(6), ALL[:6], preset("tis"), segment=torch.zeros(5).long()
+        )
     with pytest.raises(UsageError, match="sequence needs the `segment`"):
         reweight(torch.zeros(6), torch.zeros(6), ALL[:6], preset("geo-rs"))
-    with pytest.raises(UsageError, match="opsm needs the ratio of the policy that is being trained"):
+    with pytest.raises(
+        UsageError, match="opsm needs the ratio of the policy that is being trained"
+    ):
         reweight(torch.zeros(6), torch.zeros(6), ALL[:6], preset("opsm"))

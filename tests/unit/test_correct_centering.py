@@ -28,11 +28,18 @@ def score_gradient(p: Tensor, value_of: object) -> list[float]:
 
 
 def test_score_centering_b6() -> None:
-    p, q = torch.tensor([0.6, 0.4], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.6, 0.4], dtype=torch.float64),
+        torch.tensor([0.5, 0.5], dtype=torch.float64),
+    )
     full = CorrectionConfig(ratio="new/rollout", centering="support")
-    assert score_gradient(p, lambda logp: centered_score(logp, q.log(), full)) == pytest.approx([-0.1, 0.1])
+    assert score_gradient(p, lambda logp: centered_score(logp, q.log(), full)) == pytest.approx(
+        [-0.1, 0.1]
+    )
     for action, expected in enumerate(([0.5, -0.5], [-0.5, 0.5])):
-        centred = score_gradient(p, lambda logp, a=action: logp[a] - centered_score(logp, q.log(), full))
+        centred = score_gradient(
+            p, lambda logp, a=action: logp[a] - centered_score(logp, q.log(), full)
+        )
         assert centred == pytest.approx(expected)
 
 
@@ -47,15 +54,19 @@ def test_score_centering_from_a_head_b6(cap: float | None, expected: list[float]
     """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. The whole vocabulary with q = alpha p outside gives the same."""
     p = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
     head = torch.tensor([0.3, 0.3], dtype=torch.float64)
-    config = preset("score-centering") if cap is None else preset("score-centering-tis", weight={"high": cap})
-    assert score_gradient(p, lambda logp: centered_score(logp[:2], head.log(), config)) == pytest.approx(
-        expected, abs=1e-6
+    config = (
+        preset("score-centering")
+        if cap is None
+        else preset("score-centering-tis", weight={"high": cap})
     )
+    assert score_gradient(
+        p, lambda logp: centered_score(logp[:2], head.log(), config)
+    ) == pytest.approx(expected, abs=1e-6)
     whole = torch.cat([head, p[2:] * 8 / 7])
     support = config.model_copy(update={"centering": "support"})
-    assert score_gradient(p, lambda logp: centered_score(logp, whole.log(), support)) == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert score_gradient(
+        p, lambda logp: centered_score(logp, whole.log(), support)
+    ) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("weight", [{}, {"level": "token"}, {"level": "token", "high": 2.0}])
@@ -66,7 +77,9 @@ def test_a_tail_of_rounding_noise_is_left_out(weight: dict[str, object]) -> None
     q = torch.tensor([0.6, 0.4, 1e-8, 1e-8])
     found = score_gradient(p, lambda logp: centered_score(logp[:2], q[:2].log(), config))
     support = config.model_copy(update={"centering": "support"})
-    assert found == pytest.approx(score_gradient(p, lambda logp: centered_score(logp, q.log(), support)), abs=1e-5)
+    assert found == pytest.approx(
+        score_gradient(p, lambda logp: centered_score(logp, q.log(), support)), abs=1e-5
+    )
 
 
 def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
@@ -74,7 +87,9 @@ def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
     config = CorrectionConfig(ratio="new/rollout", centering="support", weight={"level": "token"})
     q = torch.tensor([0.5, 0.5, 0.0, 0.0])
     found = score_gradient(P.float(), lambda logp: centered_score(logp, q.log(), config))
-    expected = score_gradient(P.float(), lambda logp: (P.float() * logp)[:2])  # sum of q rho s over what q can sample
+    expected = score_gradient(
+        P.float(), lambda logp: (P.float() * logp)[:2]
+    )  # sum of q rho s over what q can sample
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -88,7 +103,9 @@ def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
     live = live_weights(logp, micro.logp_rollout, trainable, config, segment=micro.segment)
     centre = None
     if config.centering != "none":
-        centre = torch.where(live.centred, centered_score(logp.expand(actions, -1), Q.log(), config), 0.0)
+        centre = torch.where(
+            live.centred, centered_score(logp.expand(actions, -1), Q.log(), config), 0.0
+        )
     loss, _ = policy_loss(
         logp,
         micro.replace(weight=live.weight, keep=live.keep),
@@ -103,7 +120,11 @@ def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "weight",
-    [{}, {"level": "token", "high": 2.0}, {"level": "token", "low": 0.5, "high": 3.0, "outside": "zero"}],
+    [
+        {},
+        {"level": "token", "high": 2.0},
+        {"level": "token", "low": 0.5, "high": 3.0, "outside": "zero"},
+    ],
     ids=["none", "tis", "icepop"],
 )
 def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, object]) -> None:
@@ -112,7 +133,8 @@ def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, obj
     config = CorrectionConfig.model_validate(SUPPORT | {"weight": weight})
     rho = P / Q
     f = {"none": torch.ones_like(rho), "clip": rho.clamp(max=2.0)}.get(
-        "none" if not weight else config.weight.outside, torch.where((rho >= 0.5) & (rho <= 3.0), rho, 0.0)
+        "none" if not weight else config.weight.outside,
+        torch.where((rho >= 0.5) & (rho <= 3.0), rho, 0.0),
     )
     score = torch.eye(4, dtype=torch.float64) - P  # [a, logit]
     mu = (Q * f) @ score
@@ -133,5 +155,7 @@ def test_a_gate_drops_the_mean_score_with_the_slot() -> None:
     config = CorrectionConfig.model_validate(SUPPORT | {"gates": [gate]})
     assert (gradient(config, torch.ones(4, dtype=torch.float64)) == 0).all()
     logp = torch.tensor([math.log(0.5)] * 2)
-    live = live_weights(logp, logp, torch.ones(2, dtype=torch.bool), config, segment=torch.zeros(2).long())
+    live = live_weights(
+        logp, logp, torch.ones(2, dtype=torch.bool), config, segment=torch.zeros(2).long()
+    )
     assert live.centred.all()

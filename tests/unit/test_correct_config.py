@@ -16,9 +16,39 @@ TOKEN = {"weight": {"level": "token"}}
 GATE = {"statistic": "k3", "high": 0.1}
 
 WANTED = {
-    *("recompute", "vanilla-is", "tis", "ppo-is", "cis", "icepop", "seq-tis", "seq-mis", "trl-default", "geo-rs"),
-    *("geo-rs-token-tis", "seq-mask-tis", "k3-rs", "trm", "mis", "veto", "nemo-seq-error", "opsm", "ipo", "dppo-tv"),
-    *("kpop", "flash-reinforce", "m2po", "pg-tis", "pg-seq-tis", "cispo-rollout", "score-centering"),
+    *(
+        "recompute",
+        "vanilla-is",
+        "tis",
+        "ppo-is",
+        "cis",
+        "icepop",
+        "seq-tis",
+        "seq-mis",
+        "trl-default",
+        "geo-rs",
+    ),
+    *(
+        "geo-rs-token-tis",
+        "seq-mask-tis",
+        "k3-rs",
+        "trm",
+        "mis",
+        "veto",
+        "nemo-seq-error",
+        "opsm",
+        "ipo",
+        "dppo-tv",
+    ),
+    *(
+        "kpop",
+        "flash-reinforce",
+        "m2po",
+        "pg-tis",
+        "pg-seq-tis",
+        "cispo-rollout",
+        "score-centering",
+    ),
     *("score-centering-tis", "k3-rs-token-tis"),
 }
 
@@ -29,42 +59,81 @@ WANTED = {
         ({"weight": {"high": 2.0}}, "no effect with level = none"),
         ({"weight": {"level": "token", "outside": "zero"}}, "no effect without low or high"),
         ({"weight": {"level": "token", "low": 3, "high": 2}}, "low 3.0 is above high 2.0"),
-        ({"weight": {"level": "token", "high": 0.5}}, "leave out 1, the value where both engines agree"),
+        (
+            {"weight": {"level": "token", "high": 0.5}},
+            "leave out 1, the value where both engines agree",
+        ),
         ({"weight": {"level": "token", "low": 1.5}}, "leave out 1"),
-        ({"weight": {"level": "token", "low": 0}}, "low 0.0 has no effect, the value is never below 0"),
+        (
+            {"weight": {"level": "token", "low": 0}},
+            "low 0.0 has no effect, the value is never below 0",
+        ),
         ({"gates": [{"statistic": "k3"}]}, "neither low nor high"),
         ({"gates": [GATE | {"low": -1}]}, "never below 0"),
         ({"gates": [{"statistic": "tv", "high": 1}]}, "never above 1"),
         ({"gates": [{"statistic": "exp_abs", "high": 0.5}]}, "leave out 1"),
-        ({"gates": [GATE | {"aggregate": "mean"}]}, "scope = token does not go with aggregate = mean"),
-        ({"gates": [GATE | {"scope": "sequence"}]}, "scope = sequence does not go with aggregate = none"),
-        ({"gates": [GATE | {"when": "toward"}]}, "needs a signed statistic"),
-        ({"gates": [GATE | {"aggregate": "budget", "when": "negative"}]}, "a budget is a bound `high`"),
         (
-            {"gates": [{"statistic": "exp_abs", "aggregate": "sum", "scope": "sequence", "high": 9}]},
+            {"gates": [GATE | {"aggregate": "mean"}]},
+            "scope = token does not go with aggregate = mean",
+        ),
+        (
+            {"gates": [GATE | {"scope": "sequence"}]},
+            "scope = sequence does not go with aggregate = none",
+        ),
+        ({"gates": [GATE | {"when": "toward"}]}, "needs a signed statistic"),
+        (
+            {"gates": [GATE | {"aggregate": "budget", "when": "negative"}]},
+            "a budget is a bound `high`",
+        ),
+        (
+            {
+                "gates": [
+                    {"statistic": "exp_abs", "aggregate": "sum", "scope": "sequence", "high": 9}
+                ]
+            },
             "only counts tokens",
         ),
         ({"gates": [GATE, GATE | {"high": 0.2}]}, "k3.token is there twice"),
         ({"gates": [GATE | {"ratio": "old/rollout"}]}, "is old/rollout anyway"),
-        ({"gates": [GATE | {"ratio": "old/rollout"}], "ratio": "new/rollout"}, "there is no old policy"),
+        (
+            {"gates": [GATE | {"ratio": "old/rollout"}], "ratio": "new/rollout"},
+            "there is no old policy",
+        ),
         (TOKEN | {"denominator": "kept"}, "kept has no effect, nothing is rejected"),
         (TOKEN | {"protect": ["kl"]}, "nothing is rejected, so there is nothing to protect"),
         ({"gates": [GATE], "protect": ["kl", "kl"]}, "names a term twice"),
         ({"normalise": "self"}, "all weights are 1 already"),
         (TOKEN | {"gates": [GATE], "normalise": "self", "denominator": "kept"}, "already add up"),
         (TOKEN | {"ratio": "new/rollout", "normalise": "self"}, "exists one micro-batch at a time"),
-        ({"gates": [GATE | {"ratio": "new/rollout"}], "denominator": "kept"}, "exists one micro-batch at a time"),
-        ({"gates": [GATE | {"aggregate": "budget"}], "ratio": "new/rollout"}, "a budget ranks the whole step"),
+        (
+            {"gates": [GATE | {"ratio": "new/rollout"}], "denominator": "kept"},
+            "exists one micro-batch at a time",
+        ),
+        (
+            {"gates": [GATE | {"aggregate": "budget"}], "ratio": "new/rollout"},
+            "a budget ranks the whole step",
+        ),
         ({"centering": "head"}, "needs ratio = new/rollout"),
-        ({"centering": "head", "ratio": "new/rollout", "weight": {"level": "sequence"}}, "vocabulary of a slot"),
-        ({"centering": "head", "ratio": "new/rollout", "gates": [GATE]}, "where this gate would have to be evaluated"),
-        ({"preset": "score-centering", "centering": "support", "head_size": 5}, "no effect with centering = support"),
+        (
+            {"centering": "head", "ratio": "new/rollout", "weight": {"level": "sequence"}},
+            "vocabulary of a slot",
+        ),
+        (
+            {"centering": "head", "ratio": "new/rollout", "gates": [GATE]},
+            "where this gate would have to be evaluated",
+        ),
+        (
+            {"preset": "score-centering", "centering": "support", "head_size": 5},
+            "no effect with centering = support",
+        ),
         ({"head_size": 5}, "no effect with centering = none"),
         ({"preset": "tsi"}, "none is called 'tsi'"),
         (TOKEN | {"cap": 2}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_contradicts_itself_or_does_nothing_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_what_contradicts_itself_or_does_nothing_is_refused(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValidationError, match=reason):
         CorrectionConfig.model_validate(settings)
 
@@ -76,7 +145,9 @@ def test_one_sided_bounds_are_legal() -> None:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_preset_round_trips_and_prints_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_preset_round_trips_and_prints_itself(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = preset(name)
     assert config.name == name
     assert CorrectionConfig.model_validate_json(config.model_dump_json()) == config
@@ -101,7 +172,9 @@ def test_printed_settings_are_the_preset() -> None:
     """Without its name, what `config preset` shows as comments is the same correction."""
     for name in presets():
         config = preset(name)
-        spelled = CorrectionConfig.model_validate(config.model_dump(exclude_defaults=True, exclude={"preset"}))
+        spelled = CorrectionConfig.model_validate(
+            config.model_dump(exclude_defaults=True, exclude={"preset"})
+        )
         assert spelled == config.model_copy(update={"preset": None})
 
 
@@ -124,14 +197,31 @@ def test_changing_a_preset() -> None:
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("recompute", ["rho_t = pi_old(a_t) / pi_rollout(a_t)", "loss = sum of slots surrogate_t / N"]),
-        ("icepop", ["w_t = rho_t where 0.5 <= it <= 5, else rejected", "loss = sum of kept slots w_t surrogate_t / N"]),
+        (
+            "recompute",
+            ["rho_t = pi_old(a_t) / pi_rollout(a_t)", "loss = sum of slots surrogate_t / N"],
+        ),
+        (
+            "icepop",
+            [
+                "w_t = rho_t where 0.5 <= it <= 5, else rejected",
+                "loss = sum of kept slots w_t surrogate_t / N",
+            ],
+        ),
         ("cis", ["w_t = clip(rho_t, 0.5, 2)"]),
-        ("ppo-is", ["rho_t = pi_new(a_t) / pi_rollout(a_t)", "loss = sum of slots surrogate_t(r = rho_t) / N"]),
+        (
+            "ppo-is",
+            [
+                "rho_t = pi_new(a_t) / pi_rollout(a_t)",
+                "loss = sum of slots surrogate_t(r = rho_t) / N",
+            ],
+        ),
         ("pg-tis", ["w_t = min(rho_t, 2)", "loss = sum of slots -A_t w_t log pi_new(a_t) / N"]),
         (
             "dppo-tv",
-            ["keep slots where -0.2 <= p_trainer - p_rollout <= 0.2 (upper bound where A > 0, lower where A < 0)"],
+            [
+                "keep slots where -0.2 <= p_trainer - p_rollout <= 0.2 (upper bound where A > 0, lower where A < 0)"
+            ],
         ),
         ("veto", ["keep sequences where 0.0001 <= min of rho"]),
     ],

@@ -60,9 +60,16 @@ def causes(diagnosis: Diagnosis) -> list[str]:
     return [finding.cause for finding in diagnosis.findings]
 
 
-@given(seed=st.integers(0, 10**6), noise=st.floats(0, 1.0), spread=st.floats(0, 4), masked=st.floats(0, 0.9))
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 1.0),
+    spread=st.floats(0, 4),
+    masked=st.floats(0, 0.9),
+)
 @settings(max_examples=40, deadline=None)
-def test_plain_mismatch_is_never_accused(seed: int, noise: float, spread: float, masked: float) -> None:
+def test_plain_mismatch_is_never_accused(
+    seed: int, noise: float, spread: float, masked: float
+) -> None:
     """Whichever side the noise is on."""
     w = world(seed, noise, spread)
     if seed % 2:
@@ -74,7 +81,9 @@ def test_plain_mismatch_is_never_accused(seed: int, noise: float, spread: float,
     assert causes(check(old, rollout, mask, entropy=entropy(w.logits))) == []
 
 
-def noisy(g: torch.Generator, kl: float, jumps: float, masked: float) -> tuple[Tensor, Tensor, Tensor]:
+def noisy(
+    g: torch.Generator, kl: float, jumps: float, masked: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(old, rollout, mask) of Gaussian noise, and of tokens that one engine finds impossible."""
     rollout = -torch.rand(MASK.shape, generator=g) * 6
     log_ratio = torch.randn(MASK.shape, generator=g) * math.sqrt(2 * kl) - kl
@@ -146,7 +155,9 @@ def test_temperature(seed: int, temperature: float) -> None:
     found = check(*sides, entropy=entropy(w.logits))
     assert causes(found) == ["temperature"]
     assert f"{temperature:.1f}" in found.text() or temperature == 1.5
-    assert "temperature" not in causes(check(*sides))  # not told apart from mismatch without the entropy
+    assert "temperature" not in causes(
+        check(*sides)
+    )  # not told apart from mismatch without the entropy
     tokens = w.sample(seed)
     sides = logp(w.logits, tokens, temperature), logp(w.logits_rollout, tokens)
     assert causes(check(*sides, entropy=entropy(w.logits / temperature))) == ["temperature"]
@@ -158,7 +169,9 @@ def test_support(seed: int, top: int) -> None:
     """Top-k: reported as renormalised over the kept tokens; or (seen with the entropy) as if nothing had been cut."""
     w = world(seed)
     tokens = w.sample(seed, top=top)
-    kept = w.logits_rollout.masked_fill(w.logits_rollout < w.logits_rollout.topk(top).values[..., -1:], -math.inf)
+    kept = w.logits_rollout.masked_fill(
+        w.logits_rollout < w.logits_rollout.topk(top).values[..., -1:], -math.inf
+    )
     assert causes(check(logp(w.logits, tokens), logp(kept, tokens))) == ["support"]
     if top < 10:
         plain = logp(w.logits, tokens), logp(w.logits_rollout, tokens)
@@ -174,7 +187,9 @@ def test_one_token_left_by_top_p(seed: int) -> None:
     p = p.masked_fill(p.cumsum(-1) - p >= 0.7, 0.0)
     kept = torch.zeros_like(p).scatter(-1, order, p / p.sum(-1, keepdim=True))
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.multinomial(kept.flatten(0, 1), 1, generator=generator).reshape(SEQUENCES, LENGTH)
+    tokens = torch.multinomial(kept.flatten(0, 1), 1, generator=generator).reshape(
+        SEQUENCES, LENGTH
+    )
     old, rollout = logp(w.logits, tokens), logp(kept.log(), tokens)
     assert ((rollout == 0) & (old < -0.1)).double().mean() > 0.01
     assert causes(check(old, rollout)) == ["support"]
@@ -187,8 +202,12 @@ def test_one_token_left_by_top_p(seed: int) -> None:
 def test_support_beside_temperature(seed: int, temperature: float) -> None:
     w = world(seed)
     tokens = w.sample(seed, temperature, top=8)
-    kept = w.logits_rollout.masked_fill(w.logits_rollout < w.logits_rollout.topk(8).values[..., -1:], -math.inf)
-    found = check(logp(w.logits, tokens), logp(kept, tokens, temperature), entropy=entropy(w.logits))
+    kept = w.logits_rollout.masked_fill(
+        w.logits_rollout < w.logits_rollout.topk(8).values[..., -1:], -math.inf
+    )
+    found = check(
+        logp(w.logits, tokens), logp(kept, tokens, temperature), entropy=entropy(w.logits)
+    )
     assert causes(found) == ["temperature", "support"]
 
 
@@ -205,7 +224,9 @@ def test_fill() -> None:
     assert "NaN" in nans.text()
     assert causes(check(old, rollout.exp())) == ["not_log"]
     assert causes(check(old.masked_fill(some, 0.0), rollout)) == ["fill"]
-    assert causes(check(old, rollout.masked_fill(some, math.nan), ~some.flatten())) == []  # masked: not our business
+    assert (
+        causes(check(old, rollout.masked_fill(some, math.nan), ~some.flatten())) == []
+    )  # masked: not our business
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -214,21 +235,30 @@ def test_retokenised(seed: int) -> None:
     w = world(seed)
     sampled = w.sample(seed)
     trained = sampled.clone()
-    other = torch.randint(1, VOCABULARY, trained.shape, generator=torch.Generator().manual_seed(seed))
+    other = torch.randint(
+        1, VOCABULARY, trained.shape, generator=torch.Generator().manual_seed(seed)
+    )
     trained[::2, 20:] = (trained + other)[::2, 20:] % VOCABULARY
     old, rollout = logp(w.logits, trained), logp(w.logits_rollout, sampled)
     assert causes(check(old, rollout)) == ["retokenised"]
     known = check(old, rollout, tokens=trained.flatten(), tokens_rollout=sampled.flatten())
     assert causes(known) == ["retokenised"]
     assert "first slot 20;" in known.text()
-    assert causes(check(old, old + 0.001, tokens=sampled.flatten(), tokens_rollout=sampled.flatten())) == []
+    assert (
+        causes(check(old, old + 0.001, tokens=sampled.flatten(), tokens_rollout=sampled.flatten()))
+        == []
+    )
 
 
 def test_stale_weights() -> None:
     w = world(0, noise=0.02)
     moved = w.logits + 0.5 * torch.randn(w.logits.shape, generator=torch.Generator().manual_seed(1))
     tokens = w.sample(0)
-    rollout, previous, old = logp(w.logits_rollout, tokens), logp(w.logits, tokens), logp(moved, tokens)
+    rollout, previous, old = (
+        logp(w.logits_rollout, tokens),
+        logp(w.logits, tokens),
+        logp(moved, tokens),
+    )
     assert causes(check(old, rollout, logp_previous=previous.flatten())) == ["stale"]
     assert causes(check(previous, rollout, logp_previous=old.flatten())) == []
     half = torch.arange(SEQUENCES) < 8
@@ -248,7 +278,11 @@ def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how
     g = torch.Generator().manual_seed(seed)
     older = w.logits_rollout + 0.7 * torch.randn(w.logits.shape, generator=g)
     half = (torch.arange(SEQUENCES) < 8)[:, None, None]
-    engine = {"version": torch.where(half, older, w.logits_rollout), "previous": older, "fresh": w.logits_rollout}[how]
+    engine = {
+        "version": torch.where(half, older, w.logits_rollout),
+        "previous": older,
+        "fresh": w.logits_rollout,
+    }[how]
     tokens = World(w.logits, engine).sample(seed, temperature)
     old, h = logp(w.logits, tokens), entropy(w.logits).reshape(SEQUENCES, LENGTH)
     known = {
@@ -256,12 +290,16 @@ def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how
         "previous": {"logp_previous": logp(older, tokens).roll(by, 1).flatten()},
         "fresh": {},
     }[how]
-    found = check(old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.roll(by, 1).flatten(), **known)
+    found = check(
+        old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.roll(by, 1).flatten(), **known
+    )
     wanted = [*(["shift"] if by else []), *(["stale"] if how != "fresh" else []), "temperature"]
     assert causes(found) == wanted, found.text()
     factor = float(found.findings[-1].evidence.split("about ")[1].split()[0])
     assert factor == pytest.approx(temperature, abs=0.15)
-    aligned = check(old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.flatten(), **known)
+    aligned = check(
+        old.roll(by, 1), logp(engine, tokens, temperature), entropy=h.flatten(), **known
+    )
     assert causes(aligned) == wanted  # entropy in step with the rollout
 
 
@@ -274,7 +312,9 @@ def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how
     drift=st.floats(0, 0.5),
 )
 @settings(max_examples=40, deadline=None)
-def test_everything_known_of_a_clean_run_accuses_it_of_nothing(seed, noise, spread, masked, newest, drift) -> None:
+def test_everything_known_of_a_clean_run_accuses_it_of_nothing(
+    seed, noise, spread, masked, newest, drift
+) -> None:
     """Weight versions that made no difference, and a previous policy farther from the rollout than the present one."""
     w = world(seed, noise, spread)
     g = torch.Generator().manual_seed(seed)

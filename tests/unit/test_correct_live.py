@@ -30,7 +30,9 @@ def coefficient(name: str, rho: float, advantage: float) -> float:
     new = old.clone().requires_grad_()
     weight = reweight(old, rollout, ONE, config.fixed_part, segment=torch.zeros(1).long()).weight
     if (live := config.live_part) is not None:
-        weight = weight * live_weights(new, rollout, ONE, live, segment=torch.zeros(1).long()).weight
+        weight = (
+            weight * live_weights(new, rollout, ONE, live, segment=torch.zeros(1).long()).weight
+        )
     match config.surrogate:
         case "any":
             loss = weight * ppo(new, old, advantage)
@@ -46,11 +48,28 @@ def coefficient(name: str, rho: float, advantage: float) -> float:
 @pytest.mark.parametrize(
     ("rho", "expected"),
     [
-        (0.25, {"recompute": (1, -1), "vanilla-is": (0.25, -0.25), "tis": (0.25, -0.25), "ppo-is": (0.25, 0)}),
+        (
+            0.25,
+            {
+                "recompute": (1, -1),
+                "vanilla-is": (0.25, -0.25),
+                "tis": (0.25, -0.25),
+                "ppo-is": (0.25, 0),
+            },
+        ),
         (0.25, {"icepop": (0, 0)}),
         (1.5, {"tis": (1.5, -1.5), "ppo-is": (0, -1.5), "icepop": (1.5, -1.5)}),
         (4, {"tis": (2, -2), "ppo-is": (0, -4), "icepop": (4, -4)}),
-        (10, {"tis": (2, -2), "ppo-is": (0, -10), "icepop": (0, 0), "cispo-rollout": (5, -5), "pg-tis": (2, -2)}),
+        (
+            10,
+            {
+                "tis": (2, -2),
+                "ppo-is": (0, -10),
+                "icepop": (0, 0),
+                "cispo-rollout": (5, -5),
+                "pg-tis": (2, -2),
+            },
+        ),
     ],
 )
 def test_gradient_coefficients_b1(rho: float, expected: dict[str, tuple[float, float]]) -> None:
@@ -60,7 +79,9 @@ def test_gradient_coefficients_b1(rho: float, expected: dict[str, tuple[float, f
         assert coefficient(name, rho, -1.0) == pytest.approx(negative, abs=1e-5), name
 
 
-@pytest.mark.parametrize(("rho", "advantage", "kept"), [(0.5, -1, False), (0.5, 1, True), (2.0, -1, True)])
+@pytest.mark.parametrize(
+    ("rho", "advantage", "kept"), [(0.5, -1, False), (0.5, 1, True), (2.0, -1, True)]
+)
 def test_opsm_b4(rho: float, advantage: float, kept: bool) -> None:
     """Mean k1 is ln 2 = .693 > .5 at rho = 1/2."""
     gates = [{**preset("opsm").gates[0].model_dump(), "high": 0.5}]
@@ -68,14 +89,22 @@ def test_opsm_b4(rho: float, advantage: float, kept: bool) -> None:
     assert config is not None
     new = torch.full((3,), math.log(rho))
     slots = {"segment": torch.zeros(3).long(), "advantage": torch.full((3,), float(advantage))}
-    assert live_weights(new, torch.zeros(3), ONE.expand(3), config, **slots).keep.tolist() == [kept] * 3
+    assert (
+        live_weights(new, torch.zeros(3), ONE.expand(3), config, **slots).keep.tolist()
+        == [kept] * 3
+    )
 
 
 def test_dppo_rejects_only_what_moved_the_way_its_advantage_asks_for() -> None:
-    rollout, new = torch.tensor([0.5, 0.5, 0.5, 0.5]).log(), torch.tensor([0.8, 0.8, 0.2, 0.2]).log()
+    rollout, new = (
+        torch.tensor([0.5, 0.5, 0.5, 0.5]).log(),
+        torch.tensor([0.8, 0.8, 0.2, 0.2]).log(),
+    )
     config = preset("dppo-tv").live_part
     assert config is not None
-    live = live_weights(new, rollout, ONE.expand(4), config, advantage=torch.tensor([1.0, -1, 1, -1]))
+    live = live_weights(
+        new, rollout, ONE.expand(4), config, advantage=torch.tensor([1.0, -1, 1, -1])
+    )
     assert live.keep.tolist() == [False, True, True, False]
     assert live.weight.tolist() == pytest.approx([0, 1.6, 0.4, 0])
     assert not live.weight.requires_grad
@@ -84,7 +113,9 @@ def test_dppo_rejects_only_what_moved_the_way_its_advantage_asks_for() -> None:
 @pytest.mark.parametrize("name", LIVE)
 def test_live_presets_split_into_a_fixed_and_a_live_part(name: str) -> None:
     config = preset(name)
-    with pytest.raises(UsageError, match=f"{name} needs the ratio of the policy that is being trained"):
+    with pytest.raises(
+        UsageError, match=f"{name} needs the ratio of the policy that is being trained"
+    ):
         reweight(torch.zeros(3), torch.zeros(3), ONE.expand(3), config)
     fixed, live = config.fixed_part, config.live_part
     assert not fixed.live
@@ -115,13 +146,23 @@ def test_sums_of_micro_batches_add_up_to_a_receipt() -> None:
     rollout, new, advantage = -torch.rand(40) - 0.1, -torch.rand(40) - 0.1, torch.randn(40)
     mask = torch.rand(40) < 0.7
     parts = [
-        live_weights(new[i : i + 10], rollout[i : i + 10], mask[i : i + 10], config, advantage=advantage[i : i + 10])
+        live_weights(
+            new[i : i + 10],
+            rollout[i : i + 10],
+            mask[i : i + 10],
+            config,
+            advantage=advantage[i : i + 10],
+        )
         for i in range(0, 40, 10)
     ]
     whole = live_weights(new, rollout, mask, config, advantage=advantage)
     assert torch.equal(torch.cat([p.weight for p in parts]), whole.weight)
-    assert report(config, combine(p.sums for p in parts)) == pytest.approx(report(config, whole.sums), rel=1e-9)
-    nothing = live_weights(new, rollout, torch.zeros(40, dtype=torch.bool), config, advantage=advantage)
+    assert report(config, combine(p.sums for p in parts)) == pytest.approx(
+        report(config, whole.sums), rel=1e-9
+    )
+    nothing = live_weights(
+        new, rollout, torch.zeros(40, dtype=torch.bool), config, advantage=advantage
+    )
     assert nothing.weight.sum() == 0
     assert combine([whole.sums, nothing.sums]).slots == whole.sums.slots
 

@@ -20,7 +20,13 @@ from onepolicy.run import train
 
 @pytest.mark.parametrize(
     ("kl", "length", "expected"),
-    [(1e-3, 500, 0.7253), (1e-3, 2000, 0.3261), (1e-3, 8000, 0.0422), (1e-4, 2000, 0.92), (1e-4, 32000, 0.20)],
+    [
+        (1e-3, 500, 0.7253),
+        (1e-3, 2000, 0.3261),
+        (1e-3, 8000, 0.0422),
+        (1e-4, 2000, 0.92),
+        (1e-4, 32000, 0.20),
+    ],
 )
 def test_attenuation_of_the_trl_default_b8(kl: float, length: int, expected: float) -> None:
     """Phi((ln 3 - Tk) / sqrt(2Tk))."""
@@ -28,14 +34,19 @@ def test_attenuation_of_the_trl_default_b8(kl: float, length: int, expected: flo
     assert found == pytest.approx(expected, abs=0.005 if kl == 1e-4 else 5e-5)
     total = length * kl
     assert found == pytest.approx(
-        torch.special.ndtr(torch.tensor((math.log(3) - total) / math.sqrt(2 * total))).item(), abs=1e-6
+        torch.special.ndtr(torch.tensor((math.log(3) - total) / math.sqrt(2 * total))).item(),
+        abs=1e-6,
     )
 
 
 def test_closed_forms() -> None:
     assert predict(preset("recompute"), 0.01, 100).attenuation == pytest.approx(1)
-    assert predict(preset("vanilla-is"), 0.01, 100).attenuation == pytest.approx(1, abs=1e-6)  # E[rho] = 1
-    assert predict(preset("geo-rs"), 1e-3, 10**6).keep == pytest.approx(0.5, abs=0.01)  # the lower bound is the mean
+    assert predict(preset("vanilla-is"), 0.01, 100).attenuation == pytest.approx(
+        1, abs=1e-6
+    )  # E[rho] = 1
+    assert predict(preset("geo-rs"), 1e-3, 10**6).keep == pytest.approx(
+        0.5, abs=0.01
+    )  # the lower bound is the mean
     assert predict(preset("mis"), 0.05, 1000).attenuation == 1  # self-normalised
     kept = predict(preset("geo-rs", denominator="kept"), 1e-3, 100)
     assert (kept.attenuation, kept.keep < 0.2) == (pytest.approx(1), True)
@@ -43,7 +54,8 @@ def test_closed_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in presets() if not preset(n).live and not predict(preset(n), 1e-3, 9).not_modelled]
+    "name",
+    [n for n in presets() if not preset(n).live and not predict(preset(n), 1e-3, 9).not_modelled],
 )
 @pytest.mark.parametrize(("kl", "length"), [(0.002, 200), (0.02, 25)])
 def test_the_correction_does_what_is_predicted(name: str, kl: float, length: int) -> None:
@@ -51,21 +63,31 @@ def test_the_correction_does_what_is_predicted(name: str, kl: float, length: int
     g = torch.Generator().manual_seed(length)
     logs = torch.randn(4000, length, generator=g, dtype=torch.float64) * math.sqrt(2 * kl) - kl
     config = preset(name, normalise="none") if name == "mis" else preset(name)
-    applied = reweight(logs, torch.zeros_like(logs), torch.ones_like(logs, dtype=torch.bool), config)
+    applied = reweight(
+        logs, torch.zeros_like(logs), torch.ones_like(logs, dtype=torch.bool), config
+    )
     found = predict(config, kl, length)
     assert found.keep == pytest.approx(1 - applied.report["correction/rejected"], abs=0.03)
     assert found.attenuation == pytest.approx(applied.report["correction/weight_mean"], abs=0.04)
 
 
 def test_turns_and_signs() -> None:
-    turn = CorrectionConfig.model_validate({"weight": {"level": "turn", "high": 3, "outside": "zero"}})
-    assert predict(turn, 1e-3, 8000, turns=16).attenuation == pytest.approx(0.7253, abs=1e-4)  # turns of 500
+    turn = CorrectionConfig.model_validate(
+        {"weight": {"level": "turn", "high": 3, "outside": "zero"}}
+    )
+    assert predict(turn, 1e-3, 8000, turns=16).attenuation == pytest.approx(
+        0.7253, abs=1e-4
+    )  # turns of 500
     gate = {"statistic": "ratio", "low": 0.999, "high": 1.001}
     both = predict(CorrectionConfig.model_validate({"gates": [gate]}), 0.01, 10).keep
     for when in ("negative", "positive"):
-        half = predict(CorrectionConfig.model_validate({"gates": [gate | {"when": when}]}), 0.01, 10).keep
+        half = predict(
+            CorrectionConfig.model_validate({"gates": [gate | {"when": when}]}), 0.01, 10
+        ).keep
         assert half == pytest.approx((1 + both) / 2)
-    toward = predict(CorrectionConfig.model_validate({"gates": [gate | {"when": "toward"}]}), 0.01, 10).keep
+    toward = predict(
+        CorrectionConfig.model_validate({"gates": [gate | {"when": "toward"}]}), 0.01, 10
+    ).keep
     assert toward == pytest.approx(0.5, abs=0.01)
 
 
@@ -77,13 +99,23 @@ class Notes(Progress):
         self.notes.append(text)
 
 
-def test_a_run_says_so_before_it_loads_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_says_so_before_it_loads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(components, "build_parts", lambda *_: None)
-    tree = {"out": str(tmp_path / "run"), "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+    tree = {
+        "out": str(tmp_path / "run"),
+        "steps": 1,
+        "model": {"path": "tiny"},
+        "task": {"kind": "chain"},
+    }
     for name, expected in (("trl-default", 1), ("tis", 0)):
         notes = Notes()
         with pytest.raises(TypeError):  # build_parts returned nothing to train
-            train.start(resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]), notes)
+            train.start(
+                resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]),
+                notes,
+            )
         assert len(notes.notes) == expected
 
 
@@ -107,7 +139,9 @@ def test_the_warning_of_a_run_looks_at_whole_episodes():
 
     def said(task, level="sequence", **limits):
         weight = {"level": level, "high": 3.0, "outside": "zero"}
-        config = resolve(tree | sampling | {"task": task | limits, "correction": {"weight": weight}})
+        config = resolve(
+            tree | sampling | {"task": task | limits, "correction": {"weight": weight}}
+        )
         tokens, turns = config.longest
         return warning(config.correction, tokens, turns=turns)
 

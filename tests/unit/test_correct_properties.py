@@ -29,22 +29,38 @@ TURNS = CorrectionConfig.model_validate(
         "gates": [
             {"statistic": "k3", "aggregate": "mean", "scope": "turn", "high": 0.05},
             {"statistic": "prob_diff", "when": "toward", "low": -0.1, "high": 0.1},
-            {"statistic": "ratio", "aggregate": "sum", "scope": "sequence", "high": 2, "when": "negative"},
+            {
+                "statistic": "ratio",
+                "aggregate": "sum",
+                "scope": "sequence",
+                "high": 2,
+                "when": "negative",
+            },
         ],
         "denominator": "kept",
     }
 )
-WIDE = {"gates": [{"statistic": "ratio", "aggregate": "mean", "scope": "sequence", "low": 0.9, "high": 1.1}]}
+WIDE = {
+    "gates": [
+        {"statistic": "ratio", "aggregate": "mean", "scope": "sequence", "low": 0.9, "high": 1.1}
+    ]
+}
 CONFIGS = {name: preset(name) for name in presets() if not preset(name).live} | {
     "turns": TURNS,
     "narrow veto": preset(
         "veto",
-        gates=[{"statistic": "ratio", "aggregate": how, "scope": "sequence", "low": 0.8} for how in ("min", "max")],
+        gates=[
+            {"statistic": "ratio", "aggregate": how, "scope": "sequence", "low": 0.8}
+            for how in ("min", "max")
+        ],
     ),
     "wide geo": preset("geo-rs", **WIDE),
     "wide geo snis": preset("seq-tis", **WIDE, normalise="self"),
     "geometric zero": CorrectionConfig.model_validate(
-        {"weight": {"level": "geometric", "low": 0.9, "high": 1.1, "outside": "zero"}, "denominator": "kept"}
+        {
+            "weight": {"level": "geometric", "low": 0.9, "high": 1.1, "outside": "zero"},
+            "denominator": "kept",
+        }
     ),
 }
 DIVISIBLE = {name: config for name, config in CONFIGS.items() if name != "m2po"}
@@ -86,7 +102,9 @@ def random_batch(seed: int) -> Batch:
     mask[int(torch.randint(0, n, (), generator=g))] = True
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)
     position = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    return Batch(rollout + noise, rollout, mask, segment, position // 3, torch.randn(n, generator=g))
+    return Batch(
+        rollout + noise, rollout, mask, segment, position // 3, torch.randn(n, generator=g)
+    )
 
 
 def same(one: dict[str, float], other: dict[str, float]) -> None:
@@ -96,13 +114,17 @@ def same(one: dict[str, float], other: dict[str, float]) -> None:
 @EVERY
 @given(seed=SEEDS)
 @FEW
-def test_order_of_slots_and_names_of_sequences_do_not_matter(config: CorrectionConfig, seed: int) -> None:
+def test_order_of_slots_and_names_of_sequences_do_not_matter(
+    config: CorrectionConfig, seed: int
+) -> None:
     batch = random_batch(seed)
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(batch.old), generator=g)
     names = torch.randperm(int(batch.segment.max()) + 1, generator=g)
     whole = batch.reweight(config)
-    shuffled = dataclasses.replace(batch.take(order), segment=names[batch.segment[order]]).reweight(config)
+    shuffled = dataclasses.replace(batch.take(order), segment=names[batch.segment[order]]).reweight(
+        config
+    )
     assert torch.equal(shuffled.keep, whole.keep[order])
     torch.testing.assert_close(shuffled.weight, whole.weight[order], rtol=2e-7, atol=0)
     same(shuffled.report, whole.report)
@@ -131,7 +153,12 @@ def test_packed_padded_and_lists_agree_to_the_bit(config: CorrectionConfig, seed
         def pad(name: str, fill: float, left: bool = left) -> Tensor:
             values = [getattr(r, name) for r in rows]
             side = [(width - len(v), 0) if left else (0, width - len(v)) for v in values]
-            return torch.stack([torch.nn.functional.pad(v, s, value=fill) for v, s in zip(values, side, strict=True)])
+            return torch.stack(
+                [
+                    torch.nn.functional.pad(v, s, value=fill)
+                    for v, s in zip(values, side, strict=True)
+                ]
+            )
 
         mask = pad("mask", False)
         padded = reweight(
@@ -152,13 +179,19 @@ def test_packed_padded_and_lists_agree_to_the_bit(config: CorrectionConfig, seed
 @pytest.mark.parametrize("average", ["slots", "sequences"])
 @given(seed=SEEDS)
 @FEW
-def test_any_split_into_whole_sequences_is_the_whole(config: CorrectionConfig, average: str, seed: int) -> None:
+def test_any_split_into_whole_sequences_is_the_whole(
+    config: CorrectionConfig, average: str, seed: int
+) -> None:
     """Micro-batches or data-parallel ranks: the sums add up, so weights, denominators and the receipt are the same."""
     batch = random_batch(seed)
     sequences = int(batch.segment.max()) + 1
     whole = batch.reweight(config, average=average)
-    home = torch.randint(0, 3, (sequences,), generator=torch.Generator().manual_seed(seed))[batch.segment]
-    parts = [partials(config, batch.take(home == p).slots(sequences), average=average) for p in range(3)]
+    home = torch.randint(0, 3, (sequences,), generator=torch.Generator().manual_seed(seed))[
+        batch.segment
+    ]
+    parts = [
+        partials(config, batch.take(home == p).slots(sequences), average=average) for p in range(3)
+    ]
     total = combine(part.sums for part in parts)
     for p, part in enumerate(parts):
         weight, keep, report = finish(config, part, total)
@@ -170,7 +203,9 @@ def test_any_split_into_whole_sequences_is_the_whole(config: CorrectionConfig, a
 @EVERY_DIVISIBLE
 @given(seed=SEEDS)
 @FEW
-def test_chunks_of_sequences_on_several_ranks_are_the_whole(config: CorrectionConfig, seed: int) -> None:
+def test_chunks_of_sequences_on_several_ranks_are_the_whole(
+    config: CorrectionConfig, seed: int
+) -> None:
     """Context parallelism: every rank holds some slots of every sequence."""
     batch = random_batch(seed)
     sequences = int(batch.segment.max()) + 1
@@ -190,7 +225,9 @@ def test_chunks_of_sequences_on_several_ranks_are_the_whole(config: CorrectionCo
 @EVERY
 @given(seed=SEEDS, average=st.sampled_from(["slots", "sequences"]), size=st.integers(2, 12))
 @settings(max_examples=3, deadline=None)
-def test_slots_worked_on_at_once_change_nothing(config: CorrectionConfig, seed: int, average: str, size: int) -> None:
+def test_slots_worked_on_at_once_change_nothing(
+    config: CorrectionConfig, seed: int, average: str, size: int
+) -> None:
     batch = random_batch(seed)
     whole = batch.reweight(config, average=average)
     with mock.patch.object(slots_module, "CHUNK", size):
@@ -204,7 +241,9 @@ def test_slots_worked_on_at_once_change_nothing(config: CorrectionConfig, seed: 
 @EVERY
 @given(seed=SEEDS, garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @FEW
-def test_blind_to_what_stands_in_masked_slots(config: CorrectionConfig, seed: int, garbage: float) -> None:
+def test_blind_to_what_stands_in_masked_slots(
+    config: CorrectionConfig, seed: int, garbage: float
+) -> None:
     batch = random_batch(seed)
     clean = batch.reweight(config)
     off = ~batch.mask
@@ -222,7 +261,9 @@ def test_blind_to_what_stands_in_masked_slots(config: CorrectionConfig, seed: in
 @EVERY
 @given(seed=SEEDS)
 @FEW
-def test_a_slot_that_is_not_finite_is_rejected_and_the_rest_stays_finite(config: CorrectionConfig, seed: int) -> None:
+def test_a_slot_that_is_not_finite_is_rejected_and_the_rest_stays_finite(
+    config: CorrectionConfig, seed: int
+) -> None:
     batch = random_batch(seed)
     bad = int(batch.mask.nonzero()[-1])
     batch.old[bad] = math.nan
@@ -235,22 +276,30 @@ def test_a_slot_that_is_not_finite_is_rejected_and_the_rest_stays_finite(config:
 @EVERY
 @given(seed=SEEDS)
 @FEW
-def test_with_one_slot_a_sequence_all_levels_are_the_token_level(config: CorrectionConfig, seed: int) -> None:
+def test_with_one_slot_a_sequence_all_levels_are_the_token_level(
+    config: CorrectionConfig, seed: int
+) -> None:
     batch = random_batch(seed)
     batch.segment = torch.arange(len(batch.old))
     batch.turn = torch.zeros_like(batch.turn)
     level = config.weight.level
     if level in ("none", "token"):
         return
-    token = config.model_copy(update={"weight": config.weight.model_copy(update={"level": "token"})})
+    token = config.model_copy(
+        update={"weight": config.weight.model_copy(update={"level": "token"})}
+    )
     assert torch.equal(batch.reweight(config).weight, batch.reweight(token).weight)
 
 
-@pytest.mark.parametrize("statistic", ["ratio", "k1", "k2", "k3", "exp_abs", "tv", "binary_kl", "binary_kl_sym"])
+@pytest.mark.parametrize(
+    "statistic", ["ratio", "k1", "k2", "k3", "exp_abs", "tv", "binary_kl", "binary_kl_sym"]
+)
 @pytest.mark.parametrize("scope", ["token", "sequence"])
 @given(seed=SEEDS, tight=st.floats(0.001, 1), loose=st.floats(0, 2))
 @FEW
-def test_a_tighter_bound_never_keeps_more(statistic: str, scope: str, seed: int, tight: float, loose: float) -> None:
+def test_a_tighter_bound_never_keeps_more(
+    statistic: str, scope: str, seed: int, tight: float, loose: float
+) -> None:
     batch = random_batch(seed)
     agree = 1 if statistic in ("ratio", "exp_abs") else 0
     if statistic == "tv":
@@ -295,7 +344,9 @@ def test_a_budget_cannot_be_split() -> None:
 
 @given(values=st.lists(st.floats(-60, 60), min_size=1, max_size=50), cut=st.integers(0, 50))
 @settings(max_examples=40, deadline=None)
-def test_histograms_add_up_and_quantiles_are_within_one_percent(values: list[float], cut: int) -> None:
+def test_histograms_add_up_and_quantiles_are_within_one_percent(
+    values: list[float], cut: int
+) -> None:
     logs = torch.tensor(values, dtype=torch.float64)
     counts = histogram(logs)
     assert torch.equal(counts, histogram(logs[:cut]) + histogram(logs[cut:]))
@@ -318,8 +369,12 @@ def test_mis_as_its_readme_defines_it(seed: int, low: float, high: float) -> Non
     expected = []
     for s in range(int(batch.segment.max()) + 1):
         row = batch.take(batch.segment == s)
-        ratios = [math.exp(a - b) for a, b in zip(row.old.tolist(), row.rollout.tolist(), strict=True)]
+        ratios = [
+            math.exp(a - b) for a, b in zip(row.old.tolist(), row.rollout.tolist(), strict=True)
+        ]
         vetoed = any(r < 0.8 for r, valid in zip(ratios, row.mask.tolist(), strict=True) if valid)
         for ratio, valid in zip(ratios, row.mask.tolist(), strict=True):
-            expected.append(min(ratio, high) if valid and low <= ratio <= high and not vetoed else 0.0)
+            expected.append(
+                min(ratio, high) if valid and low <= ratio <= high and not vetoed else 0.0
+            )
     assert applied.weight.tolist() == pytest.approx(expected, rel=1e-5)

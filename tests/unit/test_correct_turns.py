@@ -65,12 +65,22 @@ def test_scaled_weights_of_turns():
     assert own(applied(weight=band, denominator="kept").weight) == pytest.approx([0] * 6 + [35])
 
 
-@pytest.mark.parametrize("config", [{"weight": Weight(level="turn")}, {"gates": "k3"}], ids=["weight", "gate"])
+@pytest.mark.parametrize(
+    "config", [{"weight": Weight(level="turn")}, {"gates": "k3"}], ids=["weight", "gate"]
+)
 def test_a_ratio_that_is_not_finite_rejects_its_turn_alone(config):
     if "gates" in config:
         config = {"gates": (Gate(statistic="k3", aggregate="mean", scope="turn", high=100.0),)}
     rho = [*RHO[:4], math.inf, *RHO[5:]]
-    assert own(applied(rho, **config, max_nonfinite=0.5).keep) == [True, True, False, False, True, True, True]
+    assert own(applied(rho, **config, max_nonfinite=0.5).keep) == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 VALUES = {  # statistic, aggregate -> of the four turns
@@ -103,7 +113,9 @@ def test_gates_of_turns_at_each_of_their_values(statistic, aggregate):
     for edge in {value for value in values if value > agree}:
         for bound in (edge - 1e-4, edge + 1e-4):
             gate = Gate(statistic=statistic, aggregate=aggregate, scope="turn", high=bound)
-            kept = [value <= bound for value in values for _ in range(2)][:7]  # the last turn has one slot
+            kept = [value <= bound for value in values for _ in range(2)][
+                :7
+            ]  # the last turn has one slot
             assert own(applied(gates=(gate,)).keep) == kept, (bound, values)
 
 
@@ -139,7 +151,12 @@ def test_live_weights_and_gates_of_turns():
     second = slice(6, 11)
     fields = [torch.tensor(x)[second] for x in (RHO, MASK, SEGMENT, TURN)]
     found = live_weights(
-        fields[0].log(), torch.zeros(5), fields[1], config.live_part, segment=fields[2] - 1, turn=fields[3]
+        fields[0].log(),
+        torch.zeros(5),
+        fields[1],
+        config.live_part,
+        segment=fields[2] - 1,
+        turn=fields[3],
     )
     assert found.weight.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0])
     assert found.keep.tolist() == [False, True, True, False, False]

@@ -56,7 +56,10 @@ def test_train_and_held_out_never_meet():
     for task in (ChainTask(ops=1), ChainTask(ops=2), ChainTask(seed=3)):
         train = {problem(task, i, "train").prompt for i in range(2000)}
         held_out = {p.prompt for p in Chain(task).held_out(500)}
-        warm = {prompt for prompt, _ in itertools.islice(warmup_examples(task, mistakes=0.1, seed=0), 2000)}
+        warm = {
+            prompt
+            for prompt, _ in itertools.islice(warmup_examples(task, mistakes=0.1, seed=0), 2000)
+        }
         assert train
         assert held_out
         assert not held_out & (train | warm)
@@ -120,7 +123,14 @@ def test_grade():
     assert task.grade(asked, right) == 1.0
     assert task.grade(asked, f"#{asked.answer}") == 1.0
     assert task.grade(asked, f"#{wrong}#{asked.answer}") == 1.0  # the last one counts
-    for bad in (f"#{wrong}", f"#{asked.answer}{asked.answer}", asked.answer, "", "#", right.replace("#", ";")):
+    for bad in (
+        f"#{wrong}",
+        f"#{asked.answer}{asked.answer}",
+        asked.answer,
+        "",
+        "#",
+        right.replace("#", ";"),
+    ):
         assert task.grade(asked, bad) == 0.0
 
 

@@ -9,7 +9,11 @@ def test_kinds_are_kept_and_the_rest_is_untouched():
     text = "aZ9 -<>" * 50
     out = garbled(text, np.random.default_rng(0), 1.0)
     for old, new in zip(text, out, strict=True):
-        assert (old.islower(), old.isupper(), old.isdigit()) == (new.islower(), new.isupper(), new.isdigit())
+        assert (old.islower(), old.isupper(), old.isdigit()) == (
+            new.islower(),
+            new.isupper(),
+            new.isdigit(),
+        )
         assert old == new or old.isalnum()
     assert out != text
 

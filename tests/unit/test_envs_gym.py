@@ -8,26 +8,40 @@ from onepolicy.envs.tasks.reasoning_gym import Gym, extract
 from onepolicy.envs.tasks.seeding import digest, rng_of, split_of
 from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 
-SMALL = GymTask(name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+SMALL = GymTask(
+    name="chain_sum", params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+)
 
 
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (GymTask(name="chain_sums"), r"task\.name: .*no single data set 'chain_sums'; did you mean chain_sum"),
+        (
+            GymTask(name="chain_sums"),
+            r"task\.name: .*no single data set 'chain_sums'; did you mean chain_sum",
+        ),
         (GymTask(name="zzzzzzzz"), r"task\.name: .*'zzzzzzzz'; it has ab, acre"),
         (GymTask(name="composite"), r"task\.name: .*no single data set 'composite'"),
         (
             GymTask(name="gcd", params={"max_valeu": 9}),
             r"task\.params\.max_valeu: gcd has no such parameter \(value 9\); it has max_numbers, max_value, min_n",
         ),
-        (GymTask(name="gcd", params={"seed": 3}), r"task\.params\.seed: 3 cannot be set here; use task\.seed"),
-        (GymTask(name="gcd", params={"size": 9}), r"task\.params\.size: 9 cannot be set here; leave it out"),
+        (
+            GymTask(name="gcd", params={"seed": 3}),
+            r"task\.params\.seed: 3 cannot be set here; use task\.seed",
+        ),
+        (
+            GymTask(name="gcd", params={"size": 9}),
+            r"task\.params\.size: 9 cannot be set here; leave it out",
+        ),
         (
             GymTask(name="gcd", params={"min_value": 9, "max_value": 3}),
             r"task\.params: .*refuses .*'max_value': 3.* for gcd: max_value must be > min_value",
         ),
-        (GymTask(name="gcd", params={"max_value": "many"}), r"task\.params: .*'many'.*not supported between"),
+        (
+            GymTask(name="gcd", params={"max_value": "many"}),
+            r"task\.params: .*'many'.*not supported between",
+        ),
     ],
 )
 def test_bad_settings_are_named(task, message):
@@ -72,7 +86,9 @@ def test_train_and_held_out_never_meet():
     task = Gym(SMALL)
     train = {task.train_problem(i).prompt for i in range(2000)}
     held_out = [p.prompt for p in task.held_out(30)]
-    warm = {prompt for prompt, _ in itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=3), 500)}
+    warm = {
+        prompt for prompt, _ in itertools.islice(warmup_examples(SMALL, mistakes=0.0, seed=3), 500)
+    }
     assert len(set(held_out)) == 30
     assert not set(held_out) & (train | warm)
     assert len(train) > 100
@@ -84,7 +100,8 @@ def test_held_out_is_a_prefix_of_a_longer_one_and_has_an_end():
     assert task.held_out(5) == Gym(SMALL).held_out(20)[:5]
     assert [p.id for p in task.held_out(3)] == [-1, -2, -3]
     with pytest.raises(
-        UsageError, match=r"eval\.problems: 500 are asked for, but chain_sum .* gave only \d+ different"
+        UsageError,
+        match=r"eval\.problems: 500 are asked for, but chain_sum .* gave only \d+ different",
     ):
         task.held_out(500)
 
@@ -121,7 +138,12 @@ def test_grade_is_the_library_s():
 
 @pytest.mark.parametrize(
     ("name", "response"),
-    [("coin_flip", "1e999999"), ("game_of_life", "[{}]"), ("boxnet", "0"), ("boxnet", '{"action": 3}')],
+    [
+        ("coin_flip", "1e999999"),
+        ("game_of_life", "[{}]"),
+        ("boxnet", "0"),
+        ("boxnet", '{"action": 3}'),
+    ],
 )
 def test_a_response_the_library_stumbles_over_earns_nothing(name, response):
     task = Gym(GymTask(name=name))
@@ -151,7 +173,9 @@ def test_warmup_examples():
     for prompt, response in pairs:
         assert eval(prompt.split(": ")[1].rstrip("= ")) == int(response)
     half = itertools.islice(warmup_examples(SMALL, mistakes=0.5, seed=0), 200)
-    wrong = sum(eval(prompt.split(": ")[1].rstrip("= ")) != int(response) for prompt, response in half)
+    wrong = sum(
+        eval(prompt.split(": ")[1].rstrip("= ")) != int(response) for prompt, response in half
+    )
     assert 60 < wrong < 120  # 100, less the few that are right by chance
     with pytest.raises(UsageError, match="propositional_logic gives no reference answers"):
         next(warmup_examples(GymTask(name="propositional_logic"), mistakes=0.0, seed=0))

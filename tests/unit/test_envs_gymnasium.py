@@ -10,7 +10,15 @@ from gymnasium import spaces
 
 from onepolicy.config import GymnasiumTask, UsageError
 from onepolicy.envs import build
-from onepolicy.envs.adapters.gymnasium import NoText, World, check_observation, describe, expected, in_words, parse
+from onepolicy.envs.adapters.gymnasium import (
+    NoText,
+    World,
+    check_observation,
+    describe,
+    expected,
+    in_words,
+    parse,
+)
 from onepolicy.envs.adapters.seeded import scaled
 from onepolicy.envs.warmup.examples import warmup_examples
 from onepolicy.interfaces import EpisodeError
@@ -38,7 +46,9 @@ def test_a_walk_to_the_goal():
         "Action: act[down]<eos>\nObservation: row 2, column 0\n",
     ]
     turns = [[*env.tokenizer.encode(text), env.tokenizer.eos_token_id] for text in act(*WAY)]
-    assert sample.tokens[1:][sample.trainable].tolist() == [token for turn in turns for token in turn]
+    assert sample.tokens[1:][sample.trainable].tolist() == [
+        token for turn in turns for token in turn
+    ]
     assert sample.tokens.tolist() == script.prompts[-1] + turns[-1]  # as sampled and as read
 
 
@@ -46,7 +56,10 @@ def test_a_hole_earns_nothing_and_so_does_a_walk_without_an_end():
     (sample,), _ = play(environment(), act("right", "down"))
     assert (sample.reward, sample.finish) == (0.0, "stop")
     (sample,), _ = play(environment(max_turns=2, returns=(-5, 0)), act("left", "left"))
-    assert (sample.reward, sample.finish) == (0.0, "turns")  # its return of 0 would be worth 1, had it ended
+    assert (sample.reward, sample.finish) == (
+        0.0,
+        "turns",
+    )  # its return of 0 would be worth 1, had it ended
     (sample,), _ = play(environment(), act(*WAY)[:1], finish="length")
     assert (sample.reward, sample.finish) == (0.0, "length")
     (sample,), _ = play(environment(max_turns=6), act(*WAY))
@@ -86,11 +99,18 @@ def test_a_template_with_tools_and_two_steps_in_a_turn():
         return f'<call>{{"name": "act", "arguments": {{"action": "{action}"}}}}</call>'
 
     env = environment(HERMES, observation="ansi")
-    turns = [call("down") + call("down"), "over there", call("right") + call("right"), call("down") + call("right") * 2]
+    turns = [
+        call("down") + call("down"),
+        "over there",
+        call("right") + call("right"),
+        call("down") + call("right") * 2,
+    ]
     (sample,), script = play(env, turns)
     assert (sample.reward, sample.events) == (1.0, ("act", "act", "malformed", *("act",) * 4))
     first, second = script.prompts[0], script.prompts[1]
-    assert env.tokenizer.decode(first).endswith("Call act in every turn.\n\n[red:S]FFF\nFHFH\nFFFH\nHFFG<eos><bot>")
+    assert env.tokenizer.decode(first).endswith(
+        "Call act in every turn.\n\n[red:S]FFF\nFHFH\nFFFH\nHFFG<eos><bot>"
+    )
     between = env.tokenizer.decode(second[len(first) :]).split("<eos>")
     assert between[1:3] == [
         "<tool>  (Down)\nSFFF\n[red:F]HFH\nFFFH\nHFFG",
@@ -111,7 +131,9 @@ def test_the_same_problem_is_the_same_episode_and_another_is_not():
     openings = [env.train_problem(i).prompt for i in range(8)]
     assert len(set(openings)) > 1
     assert openings[::-1] == [again.train_problem(i).prompt for i in reversed(range(8))]
-    assert not {p.entry["seed"] for p in env.held_out(50)} & {env.train_problem(i).entry["seed"] for i in range(200)}
+    assert not {p.entry["seed"] for p in env.held_out(50)} & {
+        env.train_problem(i).entry["seed"] for i in range(200)
+    }
 
 
 def test_returns_of_other_toy_text():
@@ -127,8 +149,13 @@ def test_returns_of_other_toy_text():
 
 
 def test_spaces_in_words_and_back():
-    space = spaces.Tuple([spaces.Discrete(5), spaces.Dict({"at": spaces.Box(-1, 1, (2,)), "name": spaces.Text(9)})])
-    assert describe(space, (3, {"at": np.array([0.25, -1]), "name": "fox"})) == "3, at: 0.25, -1; name: fox"
+    space = spaces.Tuple(
+        [spaces.Discrete(5), spaces.Dict({"at": spaces.Box(-1, 1, (2,)), "name": spaces.Text(9)})]
+    )
+    assert (
+        describe(space, (3, {"at": np.array([0.25, -1]), "name": "fox"}))
+        == "3, at: 0.25, -1; name: fox"
+    )
     assert parse(spaces.Discrete(3, start=5), "6", ()) == 6
     assert parse(spaces.MultiDiscrete([2, 3]), "1, 2", ()).tolist() == [1, 2]
     assert parse(spaces.Box(-1, 1, (2,)), "0.5,-0.5", ()).tolist() == [0.5, -0.5]
@@ -145,10 +172,16 @@ def test_spaces_in_words_and_back():
         with pytest.raises(NoText, match="no action"):
             parse(wrong_space, text, ())
     assert expected(spaces.Discrete(3, start=5), ()) == "a number from 5 to 7"
-    for picture in (spaces.Box(0, 255, (84, 84)), spaces.Tuple([spaces.Sequence(spaces.Discrete(2))])):
+    for picture in (
+        spaces.Box(0, 255, (84, 84)),
+        spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]),
+    ):
         with pytest.raises(NoText):
             check_observation(picture)
-    assert in_words("\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n") == "[blue:R]:[yellow: ]|[magenta:Y]"
+    assert (
+        in_words("\x1b[34;1mR\x1b[0m:\x1b[43m \x1b[0m|\x1b[35mY\x1b[0m\n")
+        == "[blue:R]:[yellow: ]|[magenta:Y]"
+    )
 
 
 class Unseeded(gymnasium.Env):
@@ -196,10 +229,22 @@ def registered():
 def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
     for settings, message in (
         ({"id": "FrozenLake-v9", "params": {}}, r"task.id: gymnasium cannot make 'FrozenLake-v9'"),
-        ({"params": {"slippery": False}}, r"task.id: gymnasium cannot make 'FrozenLake-v1' with .*slippery"),
-        ({"id": "Unseeded-v0", "params": {}}, r"task.id: two episodes of Unseeded-v0 from one seed.* differ"),
-        ({"id": "Breaking-v0", "params": {}}, r"task.id: Breaking-v0 fails in its first steps: KeyError\('lost'\)"),
-        ({"id": "Picture-v0", "params": {}}, r"task.id: Picture-v0 observes Box.*a Box of shape \(84, 84, 3\) has no"),
+        (
+            {"params": {"slippery": False}},
+            r"task.id: gymnasium cannot make 'FrozenLake-v1' with .*slippery",
+        ),
+        (
+            {"id": "Unseeded-v0", "params": {}},
+            r"task.id: two episodes of Unseeded-v0 from one seed.* differ",
+        ),
+        (
+            {"id": "Breaking-v0", "params": {}},
+            r"task.id: Breaking-v0 fails in its first steps: KeyError\('lost'\)",
+        ),
+        (
+            {"id": "Picture-v0", "params": {}},
+            r"task.id: Picture-v0 observes Box.*a Box of shape \(84, 84, 3\) has no",
+        ),
         (
             {"id": "Blackjack-v1", "params": {}, "observation": "ansi"},
             r"task.observation: Blackjack-v1 has no ansi form",
@@ -209,7 +254,9 @@ def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
             environment(**settings)
     with monkeypatch.context() as without:
         without.setattr("onepolicy.envs.adapters.gymnasium.find_spec", lambda name: None)
-        with pytest.raises(UsageError, match=r"gymnasium is not installed; pip install 'onepolicy\[envs\]'"):
+        with pytest.raises(
+            UsageError, match=r"gymnasium is not installed; pip install 'onepolicy\[envs\]'"
+        ):
             environment()
     with pytest.raises(ValueError, match=r"task.returns: 1 is not below 0"):
         environment(returns=(1, 0))
@@ -237,7 +284,9 @@ def test_an_environment_that_breaks_fails_the_episode(registered, monkeypatch):
 def test_worked_walks_are_what_the_environment_plays():
     task = GymnasiumTask(**LAKE, instructions="", max_turns=8)
     env = build(task, tokenizer_of(), max_len=3000)
-    for texts in [walk for walk, _ in zip(warmup_examples(task, mistakes=0.0, seed=0), range(3), strict=False)]:
+    for texts in [
+        walk for walk, _ in zip(warmup_examples(task, mistakes=0.0, seed=0), range(3), strict=False)
+    ]:
         (sample,), script = play(env, texts[1::2])
         assert sample.reward == 1.0
         assert len(script.prompts) == 6  # the shortest way
@@ -246,7 +295,9 @@ def test_worked_walks_are_what_the_environment_plays():
     assert random != next(warmup_examples(task, mistakes=0.999, seed=2))
     assert random == next(warmup_examples(task, mistakes=0.999, seed=1))
     with pytest.raises(UsageError, match="no table of its transitions"):
-        next(warmup_examples(GymnasiumTask(id="Blackjack-v1", returns=(-1, 1)), mistakes=0.0, seed=0))
+        next(
+            warmup_examples(GymnasiumTask(id="Blackjack-v1", returns=(-1, 1)), mistakes=0.0, seed=0)
+        )
 
 
 def test_plans_weigh_the_slips():

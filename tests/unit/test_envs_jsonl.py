@@ -22,28 +22,76 @@ def write(path, count, start=0):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "x"', r"data\.jsonl:2: not JSON \(.* at column 15\).*every line is one JSON object"),
+        (
+            '{"prompt": "x"',
+            r"data\.jsonl:2: not JSON \(.* at column 15\).*every line is one JSON object",
+        ),
         ("", r"data\.jsonl:2: not JSON"),
         ("[1, 2]", r"data\.jsonl:2: '\[1, 2\]' is not an object; write"),
-        ('{"answer": "2"}', r"data\.jsonl:2: field 'prompt' is missing \(the line has 'answer'\); add it"),
-        ('{"prompt": "x", "Answer": "2"}', r"data\.jsonl:2: field 'answer' is missing \(the line has 'prompt', 'Ans"),
+        (
+            '{"answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' is missing \(the line has 'answer'\); add it",
+        ),
+        (
+            '{"prompt": "x", "Answer": "2"}',
+            r"data\.jsonl:2: field 'answer' is missing \(the line has 'prompt', 'Ans",
+        ),
         ("{}", r"data\.jsonl:2: field 'prompt' is missing \(the line has nothing\)"),
-        ('{"prompt": 42, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is int 42, not a string; put it in quotes"),
-        ('{"prompt": 4.5, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is float 4\.5, not a string; put it"),
-        ('{"prompt": "x", "answer": true}', r"data\.jsonl:2: field 'answer' is bool True, not a string or a number"),
-        ('{"prompt": "x", "answer": null}', r"data\.jsonl:2: field 'answer' is NoneType None, not a string or a num"),
-        ('{"prompt": "x", "answer": [7]}', r"data\.jsonl:2: field 'answer' is list \[7\], not a string or a number"),
-        ('{"prompt": "x", "answer": {"a": 7}}', r"data\.jsonl:2: field 'answer' is dict .*, not a string or a number"),
-        ('{"prompt": "x", "answer": NaN}', r"data\.jsonl:2: field 'answer' is float nan, not a string or a number"),
-        ('{"prompt": ["x"], "answer": "2"}', r"data\.jsonl:2: field 'prompt' is list \['x'\], not a string"),
+        (
+            '{"prompt": 42, "answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' is int 42, not a string; put it in quotes",
+        ),
+        (
+            '{"prompt": 4.5, "answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' is float 4\.5, not a string; put it",
+        ),
+        (
+            '{"prompt": "x", "answer": true}',
+            r"data\.jsonl:2: field 'answer' is bool True, not a string or a number",
+        ),
+        (
+            '{"prompt": "x", "answer": null}',
+            r"data\.jsonl:2: field 'answer' is NoneType None, not a string or a num",
+        ),
+        (
+            '{"prompt": "x", "answer": [7]}',
+            r"data\.jsonl:2: field 'answer' is list \[7\], not a string or a number",
+        ),
+        (
+            '{"prompt": "x", "answer": {"a": 7}}',
+            r"data\.jsonl:2: field 'answer' is dict .*, not a string or a number",
+        ),
+        (
+            '{"prompt": "x", "answer": NaN}',
+            r"data\.jsonl:2: field 'answer' is float nan, not a string or a number",
+        ),
+        (
+            '{"prompt": ["x"], "answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' is list \['x'\], not a string",
+        ),
         ('{"prompt": null, "answer": "2"}', r"data\.jsonl:2: field 'prompt' is NoneType"),
-        ('{"prompt": "", "answer": "2"}', r"data\.jsonl:2: field 'prompt' is empty \(''\); fill it in"),
+        (
+            '{"prompt": "", "answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' is empty \(''\); fill it in",
+        ),
         ('{"prompt": " \\n", "answer": "2"}', r"data\.jsonl:2: field 'prompt' is empty"),
         ('{"prompt": "x", "answer": ""}', r"data\.jsonl:2: field 'answer' is empty"),
-        ('{"prompt": "x", "answer": "2", "n": ' + 5000 * "1" + "}", r"data\.jsonl:2: cannot be read .*digits"),
-        ('{"prompt": "x", "answer": ' + 100_000 * "[", r"data\.jsonl:2: cannot be read .*recursion"),
-        ('{"prompt": "a\\ud800", "answer": "2"}', r"data\.jsonl:2: field 'prompt' has '.ud800' at character 1"),
-        ('{"prompt": "x", "answer": "\\udc00"}', r"data\.jsonl:2: field 'answer' has '.udc00' at character 0"),
+        (
+            '{"prompt": "x", "answer": "2", "n": ' + 5000 * "1" + "}",
+            r"data\.jsonl:2: cannot be read .*digits",
+        ),
+        (
+            '{"prompt": "x", "answer": ' + 100_000 * "[",
+            r"data\.jsonl:2: cannot be read .*recursion",
+        ),
+        (
+            '{"prompt": "a\\ud800", "answer": "2"}',
+            r"data\.jsonl:2: field 'prompt' has '.ud800' at character 1",
+        ),
+        (
+            '{"prompt": "x", "answer": "\\udc00"}',
+            r"data\.jsonl:2: field 'answer' has '.udc00' at character 0",
+        ),
     ],
     ids=lambda x: str(x)[:40],
 )
@@ -92,7 +140,9 @@ def test_no_file_and_no_lines(tmp_path):
 
 def test_bom_crlf_and_line_separators_inside_strings(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "a\u2028b", "answer": "2"}\r\n'.encode() + GOOD.encode())
+    path.write_bytes(
+        b"\xef\xbb\xbf" + '{"prompt": "a\u2028b", "answer": "2"}\r\n'.encode() + GOOD.encode()
+    )
     assert [p.prompt for p in read_rows(str(path), "task.path")] == ["a\u2028b", "1+1"]
 
 
@@ -102,7 +152,9 @@ def test_held_out_must_leave_something(tmp_path, lines, fits):
     if fits:
         assert Jsonl(task).train_problem(0).prompt == "q0"
         return
-    with pytest.raises(UsageError, match=rf"task\.held_out: 5 lines are held out, but .* has {lines}"):
+    with pytest.raises(
+        UsageError, match=rf"task\.held_out: 5 lines are held out, but .* has {lines}"
+    ):
         Jsonl(task)
 
 
@@ -113,7 +165,9 @@ def test_held_out_is_the_end_of_the_file(tmp_path):
     few = r"eval\.problems: 4 are asked for, but 3 lines of .*data\.jsonl are held out \(task\.held_out\); set "
     with pytest.raises(UsageError, match=few + r"eval\.problems=3, or set task\.held_out=4$"):
         task.held_out(4)
-    with pytest.raises(UsageError, match=r"set eval\.problems=3, or hold out more: .*data\.jsonl has 10 lines"):
+    with pytest.raises(
+        UsageError, match=r"set eval\.problems=3, or hold out more: .*data\.jsonl has 10 lines"
+    ):
         task.held_out(10)
 
 
@@ -131,7 +185,9 @@ def test_prompt_on_both_sides_is_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     other = GOOD.replace("1+1", "2+2")
     path.write_text(f"{other}\n{GOOD}\n{GOOD}\n")
-    with pytest.raises(UsageError, match=r"'1\+1' \(.*data\.jsonl:3\) is trained on as well \(.*data\.jsonl:2\)"):
+    with pytest.raises(
+        UsageError, match=r"'1\+1' \(.*data\.jsonl:3\) is trained on as well \(.*data\.jsonl:2\)"
+    ):
         Jsonl(JsonlTask(path=str(path), held_out=1))
 
 
@@ -156,7 +212,9 @@ def test_problem_names_its_line(tmp_path):
 
 
 def test_grade_exact_with_prefix(tmp_path):
-    task = Jsonl(JsonlTask(path=write(tmp_path / "data.jsonl", 4), held_out=1, answer_prefix="####"))
+    task = Jsonl(
+        JsonlTask(path=write(tmp_path / "data.jsonl", 4), held_out=1, answer_prefix="####")
+    )
     asked = task.train_problem(0)
     assert task.grade(asked, f"because #### {asked.answer}\n") == 1.0
     assert task.grade(asked, asked.answer) == 0.0
@@ -192,6 +250,10 @@ def test_the_page_on_tasks_has_an_example_that_works_and_every_setting(tmp_path,
     task = Jsonl(config.task)
     (held_out,) = task.held_out(config.eval.problems)
     assert [p.answer for p in read_rows("problems.jsonl", "task.path")] == ["7", "8", "6"]
-    assert (held_out.prompt, task.grade(held_out, "1+5=6 #6"), task.grade(held_out, "6")) == ("1+5=", 1, 0)
+    assert (held_out.prompt, task.grade(held_out, "1+5=6 #6"), task.grade(held_out, "6")) == (
+        "1+5=",
+        1,
+        0,
+    )
     for name in set(JsonlTask.model_fields) - {"kind"}:
         assert f"| `task.{name}` |" in page

@@ -41,7 +41,10 @@ def test_decode_keeps_spaces_and_drops_special_tokens():
 
 def test_check_length():
     check_length([1] * 6, 4, 10, Problem(3, "x", "y"))
-    with pytest.raises(UsageError, match=r"problem 3: its prompt has 7 tokens, which with 4 .* than the 10 that fit"):
+    with pytest.raises(
+        UsageError,
+        match=r"problem 3: its prompt has 7 tokens, which with 4 .* than the 10 that fit",
+    ):
         check_length([1] * 7, 4, 10, Problem(3, "x", "y"))
     with pytest.raises(UsageError, match=r"problem 3 \(d\.jsonl:9\): its prompt"):
         check_length([1] * 7, 4, 10, Problem(3, "x", "y", {"source": "d.jsonl:9"}))
@@ -52,10 +55,16 @@ def test_episode_grades_the_response():
     environment = build(ChainTask(ops=3), tokenizer, max_len=512)
     problem = environment.train_problem(0)
     seen = []
-    right = play(environment, problem, scripted(tokenizer, solution(problem.prompt), seen=seen), 0.5)
+    right = play(
+        environment, problem, scripted(tokenizer, solution(problem.prompt), seen=seen), 0.5
+    )
     assert right.reward == 1.0
     assert right.temperature == 0.5
-    assert right.tokens.tolist() == [*seen[0], *tokenizer.encode(solution(problem.prompt)), tokenizer.eos_token_id]
+    assert right.tokens.tolist() == [
+        *seen[0],
+        *tokenizer.encode(solution(problem.prompt)),
+        tokenizer.eos_token_id,
+    ]
     assert seen == [render(tokenizer, problem.prompt)]
     assert right.trainable.sum() == 3 * 6 + 2 + 1
     wrong = f"#{(int(problem.answer) + 1) % 10}"
@@ -84,33 +93,46 @@ def test_environment_is_one():
 def test_check_passes_where_everything_fits():
     tokenizer = make_tokenizer(alphabet(ChainTask()))
     build(ChainTask(ops=12), tokenizer, max_len=512).check(max_tokens=75, max_len=26 + 75)
-    build(GymTask(name="chain_sum"), make_tokenizer(), max_len=512).check(max_tokens=10, max_len=200)
+    build(GymTask(name="chain_sum"), make_tokenizer(), max_len=512).check(
+        max_tokens=10, max_len=200
+    )
 
 
 def test_check_finds_max_tokens_no_right_response_fits_in():
     environment = build(ChainTask(ops=12), make_tokenizer(), max_len=512)
-    with pytest.raises(UsageError, match=r"has 75 tokens, but 74 are sampled .*raise rollout\.sampling\.max_tokens"):
+    with pytest.raises(
+        UsageError, match=r"has 75 tokens, but 74 are sampled .*raise rollout\.sampling\.max_tokens"
+    ):
         environment.check(max_tokens=74, max_len=512)
 
 
 def test_check_finds_a_prompt_that_does_not_fit(tmp_path):
     path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"{i}" * (30 if i == 2 else 5), "answer": "y"}) for i in range(5)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"prompt": f"{i}" * (30 if i == 2 else 5), "answer": "y"}) for i in range(5)
+        )
+    )
     environment = build(JsonlTask(path=str(path), held_out=1), make_tokenizer(), max_len=512)
     environment.check(max_tokens=10, max_len=40)
     with pytest.raises(
-        UsageError, match=r"problem 3 \(.*d\.jsonl:3\): its prompt has 30 tokens.* than the 39 that fit"
+        UsageError,
+        match=r"problem 3 \(.*d\.jsonl:3\): its prompt has 30 tokens.* than the 39 that fit",
     ):
         environment.check(max_tokens=10, max_len=39)
 
 
 def test_check_finds_a_prompt_without_tokens():
     tokenizer = make_tokenizer(template="{{ '' }}")
-    with pytest.raises(UsageError, match=r"problem 0: the tokenizer makes no tokens of '.*mend the prompt"):
+    with pytest.raises(
+        UsageError, match=r"problem 0: the tokenizer makes no tokens of '.*mend the prompt"
+    ):
         build(ChainTask(), tokenizer, max_len=512).check(max_tokens=100, max_len=512)
 
 
 def test_check_finds_a_tokenizer_of_another_task():
     tokenizer = make_tokenizer(alphabet(ChainTask()))
-    with pytest.raises(UsageError, match=r"problem 0: the tokenizer does not know all of 'Find .*would feed <unk>"):
+    with pytest.raises(
+        UsageError, match=r"problem 0: the tokenizer does not know all of 'Find .*would feed <unk>"
+    ):
         build(GymTask(name="gcd"), tokenizer, max_len=512).check(max_tokens=10, max_len=512)

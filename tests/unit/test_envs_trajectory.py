@@ -44,13 +44,23 @@ def test_slots_by_hand():
     assert sample.routing is None
     assert sample.outcome is None
     assert sample.response_length == 2
-    dtypes = [sample.tokens.dtype, sample.logp_rollout.dtype, sample.version.dtype, sample.turn.dtype]
+    dtypes = [
+        sample.tokens.dtype,
+        sample.logp_rollout.dtype,
+        sample.version.dtype,
+        sample.turn.dtype,
+    ]
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
 
 
 def test_top_logprobs_lie_on_the_slots_of_the_response():
-    top_ids, top_logp = torch.tensor([[7, 3], [8, 1]], dtype=torch.int32), torch.tensor([[-0.5, -1.0], [-0.25, -2.0]])
-    sample = sample_from_completion([1, 2, 3], completion(top_ids=top_ids, top_logp=top_logp), 0.0, 1.0)
+    top_ids, top_logp = (
+        torch.tensor([[7, 3], [8, 1]], dtype=torch.int32),
+        torch.tensor([[-0.5, -1.0], [-0.25, -2.0]]),
+    )
+    sample = sample_from_completion(
+        [1, 2, 3], completion(top_ids=top_ids, top_logp=top_logp), 0.0, 1.0
+    )
     assert sample.top_ids.tolist() == [[0, 0], [0, 0], [7, 3], [8, 1]]
     assert sample.top_ids.dtype == torch.int32
     assert torch.equal(sample.top_logp_rollout[2:], top_logp)
@@ -86,7 +96,9 @@ def test_missing_first_rows_are_marked_missing():
 
 @pytest.mark.parametrize(("rows", "first"), [(3, 0), (5, 0), (4, 1)])
 def test_wrong_number_of_rows_is_refused(rows, first):
-    with pytest.raises(ValueError, match=f"{rows} routing rows from slot {first} on for a path of 4 slots"):
+    with pytest.raises(
+        ValueError, match=f"{rows} routing rows from slot {first} on for a path of 4 slots"
+    ):
         sample_from_completion([1, 2, 3], completion(trace(rows), first), 0.0, 1.0)
 
 

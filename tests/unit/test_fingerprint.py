@@ -10,7 +10,13 @@ import torch
 from objective_support import batch as packed
 
 from onepolicy.config import TrainingError
-from onepolicy.invariant.fingerprint import ENVIRONMENT, cannot_claim, differences, digest, fingerprint
+from onepolicy.invariant.fingerprint import (
+    ENVIRONMENT,
+    cannot_claim,
+    differences,
+    digest,
+    fingerprint,
+)
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.types import all_known
 
@@ -38,7 +44,9 @@ def test_the_same_process_may_claim(ours):
     assert "numerics: on-policy, fast" in cannot_claim(ours, {ours, fingerprint(CPU, "fast")})
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512"
+)
 def test_another_instruction_set_is_refused(ours, avx2):
     why = cannot_claim(ours, {avx2})
     for part in ("ATEN_CPU_CAPABILITY: unset, avx2", "capability: AVX512, AVX2", "bits: "):
@@ -84,7 +92,9 @@ def test_a_step_with_another_fingerprint_stops_the_run(ours, avx2):
     batch = packed([3, 2], torch.ones(5, dtype=torch.bool), [0.0, 0.0])
     same = batch.replace(logp_old=batch.logp_rollout, fingerprints=frozenset({ours}))
     require_equal(same, None, ours, when="step 1")
-    with pytest.raises(TrainingError, match=r"step 1: trainer and rollout were not computed alike .* capability"):
+    with pytest.raises(
+        TrainingError, match=r"step 1: trainer and rollout were not computed alike .* capability"
+    ):
         require_equal(same.replace(fingerprints=frozenset({avx2})), None, ours, when="step 1")
     with pytest.raises(TrainingError, match="no fingerprint"):
         require_equal(same.replace(fingerprints=frozenset()), None, ours, when="step 1")

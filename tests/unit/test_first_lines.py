@@ -26,9 +26,17 @@ cached_path(PolicyConfig()).mkdir(parents=True, exist_ok=True)
 from onepolicy.cli import main
 {after}
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
     return subprocess.run(
-        [sys.executable, "-c", code, *words], env=environment, cwd=folder, capture_output=True, text=True
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -43,7 +51,10 @@ JSONL = ["task.kind=jsonl", "task.path=data.jsonl"]
         (["train", "nowhere.toml"], "nowhere.toml: no such recipe"),
         (["train", QUICKSTART, "model.path=./nowhere"], "model.path: no folder ./nowhere"),
         (["train", QUICKSTART, "model.path=."], "model.path: . has no config.json"),
-        (["train", QUICKSTART, "task.kind=jsonl", "task.path=nowhere"], "task.path: nowhere is not a file"),
+        (
+            ["train", QUICKSTART, "task.kind=jsonl", "task.path=nowhere"],
+            "task.path: nowhere is not a file",
+        ),
         (["train", QUICKSTART, *JSONL, "task.held_out=1"], "data.jsonl:2: not JSON"),
         (["train", "--resume", "nowhere"], "nowhere: not a run folder"),
         (
@@ -65,7 +76,10 @@ JSONL = ["task.kind=jsonl", "task.path=data.jsonl"]
         (["measure", "--tiny", "optim.lrr=1"], "did you mean optim.lr?"),
         (["measure", "./nowhere"], "model.path: no folder ./nowhere"),
         (["measure", "--tiny", "--prompts", "empty.txt"], "--prompts: empty.txt is empty"),
-        (["measure", "--recipe", QUICKSTART, *JSONL], "task.held_out: 64 lines are held out, but data.jsonl has"),
+        (
+            ["measure", "--recipe", QUICKSTART, *JSONL],
+            "task.held_out: 64 lines are held out, but data.jsonl has",
+        ),
         (["make-policy", "stepss=3"], "did you mean steps?"),
         (["make-policy", *JSONL, "task.held_out=1"], "data.jsonl:2: not JSON"),
         (["audit", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
@@ -95,7 +109,9 @@ sys.exit(status)
 
 def _make_run(path):
     (path / "checkpoints" / "step_00003").mkdir(parents=True)
-    config = resolve({"out": "run", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}})
+    config = resolve(
+        {"out": "run", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+    )
     (path / "config.json").write_text(config.model_dump_json())
     (path / "run.json").write_text("{}")
 
@@ -128,22 +144,30 @@ def test_a_command_speaks_before_it_loads_torch(tmp_path, words, first):
 
 def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(5)))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(5))
+    )
     tree = {"out": "x", "steps": 1, "model": {"path": "tiny"}}
     task = {"kind": "jsonl", "path": str(data), "held_out": 2}
     check_task(resolve(tree | {"task": task}).task, 2)
-    with pytest.raises(ValueError, match=r"eval\.problems: 3 are asked for, but 2 lines of .* \(task\.held_out\)"):
+    with pytest.raises(
+        ValueError, match=r"eval\.problems: 3 are asked for, but 2 lines of .* \(task\.held_out\)"
+    ):
         check_task(resolve(tree | {"task": task}).task, 3)
     tools = [{"kind": "search", "corpus": str(tmp_path / "none.jsonl")}]
     react = {"kind": "react", "problems": task, "tools": tools}
     with pytest.raises(ValueError, match=r"eval\.problems: 3 .* \(task\.problems\.held_out\)"):
         check_task(resolve(tree | {"task": react}).task, 3)
-    with pytest.raises(ValueError, match=r"task\.tools: search cannot read its corpus .*none\.jsonl: no such file"):
+    with pytest.raises(
+        ValueError, match=r"task\.tools: search cannot read its corpus .*none\.jsonl: no such file"
+    ):
         check_task(resolve(tree | {"task": react}).task)
 
 
 @pytest.mark.parametrize("parent", [None, {"run": "runs/a", "step": 7}])
-def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(tmp_path, parent, monkeypatch):
+def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(
+    tmp_path, parent, monkeypatch
+):
     from onepolicy.run import run_folder
 
     (tmp_path / "run.json").write_text("{}")
@@ -155,7 +179,8 @@ def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(tmp_
 
     start = "step 0" if parent is None else "step 7 of runs/a"
     with pytest.raises(
-        TrainingError, match=rf"--resume .*`, which starts again from {start}: no checkpoint exists yet"
+        TrainingError,
+        match=rf"--resume .*`, which starts again from {start}: no checkpoint exists yet",
     ):
         fill()
     monkeypatch.setattr(run_folder.checkpoint, "complete", lambda run: [tmp_path])
@@ -177,6 +202,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(load, "get_hf_file_metadata", refuse)
     monkeypatch.setattr(load, "is_offline_mode", lambda: False)
-    with pytest.raises(UsageError, match=r"no folder no/such, and https?://\S+ cannot be reached .*Name or service"):
+    with pytest.raises(
+        UsageError, match=r"no folder no/such, and https?://\S+ cannot be reached .*Name or service"
+    ):
         load.read_config(ModelConfig(path="no/such"))
     assert len(asked) == 1

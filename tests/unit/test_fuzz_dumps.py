@@ -58,8 +58,16 @@ PLAIN = ("tokens", "mask", "logp_rollout", "logp_trainer")
 
 def arrays() -> dict[str, np.ndarray]:
     """Flat, with `length`."""
-    kinds = {"tokens": np.int64, "mask": np.bool_, "logp_rollout": np.float32, "logp_trainer": np.float32}
-    flat = {name: np.concatenate([np.array(row[name]) for row in ROWS]).astype(kinds[name]) for name in PLAIN}
+    kinds = {
+        "tokens": np.int64,
+        "mask": np.bool_,
+        "logp_rollout": np.float32,
+        "logp_trainer": np.float32,
+    }
+    flat = {
+        name: np.concatenate([np.array(row[name]) for row in ROWS]).astype(kinds[name])
+        for name in PLAIN
+    }
     return flat | {"length": np.array([3, 2])}
 
 
@@ -140,7 +148,9 @@ def check(blocks: list[Block]) -> None:
             assert ((inside <= 1e-3) & (inside >= -1e6)).all()
         if "routes_rollout" in block.columns:
             both = (block.columns["routes_rollout"], block.columns["routes_trainer"])
-            assert all(ids.ndim == 3 and len(ids) == tokens and ids.min(initial=0) >= -1 for ids in both)
+            assert all(
+                ids.ndim == 3 and len(ids) == tokens and ids.min(initial=0) >= -1 for ids in both
+            )
             assert both[0].shape == both[1].shape
     assert rows
 
@@ -230,4 +240,11 @@ def test_turns(form: str, inputs: int) -> None:
         for call in turn.calls:
             (call.tool + call.text).encode()
 
-    survives(f"turns {form}", inputs, lambda damage: damage.data(TURNS[form].encode()), read, whole, Malformed)
+    survives(
+        f"turns {form}",
+        inputs,
+        lambda damage: damage.data(TURNS[form].encode()),
+        read,
+        whole,
+        Malformed,
+    )

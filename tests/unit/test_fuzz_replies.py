@@ -51,7 +51,8 @@ def vllm_reply() -> dict:
         return {"token": f"token_id:{token}", "logprob": logp}
 
     content = [
-        entry(token, -0.5) | {"top_logprobs": [entry(token, -0.5), entry(20, -2.0), entry(21, -9999.0)]}
+        entry(token, -0.5)
+        | {"top_logprobs": [entry(token, -0.5), entry(20, -2.0), entry(21, -9999.0)]}
         for token in TOKENS
     ]
     return {
@@ -119,7 +120,9 @@ def check_trace(trace: RoutingTrace, rows: int) -> None:
     assert trace.valid.any()
     for row, valid in zip(trace.ids.tolist(), trace.valid.tolist(), strict=True):
         for chosen in row:
-            assert not valid or (len(set(chosen)) == K and all(0 <= expert < EXPERTS for expert in chosen))
+            assert not valid or (
+                len(set(chosen)) == K and all(0 <= expert < EXPERTS for expert in chosen)
+            )
     reached = 0
     for span in trace.spans:
         assert span.start >= reached
@@ -135,25 +138,38 @@ def loaded(given: object) -> object:
 
 def part_of(version: str):
     reader = Reader(VOCAB, DEPTH, RULES, contract_of(version))
-    return lambda given: reader.part(loaded(given), prompt=len(PROMPT), first=0, sampling=SAMPLING, version=3)
+    return lambda given: reader.part(
+        loaded(given), prompt=len(PROMPT), first=0, sampling=SAMPLING, version=3
+    )
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_vllm_replies(inputs: int) -> None:
-    survives("vllm reply", inputs, lambda damage: damage.reply(vllm_reply()), part_of("0.30.0"), check, Malformed)
+    survives(
+        "vllm reply",
+        inputs,
+        lambda damage: damage.reply(vllm_reply()),
+        part_of("0.30.0"),
+        check,
+        Malformed,
+    )
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("version", ["0.30.0", "0.33.0"])
 def test_vllm_arrays(inputs: int, version: str) -> None:
     def make(damage: Damage) -> dict:
-        kind = damage.random.choice((np.uint8, np.uint16, np.int32, np.int64, np.uint64, np.float32, np.bool_, ">i4"))
+        kind = damage.random.choice(
+            (np.uint8, np.uint16, np.int32, np.int64, np.uint64, np.float32, np.bool_, ">i4")
+        )
         shaped = damage.random.choice(
             (ROWS, ROWS, ROWS[0], ROWS[:, :1], ROWS[:0], np.asfortranarray(ROWS), ROWS[0, 0, 0])
         )
         reply = vllm_reply()
         data = npy(np.asarray(shaped).astype(kind))
-        reply["choices"][0]["routed_experts"] = text(damage.data(data) if damage.random.random() < 0.8 else data)
+        reply["choices"][0]["routed_experts"] = text(
+            damage.data(data) if damage.random.random() < 0.8 else data
+        )
         return reply
 
     survives(f"vllm array {version}", inputs, make, part_of(version), check, Malformed)
@@ -164,7 +180,14 @@ def test_vllm_nested_replies(inputs: int) -> None:
     good = vllm_reply()
     good["prompt_routed_experts"] = ROWS[: len(PROMPT)].tolist()
     good["choices"][0]["routed_experts"] = ROWS[len(PROMPT) :].tolist()
-    survives("vllm nested", inputs, lambda damage: damage.reply(good), part_of("0.21.0"), check, Malformed)
+    survives(
+        "vllm nested",
+        inputs,
+        lambda damage: damage.reply(good),
+        part_of("0.21.0"),
+        check,
+        Malformed,
+    )
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -189,7 +212,16 @@ def test_sglang_replies(inputs: int) -> None:
         part = parse(loaded(given), asked, model, version_of)
         tokens = part.token_ids.tolist()
         finish = "stop" if tokens and tokens[-1] in SAMPLING.stop else "aborted"
-        return Completion(part.token_ids, part.logp, part.version, finish, part.routing, 0, part.top_ids, part.top_logp)
+        return Completion(
+            part.token_ids,
+            part.logp,
+            part.version,
+            finish,
+            part.routing,
+            0,
+            part.top_ids,
+            part.top_logp,
+        )
 
     survives("sglang reply", inputs, make, read, check, Malformed)
 
@@ -205,7 +237,9 @@ def test_the_check_sees_wrong_completions() -> None:
         dataclasses.replace(good, top_ids=torch.zeros_like(good.top_ids)),
         dataclasses.replace(good, top_logp=good.top_logp * torch.nan),
         dataclasses.replace(good, routing=good.routing.rows(0, 2)),
-        dataclasses.replace(good, routing=dataclasses.replace(good.routing, ids=good.routing.ids * 0)),
+        dataclasses.replace(
+            good, routing=dataclasses.replace(good.routing, ids=good.routing.ids * 0)
+        ),
     ):
         with pytest.raises(AssertionError):
             check(wrong)

@@ -199,7 +199,9 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
             "rollout/grader_skipped": 512 - grading.MOST_TIMEOUTS,
         }
         assert grader.take_metrics() == {}
-        assert [record.message for record in caplog.records if "earn 0 unread" in record.message] == [
+        assert [
+            record.message for record in caplog.records if "earn 0 unread" in record.message
+        ] == [
             f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
             "left and are not the reference itself earn 0 unread (rollout/grader_skipped counts them)"
         ]

@@ -23,7 +23,9 @@ def _no_waiting(monkeypatch):
 
 
 def client_of(server, **kwargs):
-    return EngineClient(server.url, server="the test server", **{"retries": 2, "timeout_s": LIMIT_S} | kwargs)
+    return EngineClient(
+        server.url, server="the test server", **{"retries": 2, "timeout_s": LIMIT_S} | kwargs
+    )
 
 
 def good(_):
@@ -49,7 +51,12 @@ def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
         assert (asyncio.run(client.get("/empty")), asyncio.run(client.get("/text"))) == (None, "OK")
     assert reply == {"ok": 1}
     asked = server.asked[0]
-    assert (asked.method, asked.path, asked.params, asked.body) == ("POST", "/do", {"mode": "abort"}, {"x": [1, 2]})
+    assert (asked.method, asked.path, asked.params, asked.body) == (
+        "POST",
+        "/do",
+        {"mode": "abort"},
+        {"x": [1, 2]},
+    )
     assert asked.headers["authorization"] == "Bearer s3cret"
     assert client.take_counters() == Counters(requests=3)
     assert client.take_counters() == Counters()
@@ -73,7 +80,17 @@ def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
         Reply(b'{"ok": 1}', encoding="br"),
     ],
     ids=[
-        *("503", "truncated", "not JSON", "hangs up", "deep", "a key twice", "digits", "no UTF-8", "too long"),
+        *(
+            "503",
+            "truncated",
+            "not JSON",
+            "hangs up",
+            "deep",
+            "a key twice",
+            "digits",
+            "no UTF-8",
+            "too long",
+        ),
         *("gzip of too much", "gzip cut short", "no gzip", "another encoding"),
     ],
 )
@@ -84,7 +101,9 @@ def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
     assert client.take_counters() == Counters(requests=1, retried=2)
     with Server({"POST /do": lambda _: bad}) as server:
         client = client_of(server)
-        with pytest.raises(TrainingError, match=r"the test server: POST http://127.*/do, 3 times; got .*--resume"):
+        with pytest.raises(
+            TrainingError, match=r"the test server: POST http://127.*/do, 3 times; got .*--resume"
+        ):
             asyncio.run(client.post("/do"))
     assert len(server.asked) == 3
     assert client.take_counters() == Counters(requests=1, retried=2, dropped=1)
@@ -148,7 +167,9 @@ GZIP_HEADER = gzip.compress(b"")[:10]
 )
 def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
     response = Gzipped(chunks)
-    with pytest.raises(Malformed, match=r"goes on after its end|a gzip body of more than 100 bytes"):
+    with pytest.raises(
+        Malformed, match=r"goes on after its end|a gzip body of more than 100 bytes"
+    ):
         asyncio.run(read_body(response, 100))
     assert response.taken == after
 
@@ -185,7 +206,11 @@ def test_what_a_server_sent_reaches_no_terminal_as_it_came(status, kind):
     def parse(reply):
         raise Malformed(f"it sent {reply}")
 
-    body = EVIL.encode() if kind == "text/plain" else json.dumps({"error": EVIL}, ensure_ascii=False).encode()
+    body = (
+        EVIL.encode()
+        if kind == "text/plain"
+        else json.dumps({"error": EVIL}, ensure_ascii=False).encode()
+    )
     with (
         Server({"POST /do": lambda _: Reply(body, status, content_type=kind)}) as server,
         pytest.raises(TrainingError) as error,
@@ -197,7 +222,9 @@ def test_what_a_server_sent_reaches_no_terminal_as_it_came(status, kind):
 
 @pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, Malformed])
 def test_an_error_keeps_no_more_than_its_line_breaks(kind):
-    text = str(kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600"))
+    text = str(
+        kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600")
+    )
     assert text.replace("\n", "").replace("\u3000", "").isprintable()
     assert "\\x1b]0;owned\\x07" in text
     assert text.endswith("\\u202e\\u2028\\x00\\x7f; f\u00fcr \u4f60\u3000\u597d \U0001f600")
@@ -220,7 +247,10 @@ def test_a_reply_that_parse_refuses_is_tried_again():
 
 
 def test_a_refusal_is_an_answer_and_shows_what_came_back():
-    with Server({}) as server, pytest.raises(TrainingError, match=r'got status 404: \{"detail": "Not Found"\}'):
+    with (
+        Server({}) as server,
+        pytest.raises(TrainingError, match=r'got status 404: \{"detail": "Not Found"\}'),
+    ):
         ask(server)
     assert len(server.asked) == 1
 
@@ -246,7 +276,10 @@ def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
         with client.starting():
             await client.get("/health")
 
-    with pytest.raises(UsageError, match=r"rollout.engine.url: .* GET .*/health, 2 times; got ConnectError.*right url"):
+    with pytest.raises(
+        UsageError,
+        match=r"rollout.engine.url: .* GET .*/health, 2 times; got ConnectError.*right url",
+    ):
         asyncio.run(at_start())
     with pytest.raises(TrainingError, match="ConnectError"):
         asyncio.run(client.get("/health"))

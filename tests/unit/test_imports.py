@@ -31,7 +31,9 @@ types
 config files
 no_statistics
 """
-RANK = {room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()}
+RANK = {
+    room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()
+}
 FACTORY = r"onepolicy(\.\w+)+:\w+"
 ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
@@ -80,7 +82,9 @@ def graph() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in known.items():
         inner = imports(path)
-        found[name] = {m if m in known else m.rpartition(".")[0] for m in inner} & known.keys() - {name}
+        found[name] = {m if m in known else m.rpartition(".")[0] for m in inner} & known.keys() - {
+            name
+        }
     return found
 
 
@@ -100,7 +104,9 @@ def test_the_circle_test_sees_a_circle():
         TopologicalSorter(found).prepare()
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if folder_of(p) in ONLY_TORCH], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if folder_of(p) in ONLY_TORCH], ids=lambda p: p.name
+)
 def test_math_needs_torch_only(path):
     heavy = {module.split(".")[0] for module in imports(path)} - LIGHT
     assert not heavy
@@ -108,7 +114,12 @@ def test_math_needs_torch_only(path):
 
 @pytest.mark.parametrize(("package", "folder"), [("vllm", "vllm"), ("ray", "ray")])
 def test_is_imported_in_one_folder_only(package, folder):
-    users = {path.parent.name for path in FILES for module in imports(path) if module.split(".")[0] == package}
+    users = {
+        path.parent.name
+        for path in FILES
+        for module in imports(path)
+        if module.split(".")[0] == package
+    }
     assert users == {folder}
 
 
@@ -118,7 +129,9 @@ def test_direction_test_sees_a_wrong_import(tmp_path):
     assert RANK["run"] > RANK["divergence"]
 
 
-@pytest.mark.parametrize("code", ["import onepolicy", "import onepolicy.config", "import onepolicy.cli"])
+@pytest.mark.parametrize(
+    "code", ["import onepolicy", "import onepolicy.config", "import onepolicy.cli"]
+)
 def test_loads_no_torch(code):
     check = f"{code}; import sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)

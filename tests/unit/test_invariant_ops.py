@@ -40,9 +40,18 @@ def chains(x, weight):
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows=st.integers(1, 90), terms=st.integers(1, 420), columns=st.integers(1, 70), dtype=DTYPES, seed=SEEDS)
+@given(
+    rows=st.integers(1, 90),
+    terms=st.integers(1, 420),
+    columns=st.integers(1, 70),
+    dtype=DTYPES,
+    seed=SEEDS,
+)
 def test_linear_is_its_definition(rows, terms, columns, dtype, seed):
-    x, weight, bias = (normal(*shape, seed=seed).to(dtype) for shape in ((rows, terms), (columns, terms), (columns,)))
+    x, weight, bias = (
+        normal(*shape, seed=seed).to(dtype)
+        for shape in ((rows, terms), (columns, terms), (columns,))
+    )
     expected = (chains(x.float(), weight.float().T) + bias.float()).to(dtype)
     assert torch.equal(ops.linear(x, weight, bias), expected)
 
@@ -55,9 +64,14 @@ def test_linear_is_its_definition(rows, terms, columns, dtype, seed):
     dtype=DTYPES,
     seed=SEEDS,
 )
-@example(rows=64, terms=129, columns=256, dtype=torch.float32, seed=0)  # oneDNN, a slice of the weights
+@example(
+    rows=64, terms=129, columns=256, dtype=torch.float32, seed=0
+)  # oneDNN, a slice of the weights
 def test_a_row_of_linear_is_the_same_in_any_batch(rows, terms, columns, dtype, seed):
-    x, weight = normal(rows, terms, seed=seed).to(dtype), normal(columns, terms, seed=seed + 1).to(dtype)
+    x, weight = (
+        normal(rows, terms, seed=seed).to(dtype),
+        normal(columns, terms, seed=seed + 1).to(dtype),
+    )
     alone = ops.linear(x[-1:], weight)
     assert torch.equal(ops.linear(x, weight)[-1:], alone)
     assert torch.equal(ops.linear(x.flip(0), weight)[:1], alone)
@@ -73,7 +87,9 @@ def test_a_weight_that_is_a_slice_of_another_is_the_same(terms):
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize(("rows", "terms", "columns"), [(17, 64, 16), (33, 128, 33), (43, 200, 96), (300, 128, 130)])
+@pytest.mark.parametrize(
+    ("rows", "terms", "columns"), [(17, 64, 16), (33, 128, 33), (43, 200, 96), (300, 128, 130)]
+)
 def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, columns, threads):
     """Threads share rows and columns out; a share of one to three would go to another kernel."""
     x, weight = normal(rows, terms), normal(columns, terms, seed=1)
@@ -91,11 +107,17 @@ def test_large_products_take_another_kernel_and_agree():
 
 @settings(deadline=None, max_examples=20)
 @given(
-    batch=st.integers(1, 5), rows=st.integers(1, 60), terms=st.integers(1, 300), columns=st.integers(1, 60), seed=SEEDS
+    batch=st.integers(1, 5),
+    rows=st.integers(1, 60),
+    terms=st.integers(1, 300),
+    columns=st.integers(1, 60),
+    seed=SEEDS,
 )
 def test_batched_is_its_definition(batch, rows, terms, columns, seed):
     x, y = normal(batch, rows, terms, seed=seed), normal(batch, terms, columns, seed=seed + 1)
-    assert torch.equal(ops.batched(x, y), torch.stack([chains(a, b) for a, b in zip(x, y, strict=True)]))
+    assert torch.equal(
+        ops.batched(x, y), torch.stack([chains(a, b) for a, b in zip(x, y, strict=True)])
+    )
 
 
 @settings(deadline=None, max_examples=20)
@@ -108,7 +130,10 @@ def test_weighted_rows_are_the_same_chains(rows, terms, columns, seed):
 
 def test_sum_rows_adds_in_order():
     rows = normal(6, 5)
-    assert torch.equal(sum_rows(rows, 2), torch.stack([(rows[0] + rows[1]) + rows[2], (rows[3] + rows[4]) + rows[5]]))
+    assert torch.equal(
+        sum_rows(rows, 2),
+        torch.stack([(rows[0] + rows[1]) + rows[2], (rows[3] + rows[4]) + rows[5]]),
+    )
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus", "gelu"])
@@ -140,7 +165,9 @@ def test_gradients_of_linear_are_torchs(dtype):
     (ops.linear(*ours).float() ** 2).sum().backward()
     (F.linear(*theirs).float() ** 2).sum().backward()
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+        torch.testing.assert_close(
+            a.grad, b.grad, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2
+        )
 
 
 def causal(q, key, value, queries, keys, **settings):
@@ -150,7 +177,9 @@ def causal(q, key, value, queries, keys, **settings):
     if (window := settings.pop("window", None)) is not None:
         hidden |= place <= torch.tensor(queries)[:, None] - window
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    return attend(q[:, queries], key[:, :, :keys], value[:, :, :keys], bias=bias, scale=0.3, **settings)
+    return attend(
+        q[:, queries], key[:, :, :keys], value[:, :, :keys], bias=bias, scale=0.3, **settings
+    )
 
 
 @settings(deadline=None, max_examples=25)
@@ -165,7 +194,11 @@ def test_a_query_is_the_same_alone_and_among_others(length, width, window, sinks
     """Decoding equals prefilling, in chunks or whole, however long the longest row beside it is."""
     sink = normal(4, seed=3) if sinks else None
     size = ops.up_to(length, TILE)
-    q, key, value = normal(1, size, 4, width), normal(1, 2, size, width, seed=1), normal(1, 2, size, 16, seed=2)
+    q, key, value = (
+        normal(1, size, 4, width),
+        normal(1, 2, size, width, seed=1),
+        normal(1, 2, size, 16, seed=2),
+    )
     start = data.draw(st.integers(0, length - 1))
     rows = {"window": window, "sinks": sink}
     whole = causal(q, key, value, list(range(length)), size, **rows)[0]
@@ -189,11 +222,18 @@ def test_attention_is_attention(window):
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_gradients_of_attention_are_torchs(sinks):
-    inputs = [normal(2, 33, 4, 16), normal(2, 2, 48, 16, seed=1), normal(2, 2, 48, 16, seed=2), normal(4, seed=3)]
+    inputs = [
+        normal(2, 33, 4, 16),
+        normal(2, 2, 48, 16, seed=1),
+        normal(2, 2, 48, 16, seed=2),
+        normal(4, seed=3),
+    ]
     hidden = torch.arange(48) > torch.arange(33)[:, None] + 10
     ours, theirs = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    attend(*ours[:3], bias=bias, scale=0.3, sinks=ours[3] if sinks else None).square().sum().backward()
+    attend(
+        *ours[:3], bias=bias, scale=0.3, sinks=ours[3] if sinks else None
+    ).square().sum().backward()
     q, key, value, sink = theirs
     scores = torch.einsum("bqgrd,bgkd->bgrqk", q.unflatten(2, (2, 2)), key) * 0.3 + bias
     extra = sink.view(2, 2, 1, 1).expand(2, 2, 2, 33, 1)
@@ -221,5 +261,7 @@ def test_a_build_that_fails_is_refused_by_operator(monkeypatch, attribute, value
     if attribute == "TERMS" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor runs torch's default kernels")
     monkeypatch.setattr(ops, attribute, value)
-    with pytest.raises(UsageError, match=f"numerics: {named}.*torch {torch.__version__.partition('+')[0]}"):
+    with pytest.raises(
+        UsageError, match=f"numerics: {named}.*torch {torch.__version__.partition('+')[0]}"
+    ):
         probe.check_build.__wrapped__(CPU, 1)

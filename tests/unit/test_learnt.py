@@ -15,7 +15,13 @@ from onepolicy.run.learning_check import EXCERPT, PATIENCE, Watch, nothing_learn
 from onepolicy.run.progress import terminal_progress
 from onepolicy.run.summary import summarise
 
-BASE = {"out": "x", "steps": 8, "model": {"path": "m"}, "task": {"kind": "chain"}, "eval": {"every": 0}}
+BASE = {
+    "out": "x",
+    "steps": 8,
+    "model": {"path": "m"},
+    "task": {"kind": "chain"},
+    "eval": {"every": 0},
+}
 JSONL = {"task": {"kind": "jsonl", "path": "x.jsonl", "answer_prefix": "A:"}}
 
 
@@ -45,7 +51,10 @@ def test_no_signal_at_all(tmp_path):
     found = judged(tmp_path, [row(s) for s in range(1, 9)], **JSONL)
     assert found["learnt"] == "nothing"
     assert (found["silent"], found["steps"]) == (8, 8)
-    assert found["verdict"] == "Nothing was learnt from rewards: no group had two different rewards in any of 8 steps."
+    assert (
+        found["verdict"]
+        == "Nothing was learnt from rewards: no group had two different rewards in any of 8 steps."
+    )
     text = " ".join(found["why"])
     assert "The gradient was exactly 0: no weight moved." in text
     assert "Every reward is 0" in text
@@ -58,12 +67,19 @@ HEALTHY = {
     "some silent steps in the middle": [
         row(s, silent=1.0 if 3 <= s <= 6 else 0.5, high=1.0, norm=0.1) for s in range(1, 9)
     ],
-    "a late start": [row(s, silent=1.0 if s <= 5 else 0.5, high=1.0, norm=0.1) for s in range(1, 9)],
+    "a late start": [
+        row(s, silent=1.0 if s <= 5 else 0.5, high=1.0, norm=0.1) for s in range(1, 9)
+    ],
     "one step": [row(1, silent=0.5, high=1.0, norm=0.1)],
-    "solved in the end": [row(s, silent=1.0 if s > 4 else 0.2, low=0.0, high=1.0, norm=0.1) for s in range(1, 9)],
-    "the gradient once 0": [row(s, silent=0.5, high=1.0, norm=0.0 if s == 3 else 0.1) for s in range(1, 9)],
+    "solved in the end": [
+        row(s, silent=1.0 if s > 4 else 0.2, low=0.0, high=1.0, norm=0.1) for s in range(1, 9)
+    ],
+    "the gradient once 0": [
+        row(s, silent=0.5, high=1.0, norm=0.0 if s == 3 else 0.1) for s in range(1, 9)
+    ],
     "an update skipped": [
-        row(s, silent=0.5, high=1.0, norm=None if s == 3 else 0.1) | {"train/updates_skipped": float(s == 3)}
+        row(s, silent=0.5, high=1.0, norm=None if s == 3 else 0.1)
+        | {"train/updates_skipped": float(s == 3)}
         for s in range(1, 9)
     ],
 }
@@ -79,22 +95,35 @@ def test_runs_that_learn_are_left_alone(tmp_path, name):
 
 
 def test_nearly_all_steps_silent_is_little(tmp_path):
-    rows = [row(s, silent=float(s > 2), low=1.0 if s > 2 else 0.0, high=1.0, norm=0.1) for s in range(1, 41)]
+    rows = [
+        row(s, silent=float(s > 2), low=1.0 if s > 2 else 0.0, high=1.0, norm=0.1)
+        for s in range(1, 41)
+    ]
     found = judged(tmp_path, rows)
     assert found["learnt"] == "little"
-    assert found["verdict"] == "Little was learnt from rewards: no group had two different rewards in 38 of 40 steps."
+    assert (
+        found["verdict"]
+        == "Little was learnt from rewards: no group had two different rewards in 38 of 40 steps."
+    )
     assert any(
-        text.startswith("Every reward is 1: the task is too easy for this policy, or solved") for text in found["why"]
+        text.startswith("Every reward is 1: the task is too easy for this policy, or solved")
+        for text in found["why"]
     )
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ({"cut": 1.0}, "100% of the answers were cut at the length limit (rollout.sampling.max_tokens = 20)"),
+        (
+            {"cut": 1.0},
+            "100% of the answers were cut at the length limit (rollout.sampling.max_tokens = 20)",
+        ),
         ({"cut": 0.6}, "60% of the answers were cut"),
         ({"low": 1.0, "high": 1.0}, "the task is too easy"),
-        ({"low": 0.25, "high": 0.25}, "Every reward is 0.25: the grader gives all answers the same"),
+        (
+            {"low": 0.25, "high": 0.25},
+            "Every reward is 0.25: the grader gives all answers the same",
+        ),
         ({"low": -1.0, "high": -1.0}, "Every reward is -1: the grader gives all answers the same"),
         ({"high": 1.0}, "Rewards differ between problems or steps"),
         ({"entropy": 0.001}, "raise rollout.sampling.temperature (0.7)"),
@@ -120,7 +149,11 @@ def test_the_cause_that_the_metrics_point_to(tmp_path, rows, words):
             "came from the entropy bonus: the policy moved, but not towards better",
         ),
         (
-            ("objective.entropy_coef=0.01", "objective.kl.coef=0.1", "objective.overlong_buffer=0.5"),
+            (
+                "objective.entropy_coef=0.01",
+                "objective.kl.coef=0.1",
+                "objective.overlong_buffer=0.5",
+            ),
             0.2,
             "came from the entropy bonus and the KL to the reference and the penalty on overlong answers",
         ),
@@ -132,11 +165,19 @@ def test_where_a_gradient_without_a_reward_signal_came_from(tmp_path, overrides,
 
 
 def test_rewards_that_differ_but_never_reach_the_weights(tmp_path):
-    rows = [row(s, silent=0.0, high=1.0, norm=0.0) | {"correction/rejected": 1.0} for s in range(1, 5)]
+    rows = [
+        row(s, silent=0.0, high=1.0, norm=0.0) | {"correction/rejected": 1.0} for s in range(1, 5)
+    ]
     found = judged(tmp_path, rows)
-    assert found["verdict"] == "Nothing was learnt: the gradient was exactly 0 in all 4 steps, though rewards differed."
+    assert (
+        found["verdict"]
+        == "Nothing was learnt: the gradient was exactly 0 in all 4 steps, though rewards differed."
+    )
     assert "left 100% of the tokens out" in found["why"][0]
-    skipped = [row(s, silent=0.0, high=1.0, norm=None) | {"train/updates_skipped": 1.0} for s in range(1, 5)]
+    skipped = [
+        row(s, silent=0.0, high=1.0, norm=None) | {"train/updates_skipped": 1.0}
+        for s in range(1, 5)
+    ]
     assert "no update was made in 4 steps" in judged(tmp_path, skipped)["verdict"]
 
 
@@ -148,7 +189,9 @@ def test_objectives_that_do_not_compare_within_a_group(tmp_path):
     for preset, batch in (("ppo", False), ("reinforce++", True)):
         chosen = (f"objective.preset={preset}",)
         assert judged(tmp_path, spread, *chosen) is None
-        assert (judged(tmp_path, one, *chosen) is None) is not batch  # whitened over the step: equal rewards are 0
+        assert (
+            judged(tmp_path, one, *chosen) is None
+        ) is not batch  # whitened over the step: equal rewards are 0
         found = judged(tmp_path, flat, *chosen)
         assert "no two answers had different rewards" in found["verdict"]
         assert "did not come from rewards" in found["why"][0]
@@ -171,7 +214,9 @@ def test_metrics_that_do_not_say_give_no_verdict(tmp_path, damage):
 
 
 def test_rows_of_older_versions_without_extremes_still_count(tmp_path):
-    rows = [{"step": s, "train/reward": 0.0, "train/groups_without_signal": 1.0} for s in range(1, 5)]
+    rows = [
+        {"step": s, "train/reward": 0.0, "train/groups_without_signal": 1.0} for s in range(1, 5)
+    ]
     assert "Every reward is 0" in " ".join(judged(tmp_path, rows)["why"])
 
 
@@ -183,7 +228,9 @@ def samples(path, *lines):
 def test_the_first_sample_is_quoted_on_one_harmless_line(tmp_path):
     text = "[/red] I think\n\x1b[31mso\u202e " + "x" * 1000
     samples(tmp_path, "{damaged", json.dumps({"step": 1, "response": text, "answer": "7"}))
-    (look,) = [text for text in judged(tmp_path, [row(1), row(2)])["why"] if "samples.jsonl" in text]
+    (look,) = [
+        text for text in judged(tmp_path, [row(1), row(2)])["why"] if "samples.jsonl" in text
+    ]
     assert "of step 1, reads `[/red] I think [31mso xxx" in look
     assert look.endswith("...`. The right answer is `7`.")
     assert "\x1b" not in look
@@ -215,7 +262,9 @@ def test_a_run_that_learns_says_nothing(tmp_path, name):
 
 
 def test_a_resumed_run_counts_the_steps_before(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(s)) + "\n" for s in range(1, PATIENCE)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row(s)) + "\n" for s in range(1, PATIENCE))
+    )
     (said,) = watched(tmp_path, [row(PATIENCE), row(PATIENCE + 1)])
     assert f"after step {PATIENCE}" in said
     live = [row(s, silent=0.5, high=1.0) for s in range(1, PATIENCE)]
@@ -231,7 +280,9 @@ def test_what_a_model_wrote_is_no_markup_of_the_terminal(capsys):
 
 def shown(summary):
     text = StringIO()
-    Console(file=text, width=200, color_system="truecolor", force_terminal=True).print(summary_table(summary))
+    Console(file=text, width=200, color_system="truecolor", force_terminal=True).print(
+        summary_table(summary)
+    )
     return text.getvalue()
 
 
@@ -259,7 +310,8 @@ def test_the_report_puts_it_first_and_leaves_comfort_out(tmp_path):
     run = make_fixture_run(tmp_path / "run", steps=20)
     healthy = write_report(run).read_text()
     rows = [
-        json.loads(line) | {"train/reward": 0.0, "train/groups_without_signal": 1.0, "train/grad_norm": 0.0}
+        json.loads(line)
+        | {"train/reward": 0.0, "train/groups_without_signal": 1.0, "train/grad_norm": 0.0}
         for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -276,6 +328,8 @@ def test_the_report_puts_it_first_and_leaves_comfort_out(tmp_path):
     assert "Nothing was learnt" not in healthy
 
 
-@pytest.mark.parametrize("found", [None, 3, [], {"learnt": "nothing"}, {"learnt": "nothing", "verdict": "x", "why": 3}])
+@pytest.mark.parametrize(
+    "found", [None, 3, [], {"learnt": "nothing"}, {"learnt": "nothing", "verdict": "x", "why": 3}]
+)
 def test_a_damaged_summary_says_nothing_of_it(found):
     assert unlearnt({"steps": 3, "nothing_learnt": found}) is None

@@ -49,7 +49,11 @@ def _in_each_layout(function: Callable[..., Any]) -> list[Any]:
 def _as_list(value: Any) -> list[Tensor]:
     if not isinstance(value, Tensor):
         return list(value)
-    return list(value.split(LENGTHS)) if value.dim() == 1 else [row[:n] for row, n in zip(value, LENGTHS, strict=True)]
+    return (
+        list(value.split(LENGTHS))
+        if value.dim() == 1
+        else [row[:n] for row, n in zip(value, LENGTHS, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("name", ["pg-tis", "opsm", "pg-seq-tis", "dppo-tv"])
@@ -65,7 +69,9 @@ def test_live_weights_takes_every_layout(name: str) -> None:
 
 
 def test_mismatch_and_diagnose_take_every_layout() -> None:
-    packed, padded, ragged = _in_each_layout(lambda *f, turn, advantage, **more: op.mismatch(*f, **more))
+    packed, padded, ragged = _in_each_layout(
+        lambda *f, turn, advantage, **more: op.mismatch(*f, **more)
+    )
     assert packed.metrics() == padded.metrics() == ragged.metrics()
     assert math.isfinite(packed.ppl_ratio)
     bare = op.mismatch(*map(torch.cat, (OLD, ROLLOUT, MASK)))
@@ -73,7 +79,12 @@ def test_mismatch_and_diagnose_take_every_layout() -> None:
     found = _in_each_layout(lambda *f, turn, advantage, **more: op.diagnose(*f, **more))
     assert len({diagnosis.text() for diagnosis in found}) == 1
     rows = _padded(OLD)
-    assert op.diagnose(rows, _padded(ROLLOUT), _padded(MASK), segment=torch.zeros_like(rows).long()).gap > 0
+    assert (
+        op.diagnose(
+            rows, _padded(ROLLOUT), _padded(MASK), segment=torch.zeros_like(rows).long()
+        ).gap
+        > 0
+    )
 
 
 def test_what_is_not_finite_is_named_where_it_stands() -> None:
@@ -96,20 +107,34 @@ def test_memory_goes_by_the_number_of_segments(name: str, largest: int) -> None:
     spread = torch.tensor([largest, 3, 0, largest - 1])[SEGMENT]
     turn = torch.cat(TURN)
     found = []
-    for segment, turns in ((SEGMENT, turn), (spread, turn), (SEGMENT, turn * (largest // 4)), (spread, turn * 7919)):
+    for segment, turns in (
+        (SEGMENT, turn),
+        (spread, turn),
+        (SEGMENT, turn * (largest // 4)),
+        (spread, turn * 7919),
+    ):
         more = {"segment": segment, "turn": turns, "advantage": torch.cat(ADVANTAGE)}
         with mock.patch.object(slots_module, "CHUNK", 32), Peak([*fields, *more.values()]) as peak:
-            made = op.reweight(*fields, config, **more) if live is None else op.live_weights(*fields, live, **more)
+            made = (
+                op.reweight(*fields, config, **more)
+                if live is None
+                else op.live_weights(*fields, live, **more)
+            )
         found.append(made)
         assert peak.peak < 400_000  # histograms of fixed size, mostly
-    assert all(torch.equal(made.weight, found[0].weight) and torch.equal(made.keep, found[0].keep) for made in found)
+    assert all(
+        torch.equal(made.weight, found[0].weight) and torch.equal(made.keep, found[0].keep)
+        for made in found
+    )
 
 
 def test_parts_of_a_step_may_have_large_ids_too() -> None:
     config, ids = op.preset("seq-tis", normalise="self"), torch.tensor([7, 10**12, 5, 0])
     whole = op.reweight(*(torch.cat(x) for x in (OLD, ROLLOUT, MASK)), config, segment=SEGMENT)
     parts = [
-        op.partials(config, op.slots(old, rollout, mask, segment=torch.full((len(old),), int(number))))
+        op.partials(
+            config, op.slots(old, rollout, mask, segment=torch.full((len(old),), int(number)))
+        )
         for old, rollout, mask, number in zip(OLD, ROLLOUT, MASK, ids, strict=True)
     ]
     total = op.combine(part.sums for part in parts)
@@ -124,11 +149,16 @@ def test_parts_of_a_step_may_have_large_ids_too() -> None:
 
 def _sequence_gated() -> list[str]:
     gates = {name: op.preset(name).gates for name in presets() if not op.preset(name).live}
-    return [name for name, found in gates.items() if found and all(g.scope == "sequence" for g in found)]
+    return [
+        name for name, found in gates.items() if found and all(g.scope == "sequence" for g in found)
+    ]
 
 
 WIDE: dict[str, dict[str, float]] = {
-    **{name: {"high": 1e9} for name in ("ratio", "k1", "k2", "k3", "exp_abs", "binary_kl", "binary_kl_sym")},
+    **{
+        name: {"high": 1e9}
+        for name in ("ratio", "k1", "k2", "k3", "exp_abs", "binary_kl", "binary_kl_sym")
+    },
     "prob_diff": {"high": 0.999},
     "tv": {"high": 0.999},
     "trainer_prob": {"low": 1e-30},
@@ -139,7 +169,9 @@ WIDE: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("statistic", WIDE)
 @pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "min"])
-def test_a_slot_that_is_not_finite_takes_its_unit_with_it(statistic: str, aggregate: str, value: float) -> None:
+def test_a_slot_that_is_not_finite_takes_its_unit_with_it(
+    statistic: str, aggregate: str, value: float
+) -> None:
     if aggregate == "sum" and statistic in ("exp_abs", "trainer_prob", "prob_diff", "tv"):
         aggregate = "mean"  # sums of these are refused, or bounded by more than 0.999
     gate = {"statistic": statistic, "aggregate": aggregate, "scope": "sequence", **WIDE[statistic]}
@@ -160,7 +192,11 @@ def test_every_preset_rejects_the_sequence_of_an_infinite_ratio(name: str) -> No
     rollout[slot] = -math.inf
     config = op.preset(name, max_nonfinite=1.0)
     more = {"segment": SEGMENT, "turn": torch.cat(TURN), "advantage": torch.cat(ADVANTAGE)}
-    assert not op.reweight(torch.cat(OLD), rollout, torch.cat(MASK), config, **more).keep[SEGMENT == 0].any()
+    assert (
+        not op.reweight(torch.cat(OLD), rollout, torch.cat(MASK), config, **more)
+        .keep[SEGMENT == 0]
+        .any()
+    )
 
 
 def test_flash_reinforce_is_among_them() -> None:
@@ -175,28 +211,60 @@ SEQ = op.preset("seq-tis")
 TURNS = op.preset("seq-tis", weight={"level": "turn"})
 BAD = SEGMENT.clone()
 BAD[int(M.nonzero()[3])] = -1
-TRACE = RoutingTrace(torch.tensor([[[0, 1]]], dtype=torch.uint8), torch.ones(1, dtype=torch.bool), (0,), 4)
+TRACE = RoutingTrace(
+    torch.tensor([[[0, 1]]], dtype=torch.uint8), torch.ones(1, dtype=torch.bool), (0,), 4
+)
 PART = op.partials(TIS, op.slots(A, B, M, segment=SEGMENT))
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "config as text": (lambda: op.reweight(A, B, M, "tis"), r"config is the text 'tis'.*op\.preset\('tis'\)"),
+    "config as text": (
+        lambda: op.reweight(A, B, M, "tis"),
+        r"config is the text 'tis'.*op\.preset\('tis'\)",
+    ),
     "config as dict": (lambda: op.reweight(A, B, M, {"preset": "tis"}), "config is dict"),
-    "live config as text": (lambda: op.live_weights(A, B, M, "pg-tis"), "live_weights: config is the text"),
-    "no live part": (lambda: op.live_weights(A, B, M, TIS.live_part), "live_weights: config is None.*live part"),
-    "predict of text": (lambda: op.predict("tis", kl=1e-3, length=9), "predict: config is the text 'tis'"),
+    "live config as text": (
+        lambda: op.live_weights(A, B, M, "pg-tis"),
+        "live_weights: config is the text",
+    ),
+    "no live part": (
+        lambda: op.live_weights(A, B, M, TIS.live_part),
+        "live_weights: config is None.*live part",
+    ),
+    "predict of text": (
+        lambda: op.predict("tis", kl=1e-3, length=9),
+        "predict: config is the text 'tis'",
+    ),
     "predict with text": (lambda: op.predict(TIS, kl="small", length=9), "predict: kl=small"),
     "preset of nothing": (lambda: op.preset(None), "no correction is called None"),
     "preset of a list": (lambda: op.preset(["tis"]), "no correction is called"),
-    "segment -1": (lambda: op.reweight(A, B, M, SEQ, segment=BAD), r"segment is -1 at slot \d+.*count from 0"),
-    "turn -1": (lambda: op.reweight(A, B, M, TURNS, segment=SEGMENT, turn=BAD), r"turn is -1 at slot \d+"),
+    "segment -1": (
+        lambda: op.reweight(A, B, M, SEQ, segment=BAD),
+        r"segment is -1 at slot \d+.*count from 0",
+    ),
+    "turn -1": (
+        lambda: op.reweight(A, B, M, TURNS, segment=SEGMENT, turn=BAD),
+        r"turn is -1 at slot \d+",
+    ),
     "live segment -1": (lambda: op.live_weights(A, B, M, LIVE, segment=BAD), "segment is -1"),
     "slots with segment -1": (lambda: op.slots(A, B, M, segment=BAD), "segment is -1"),
-    "slots with too large a segment": (lambda: op.slots(A, B, M, segment=SEGMENT, sequences=2), "largest segment is 3"),
+    "slots with too large a segment": (
+        lambda: op.slots(A, B, M, segment=SEGMENT, sequences=2),
+        "largest segment is 3",
+    ),
     "diagnose segment -1": (lambda: op.diagnose(A, B, M, segment=BAD), "segment is -1"),
-    "segment of floats": (lambda: op.reweight(A, B, M, SEQ, segment=SEGMENT.float()), "segment is float32"),
-    "segment of another length": (lambda: op.diagnose(A, B, M, segment=SEGMENT[1:]), r"segment has shape \[99\]"),
+    "segment of floats": (
+        lambda: op.reweight(A, B, M, SEQ, segment=SEGMENT.float()),
+        "segment is float32",
+    ),
+    "segment of another length": (
+        lambda: op.diagnose(A, B, M, segment=SEGMENT[1:]),
+        r"segment has shape \[99\]",
+    ),
     "diagnose without segment": (lambda: op.diagnose(A, B, M), "need the `segment`"),
-    "diagnose with short entropy": (lambda: op.diagnose(A, B, M, segment=SEGMENT, entropy=A[1:]), "entropy has shape"),
+    "diagnose with short entropy": (
+        lambda: op.diagnose(A, B, M, segment=SEGMENT, entropy=A[1:]),
+        "entropy has shape",
+    ),
     "nothing": (lambda: op.reweight([], [], [], TIS), "logp_old is an empty list"),
     "nothing to compare": (lambda: op.mismatch([], [], []), "logp_old is an empty list"),
     "nothing to diagnose": (lambda: op.diagnose([], [], []), "logp_trainer is an empty list"),
@@ -204,23 +272,47 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no slots": (lambda: op.reweight(A[:0], B[:0], M[:0], TIS), "selects none of 0 slots"),
     "arrays": (lambda: op.reweight(A.numpy(), B, M, TIS), "logp_old is ndarray"),
     "numbers": (lambda: op.mismatch(A.tolist(), B, M), "item 0 of logp_old is float"),
-    "a list of arrays": (lambda: op.mismatch([np.zeros(3)], [A], [M]), "item 0 of logp_old is ndarray"),
+    "a list of arrays": (
+        lambda: op.mismatch([np.zeros(3)], [A], [M]),
+        "item 0 of logp_old is ndarray",
+    ),
     "None": (lambda: op.live_weights(A, None, M, LIVE), "logp_rollout is NoneType"),
-    "three axes": (lambda: op.reweight(*(x[None, None] for x in (A, B, M)), TIS), r"logp_old is float32 \[1, 1, 100\]"),
+    "three axes": (
+        lambda: op.reweight(*(x[None, None] for x in (A, B, M)), TIS),
+        r"logp_old is float32 \[1, 1, 100\]",
+    ),
     "two layouts": (lambda: op.reweight(OLD, B, M, TIS), "must have one shape"),
-    "mask of numbers": (lambda: op.reweight(A, B, M.long(), TIS), r"mask \[100\] int64 .*mask\.bool\(\)"),
-    "diagnose by a mask of numbers": (lambda: op.diagnose(A, B, M.float(), segment=SEGMENT), "the mask bool"),
+    "mask of numbers": (
+        lambda: op.reweight(A, B, M.long(), TIS),
+        r"mask \[100\] int64 .*mask\.bool\(\)",
+    ),
+    "diagnose by a mask of numbers": (
+        lambda: op.diagnose(A, B, M.float(), segment=SEGMENT),
+        "the mask bool",
+    ),
     "two devices": (lambda: op.reweight(A, B.to("meta"), M, TIS), "logp_rollout on meta"),
-    "another average": (lambda: op.reweight(A, B, M, TIS, average="tokens"), "average is 'tokens', expected 'slots'"),
+    "another average": (
+        lambda: op.reweight(A, B, M, TIS, average="tokens"),
+        "average is 'tokens', expected 'slots'",
+    ),
     "partials of a tensor": (lambda: op.partials(TIS, A), "slots is Tensor"),
-    "partials by text": (lambda: op.partials("tis", op.slots(A, B, M)), "partials: config is the text"),
+    "partials by text": (
+        lambda: op.partials("tis", op.slots(A, B, M)),
+        "partials: config is the text",
+    ),
     "combine of nothing": (lambda: op.combine([]), "got nothing"),
     "combine of parts": (lambda: op.combine([PART]), "got Partial"),
     "finish of sums": (lambda: op.finish(TIS, PART.sums, PART), "part is Sums and total Partial"),
     "concat of None": (lambda: RoutingTrace.concat([TRACE, None]), "item 1 is NoneType"),
     "concat of nothing": (lambda: RoutingTrace.concat([]), "no routing traces"),
-    "a trace of a list": (lambda: RoutingTrace([[[0, 1]]], torch.ones(1, dtype=torch.bool), (0,), 4), "ids is list"),
-    "a trace of another dtype": (lambda: dataclasses.replace(TRACE, ids=TRACE.ids.long()), "ids is torch.int64"),
+    "a trace of a list": (
+        lambda: RoutingTrace([[[0, 1]]], torch.ones(1, dtype=torch.bool), (0,), 4),
+        "ids is list",
+    ),
+    "a trace of another dtype": (
+        lambda: dataclasses.replace(TRACE, ids=TRACE.ids.long()),
+        "ids is torch.int64",
+    ),
     "padding nothing": (lambda: op.pad_routes([], torch.zeros(0, 4)), "attention_mask has no rows"),
     "padding by nothing": (lambda: op.pad_routes([], None), "attention_mask is NoneType"),
     "padding one trace": (lambda: op.pad_routes(TRACE, torch.ones(1, 1)), "traces is RoutingTrace"),
@@ -233,7 +325,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"segment is int64 \[100\], expected whole numbers \[1\]",
     ),
     "alignment of None": (lambda: op.check_alignment(TRACE, None), "native is NoneType"),
-    "routes of no layer": (lambda: op.trace_from(TRACE.ids, layers=(), depth=1, num_experts=4), "layers is"),
+    "routes of no layer": (
+        lambda: op.trace_from(TRACE.ids, layers=(), depth=1, num_experts=4),
+        "layers is",
+    ),
     "a model of text": (lambda: op.bind_routers("org/model"), "got str"),
 }
 
@@ -250,7 +345,11 @@ def test_a_wrong_argument_is_a_usage_error_that_names_it(case: str) -> None:
 
 def test_every_public_name_is_there_listed_and_typed() -> None:
     source = Path(op.__file__).read_text(encoding="utf-8")
-    typed = [n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    typed = [
+        n
+        for n in ast.parse(source).body
+        if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
     imported = {
         (alias.name, node.module)
         for node in ast.walk(typed[0])
@@ -262,7 +361,15 @@ def test_every_public_name_is_there_listed_and_typed() -> None:
     assert set(op.__all__) <= set(dir(op))
     for name in op.__all__:
         assert getattr(op, name) is not None
-    for name in ("RoutingError", "UsageError", "check_alignment", "trace_from", "partials", "combine", "finish"):
+    for name in (
+        "RoutingError",
+        "UsageError",
+        "check_alignment",
+        "trace_from",
+        "partials",
+        "combine",
+        "finish",
+    ):
         assert name in op.__all__
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = op.no_such_name
@@ -271,6 +378,12 @@ def test_every_public_name_is_there_listed_and_typed() -> None:
 
 def test_every_public_name_is_in_a_docs_page() -> None:
     root = Path(__file__).parents[2]
-    pages = "\n".join(path.read_text(encoding="utf-8") for path in [*root.glob("docs/*.md"), root / "README.md"])
-    missing = [name for name in op.__all__ if name not in ("__version__", "Sample") and f"op.{name}" not in pages]
+    pages = "\n".join(
+        path.read_text(encoding="utf-8") for path in [*root.glob("docs/*.md"), root / "README.md"]
+    )
+    missing = [
+        name
+        for name in op.__all__
+        if name not in ("__version__", "Sample") and f"op.{name}" not in pages
+    ]
     assert missing == []

@@ -51,7 +51,12 @@ def test_equal_engines_are_at_no_distance():
     ("p", "q", "top", "differs"),
     [
         ([0.4, 0.35, 0.25], [0.45, 0.3, 0.25], 1, False),
-        ([0.4, 0.35, 0.25], [0.3, 0.45, 0.25], 1, True),  # the trainer's best is not among the rollout's 1
+        (
+            [0.4, 0.35, 0.25],
+            [0.3, 0.45, 0.25],
+            1,
+            True,
+        ),  # the trainer's best is not among the rollout's 1
         ([0.4, 0.35, 0.25], [0.4, 0.4, 0.2], 2, False),  # the rollout ties
         ([0.4, 0.4, 0.2], [0.3, 0.45, 0.25], 2, False),  # the trainer does
     ],
@@ -85,19 +90,31 @@ def test_shares_above():
     assert found.above([0.0, 0.3, 0.399999, 0.5]) == ([0.5, 0.5, 0.5, 0.0], [0.5, 0.5, 0.5, 0.0])
 
 
-@given(seed=st.integers(0, 10**6), vocabulary=st.integers(2, 12), data=st.data(), spread=st.floats(0.01, 5))
+@given(
+    seed=st.integers(0, 10**6),
+    vocabulary=st.integers(2, 12),
+    data=st.data(),
+    spread=st.floats(0.01, 5),
+)
 @settings(max_examples=60, deadline=None)
 def test_bounds_hold_and_meet_at_the_whole_vocabulary(seed, vocabulary, data, spread):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, vocabulary, generator=generator, dtype=torch.float64)
     p = logits.softmax(-1)
-    q = (logits + spread * torch.randn(4, vocabulary, generator=generator, dtype=torch.float64)).softmax(-1)
+    q = (
+        logits + spread * torch.randn(4, vocabulary, generator=generator, dtype=torch.float64)
+    ).softmax(-1)
     tv, kl = (p - q).abs().sum(-1) / 2, (q * (q / p).log()).sum(-1)
     found = of(p.tolist(), q.tolist(), data.draw(st.integers(1, vocabulary)))
     assert (found.tv_low <= tv + 2e-6).all()
     assert (tv <= found.tv_high + 2e-6).all()
     assert (found.kl_low <= kl + 1e-5).all()
     whole = of(p.tolist(), q.tolist(), vocabulary)
-    for bound, value in ((whole.tv_low, tv), (whole.tv_high, tv), (whole.kl_low, kl), (whole.kl_shared, kl)):
+    for bound, value in (
+        (whole.tv_low, tv),
+        (whole.tv_high, tv),
+        (whole.kl_low, kl),
+        (whole.kl_shared, kl),
+    ):
         torch.testing.assert_close(bound, value, atol=1e-5, rtol=1e-5)
     assert torch.equal(whole.argmax_differs, p.argmax(-1) != q.argmax(-1))

@@ -20,7 +20,9 @@ PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=20)
 def two_samples() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ratios of sample 0: 1, 4, 1/4, 1; of sample 1: 2, 2 and two masked slots full of garbage."""
     ratios = [1, 4, 1 / 4, 1, 2, 2]
-    old = torch.tensor([math.log(rho) for rho in ratios] + [math.nan, math.inf], dtype=torch.float64)
+    old = torch.tensor(
+        [math.log(rho) for rho in ratios] + [math.nan, math.inf], dtype=torch.float64
+    )
     rollout = torch.tensor([0] * 6 + [-math.inf, 1e9], dtype=torch.float64)
     return old, rollout, torch.arange(8) < 6, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 
@@ -37,7 +39,9 @@ def test_two_samples_by_hand() -> None:
     assert m.mean_dlogp == pytest.approx((2 * math.log(4) + 2 * math.log(2)) / 6)
     assert m.max_dlogp == pytest.approx(math.log(4))
     assert m.extreme([1.5, 2, 4, 1]) == pytest.approx([4 / 6, 2 / 6, 0, 4 / 6])
-    assert m.extreme(2) == pytest.approx(2 / 6)  # strict: the two tokens at exactly 2 are not beyond 2
+    assert m.extreme(2) == pytest.approx(
+        2 / 6
+    )  # strict: the two tokens at exactly 2 are not beyond 2
 
 
 def test_probabilities_by_hand() -> None:
@@ -45,7 +49,9 @@ def test_probabilities_by_hand() -> None:
     m = mismatch(old.log(), rollout.log(), torch.ones(3, dtype=torch.bool))
     assert m.max_dp == pytest.approx(0.1, abs=1e-6)
     assert m.mean_dp == pytest.approx(0.2 / 3, abs=1e-6)
-    assert m.pearson == pytest.approx(torch.corrcoef(torch.stack([old, rollout]))[0, 1].item(), abs=1e-6)
+    assert m.pearson == pytest.approx(
+        torch.corrcoef(torch.stack([old, rollout]))[0, 1].item(), abs=1e-6
+    )
     assert math.isnan(m.ppl_ratio)  # no segment: which tokens form a sample is unknown
 
 
@@ -65,7 +71,11 @@ def test_k3_estimates_kl_from_rollout_to_trainer() -> None:
     [
         ([-0.7] * 7, [-0.7] * 7, 1.0),
         ([-0.7] * 7, [-2.1] * 7, math.nan),
-        ([-0.7] * 7, [-0.7] * 6 + [-2.1], math.nan),  # exp(-.7) seven times has a rounded mean: deviations are not 0
+        (
+            [-0.7] * 7,
+            [-0.7] * 6 + [-2.1],
+            math.nan,
+        ),  # exp(-.7) seven times has a rounded mean: deviations are not 0
     ],
 )
 def test_pearson_of_constants(old: list[float], rollout: list[float], expected: float) -> None:
@@ -101,16 +111,25 @@ def test_metrics_have_the_documented_keys() -> None:
 
 @given(PAIRS)
 @settings(max_examples=60, deadline=None)
-def test_permuting_and_interleaving_garbage_changes_nothing(pairs: list[tuple[float, float]]) -> None:
+def test_permuting_and_interleaving_garbage_changes_nothing(
+    pairs: list[tuple[float, float]],
+) -> None:
     old, rollout = torch.tensor(pairs).T
     # Differences of one rounding leave a correlation that is rounding, too: the order of the sum decides it.
     old, rollout = old.mul(2**10).round() / 2**10, rollout.mul(2**10).round() / 2**10
-    plain = mismatch(old, rollout, torch.ones(len(pairs), dtype=torch.bool), segment=torch.zeros(len(pairs)).long())
+    plain = mismatch(
+        old,
+        rollout,
+        torch.ones(len(pairs), dtype=torch.bool),
+        segment=torch.zeros(len(pairs)).long(),
+    )
     n = len(pairs)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n))
     wide_old, wide_rollout = torch.full((2 * n,), math.nan), torch.full((2 * n,), math.inf)
     wide_old[::2], wide_rollout[::2] = old[order], rollout[order]
-    wide = mismatch(wide_old, wide_rollout, torch.arange(2 * n) % 2 == 0, segment=torch.full((2 * n,), 7))
+    wide = mismatch(
+        wide_old, wide_rollout, torch.arange(2 * n) % 2 == 0, segment=torch.full((2 * n,), 7)
+    )
     assert wide.metrics() == pytest.approx(plain.metrics(), rel=1e-9, abs=1e-12, nan_ok=True)
 
 
@@ -121,16 +140,29 @@ def test_bounds_and_extreme_against_brute_force(pairs: list[tuple[float, float]]
     m = mismatch(old, rollout, torch.ones(len(pairs), dtype=torch.bool))
     assert m.k3 >= -1e-15
     assert 0 < m.ess <= 1 + 1e-12
-    gaps = [abs(a - b) for a, b in zip(old.double().tolist(), rollout.double().tolist(), strict=True)]
+    gaps = [
+        abs(a - b) for a, b in zip(old.double().tolist(), rollout.double().tolist(), strict=True)
+    ]
     taus = [1.0, 1.25, 2.0, 5.0, 1e6]
-    assert m.extreme(taus) == pytest.approx([sum(gap > math.log(tau) for gap in gaps) / len(gaps) for tau in taus])
+    assert m.extreme(taus) == pytest.approx(
+        [sum(gap > math.log(tau) for gap in gaps) / len(gaps) for tau in taus]
+    )
     assert m.extreme(taus) == [m.extreme(tau) for tau in taus]
 
 
 def test_same_policy_has_no_mismatch() -> None:
     logp = -torch.rand(50) * 9
     m = mismatch(logp, logp, torch.ones(50, dtype=torch.bool), segment=torch.arange(50) // 10)
-    assert (m.k1, m.k3, m.chi2, m.ess, m.max_dp, m.max_dlogp, m.pearson, m.ppl_ratio) == (0, 0, 0, 1, 0, 0, 1, 1)
+    assert (m.k1, m.k3, m.chi2, m.ess, m.max_dp, m.max_dlogp, m.pearson, m.ppl_ratio) == (
+        0,
+        0,
+        0,
+        1,
+        0,
+        0,
+        1,
+        1,
+    )
     assert m.extreme(1.0) == 0
     assert m.differing == 0
 
@@ -144,7 +176,9 @@ def test_differing_counts_any_bit() -> None:
 
 
 def test_a_huge_ratio_leaves_ess_finite() -> None:
-    m = mismatch(torch.tensor([0.0, 0.0]), torch.tensor([-2000.0, 0.0]), torch.ones(2, dtype=torch.bool))
+    m = mismatch(
+        torch.tensor([0.0, 0.0]), torch.tensor([-2000.0, 0.0]), torch.ones(2, dtype=torch.bool)
+    )
     assert m.ess == pytest.approx(0.5)  # one token carries all the weight
     assert m.chi2 == math.inf
 
@@ -159,7 +193,9 @@ def test_reads_without_touching_the_graph() -> None:
 def test_bad_input_is_refused() -> None:
     fine, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
     broken = torch.tensor([0.0, -math.inf, math.nan, 0.0])
-    with pytest.raises(UsageError, match=r"logp_rollout is not finite on 2 masked-in slots, first \(1,\): -inf"):
+    with pytest.raises(
+        UsageError, match=r"logp_rollout is not finite on 2 masked-in slots, first \(1,\): -inf"
+    ):
         mismatch(fine, broken, mask)
     with pytest.raises(UsageError, match="logp_old is not finite on 1 masked-in slots"):
         mismatch(broken, fine, torch.tensor([True, False, True, True]))
@@ -176,7 +212,10 @@ def test_bad_input_is_refused() -> None:
 def test_divergences_that_are_not_the_one_they_are_called():
     """AReaL's k3 and NeMo-RL's policy_kl_error by their formulas. Rollout q, trainer p over two symbols, drawn
     from q in proportion: means are expectations."""
-    q, p = torch.tensor([0.8, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
+    q, p = (
+        torch.tensor([0.8, 0.2], dtype=torch.float64),
+        torch.tensor([0.4, 0.6], dtype=torch.float64),
+    )
     drawn = torch.tensor([0] * 8 + [1] * 2)
     found = mismatch(p.log()[drawn], q.log()[drawn], torch.ones(10, dtype=torch.bool))
     kl = float((q * (q / p).log()).sum())
@@ -184,9 +223,13 @@ def test_divergences_that_are_not_the_one_they_are_called():
     rho = (p / q)[drawn]
     areal = float((1 / rho - 1 + rho.log()).mean())
     assert areal == pytest.approx(float((q**2 / p).sum() - 1) - kl)  # chi2(q || p) - KL(q || p)
-    nemo = float((1 / rho - 1 - (1 / rho).log()).mean())  # k3 with the sides swapped, drawn from q all the same
+    nemo = float(
+        (1 / rho - 1 - (1 / rho).log()).mean()
+    )  # k3 with the sides swapped, drawn from q all the same
     assert nemo == pytest.approx(areal)
     reverse = float((p * (p / q).log()).sum())
-    assert float((rho * rho.log() - rho + 1).mean()) == pytest.approx(reverse)  # what KL(trainer || rollout) takes
+    assert float((rho * rho.log() - rho + 1).mean()) == pytest.approx(
+        reverse
+    )  # what KL(trainer || rollout) takes
     assert abs(nemo - reverse) > 0.04
     assert found.chi2 == pytest.approx(float((p**2 / q).sum() - 1))

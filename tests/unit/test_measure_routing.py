@@ -28,7 +28,9 @@ def random_ids(seed: int, slots: int, layers: int, top_k: int, experts: int) -> 
 def test_by_hand() -> None:
     """Three slots, two layers, two experts; the third slot is invalid on one side."""
     a = trace(torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]]))
-    ids = torch.tensor([[[1, 0], [2, 4]], [[4, 5], [1, 0]], [[6, 7], [6, 7]]])  # swapped, 1 differs; equal, 2 differ
+    ids = torch.tensor(
+        [[[1, 0], [2, 4]], [[4, 5], [1, 0]], [[6, 7], [6, 7]]]
+    )  # swapped, 1 differs; equal, 2 differ
     b = trace(ids, valid=torch.tensor([True, True, False]))
     r = routing_disagreement(a, b, segment=torch.tensor([3, 5, 5]))
     assert (r.slots, r.routers, r.tokens, r.sequence) == (2, 0.5, 1.0, 1.0)
@@ -59,20 +61,31 @@ def test_matches_python_sets(seed: int, slots: int, layers: int, top_k: int, exp
 
     both = [t for t in range(slots) if valid[0][t] and valid[1][t]]
     missing = [
-        [len(set(left[t, k].tolist()) ^ set(right[t, k].tolist())) // 2 for k in range(layers)] for t in both
+        [len(set(left[t, k].tolist()) ^ set(right[t, k].tolist())) // 2 for k in range(layers)]
+        for t in both
     ]  # ids of one row are distinct, so the symmetric difference is even
     differing = [sum(m > 0 for m in row) for row in missing]
-    by_sample = [[d for t, d in zip(both, differing, strict=True) if segment[t] == s] for s in range(slots)]
+    by_sample = [
+        [d for t, d in zip(both, differing, strict=True) if segment[t] == s] for s in range(slots)
+    ]
     means = [sum(d) / len(d) for d in by_sample if d]
 
-    a, b = trace(left, experts=experts, valid=valid[0]), trace(right, experts=experts, valid=valid[1])
-    for r in (routing_disagreement(a, b, segment=segment), routing_disagreement(b, a, segment=segment)):
+    a, b = (
+        trace(left, experts=experts, valid=valid[0]),
+        trace(right, experts=experts, valid=valid[1]),
+    )
+    for r in (
+        routing_disagreement(a, b, segment=segment),
+        routing_disagreement(b, a, segment=segment),
+    ):
         assert r.slots == len(both)
         assert r.per_token_count.tolist() == differing
         assert r.routers == pytest.approx(sum(differing) / (len(both) * layers))
         assert r.tokens == pytest.approx(sum(d > 0 for d in differing) / len(both))
         assert r.experts == pytest.approx(sum(map(sum, missing)) / (len(both) * layers))
-        assert r.expert_counts.tolist() == [sum(row.count(m) for row in missing) for m in range(top_k + 1)]
+        assert r.expert_counts.tolist() == [
+            sum(row.count(m) for row in missing) for m in range(top_k + 1)
+        ]
         assert r.per_layer.tolist() == pytest.approx(
             [sum(row[k] > 0 for row in missing) / len(both) for k in range(layers)]
         )
@@ -81,7 +94,10 @@ def test_matches_python_sets(seed: int, slots: int, layers: int, top_k: int, exp
 
 
 def test_wide_ids_are_compared_whole() -> None:
-    a, b = trace(torch.tensor([[[300, 1]]]), experts=512), trace(torch.tensor([[[300 - 256, 1]]]), experts=512)
+    a, b = (
+        trace(torch.tensor([[[300, 1]]]), experts=512),
+        trace(torch.tensor([[[300 - 256, 1]]]), experts=512),
+    )
     assert routing_disagreement(a, b).experts == 1
 
 

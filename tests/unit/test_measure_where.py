@@ -37,7 +37,11 @@ def two_turns():
 @pytest.fixture(scope="module")
 def found():
     batch = pack(
-        outcomes([Group(0, (two_turns(),))], ObjectiveConfig(baseline="none", normalise="none"), max_tokens=20)
+        outcomes(
+            [Group(0, (two_turns(),))],
+            ObjectiveConfig(baseline="none", normalise="none"),
+            max_tokens=20,
+        )
     )
     gap = torch.where(batch.turn == 1, 0.5, 0.1)
     gap[-1] = 2.0  # the end token
@@ -47,7 +51,10 @@ def found():
 
 def test_turns_are_told_apart(found):
     rows = {row.name: row for row in found[0]["turn"]}
-    assert {name: row.tokens for name, row in rows.items()} == {"turn 1": len(FIRST), "turn 2": len(SECOND) + 1}
+    assert {name: row.tokens for name, row in rows.items()} == {
+        "turn 1": len(FIRST),
+        "turn 2": len(SECOND) + 1,
+    }
     assert rows["turn 1"].mean_dlogp == pytest.approx(0.1)
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
 
@@ -70,4 +77,12 @@ def test_late_turns_share_a_row():
     turn = torch.tensor([0, 7, 8, 15, 16, 511, 512, 9999])
     assert [TURNS[i] for i in turn_bins(turn).tolist()] == [0, 7, 8, 8, 16, 256, 512, 512]
     names = [turn_name(start) for start in TURNS]
-    assert names[:2] + names[7:10] + names[-2:] == ["1", "2", "8", "9 to 16", "17 to 32", "257 to 512", "from 513"]
+    assert names[:2] + names[7:10] + names[-2:] == [
+        "1",
+        "2",
+        "8",
+        "9 to 16",
+        "17 to 32",
+        "257 to 512",
+        "from 513",
+    ]

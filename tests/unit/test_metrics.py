@@ -21,7 +21,9 @@ def test_rows_and_samples(tmp_path):
     with RunLog(tmp_path, tensorboard=False) as log:
         log.write(1, {"train/reward": 0.5, "mismatch/k3": math.nan, "mismatch/chi2": math.inf})
         log.write(2, {"train/reward": 1, "eval/avg@16": 0.25, "counterfactual/mismatch/f1.25": 0.0})
-        log.sample({"step": 2, "response": "1+1=\u2028\ud800 \u00e9", "mean_logp_rollout": math.nan})
+        log.sample(
+            {"step": 2, "response": "1+1=\u2028\ud800 \u00e9", "mean_logp_rollout": math.nan}
+        )
     assert lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "train/reward": 0.5, "mismatch/k3": None, "mismatch/chi2": None},
         {"step": 2, "train/reward": 1.0, "eval/avg@16": 0.25, "counterfactual/mismatch/f1.25": 0.0},
@@ -30,7 +32,11 @@ def test_rows_and_samples(tmp_path):
     raw = (tmp_path / "samples.jsonl").read_bytes()
     assert raw.count(b"\n") == 1
     assert "\u00e9".encode() in raw  # readable, not escaped
-    assert json.loads(raw) == {"step": 2, "response": "1+1=\u2028\ud800 \u00e9", "mean_logp_rollout": None}
+    assert json.loads(raw) == {
+        "step": 2,
+        "response": "1+1=\u2028\ud800 \u00e9",
+        "mean_logp_rollout": None,
+    }
 
 
 def test_lines_are_in_the_file_while_the_run_goes_on(tmp_path):
@@ -40,14 +46,22 @@ def test_lines_are_in_the_file_while_the_run_goes_on(tmp_path):
 
 
 def test_unknown_name_is_refused_and_nothing_is_written(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log, pytest.raises(ValueError, match="train/rewards"):
+    with (
+        RunLog(tmp_path, tensorboard=False) as log,
+        pytest.raises(ValueError, match="train/rewards"),
+    ):
         log.write(1, {"train/reward": 0.5, "train/rewards": 0.5})
     assert read_metrics(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    [("eval/pass@4", True), ("eval/pass@", False), ("eval/pass@k4", False), ("counterfactual/train/reward", False)],
+    [
+        ("eval/pass@4", True),
+        ("eval/pass@", False),
+        ("eval/pass@k4", False),
+        ("counterfactual/train/reward", False),
+    ],
 )
 def test_patterns(name, known):
     assert is_known(name) is known
@@ -64,7 +78,10 @@ def test_one_row_per_step(tmp_path):
         log.write(3, {"train/reward": 0.5})
         with pytest.raises(AssertionError, match="step 3 after step 3"):
             log.write(3, {"train/reward": 0.5})
-    with RunLog(tmp_path, tensorboard=False) as log, pytest.raises(AssertionError, match="step 2 after step 3"):
+    with (
+        RunLog(tmp_path, tensorboard=False) as log,
+        pytest.raises(AssertionError, match="step 2 after step 3"),
+    ):
         log.write(2, {"train/reward": 0.5})  # reopened: the last step comes from the file
 
 
@@ -85,12 +102,19 @@ def test_resume_after_kill_in_the_middle_of_a_line(tmp_path):
         with open(tmp_path / name, "ab") as file:
             file.write(b'{"step": 4, "trai')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
-    with pytest.raises(UsageError, match=r"metrics\.jsonl.*half-written"), RunLog(tmp_path, tensorboard=False):
+    with (
+        pytest.raises(UsageError, match=r"metrics\.jsonl.*half-written"),
+        RunLog(tmp_path, tensorboard=False),
+    ):
         pass
     truncate_after(tmp_path, 2)
     with RunLog(tmp_path, tensorboard=False) as log:
         log.write(3, {"train/reward": 0.9})
-    assert [(row["step"], row["train/reward"]) for row in read_metrics(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [(row["step"], row["train/reward"]) for row in read_metrics(tmp_path)] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.9),
+    ]
     assert [row["step"] for row in lines(tmp_path / "samples.jsonl")] == [1, 2]
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -134,7 +158,9 @@ def test_truncate_of_a_run_without_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("bad", [b"{not json}\n", b"[1, 2]\n", b'{"train/reward": 1}\n', b"\xff\xfe\n", b"\n"])
+@pytest.mark.parametrize(
+    "bad", [b"{not json}\n", b"[1, 2]\n", b'{"train/reward": 1}\n', b"\xff\xfe\n", b"\n"]
+)
 def test_corrupt_line_in_the_middle(tmp_path, bad):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bad + b'{"step": 3}\n')
     with pytest.raises(UsageError, match=r"metrics\.jsonl:2"):

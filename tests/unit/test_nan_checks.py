@@ -42,9 +42,18 @@ def test_an_engine_whose_head_rules_tokens_out_may_report_them():
 @pytest.mark.parametrize(
     "answers",
     [
-        lambda sampling, _: (0.0, [0.0, -1.0, -INF, -INF, -INF]),  # untempered: infinity is not more than infinity
-        lambda sampling, prompt: (0.0, [NAN, -1.0] if prompt == 3 else [0.0, -1 / sampling.temperature]),
-        lambda sampling, prompt: (NAN if prompt == 6 and sampling.top_k else 0.0, tempered(sampling, 0)[1]),
+        lambda sampling, _: (
+            0.0,
+            [0.0, -1.0, -INF, -INF, -INF],
+        ),  # untempered: infinity is not more than infinity
+        lambda sampling, prompt: (
+            0.0,
+            [NAN, -1.0] if prompt == 3 else [0.0, -1 / sampling.temperature],
+        ),
+        lambda sampling, prompt: (
+            NAN if prompt == 6 and sampling.top_k else 0.0,
+            tempered(sampling, 0)[1],
+        ),
         lambda sampling, prompt: (-INF if sampling.top_k else 0.0, tempered(sampling, 0)[1]),
     ],
 )
@@ -53,7 +62,9 @@ def test_an_engine_with_values_that_cannot_be_compared_is_refused(answers):
         asyncio.run(check_probabilities(fake_engine(answers)))
 
 
-@pytest.mark.parametrize("probes", [([NAN], [NAN], [NAN]), ([-1.0], [-INF], [-2.0]), ([-1.0], [-1.0], [NAN])])
+@pytest.mark.parametrize(
+    "probes", [([NAN], [NAN], [NAN]), ([-1.0], [-INF], [-2.0]), ([-1.0], [-1.0], [NAN])]
+)
 def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch, probes):
     rest = iter([torch.tensor(values) for values in probes])
 
@@ -88,7 +99,9 @@ def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
     copy = object.__new__(weight_sync.Copy)
     copy._dtype = "bfloat16"
-    copy._copy = SimpleNamespace(score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1)))
+    copy._copy = SimpleNamespace(
+        score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1))
+    )
     monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
     assert copy.limit(batch) == weight_sync.FLOOR["bfloat16"]
     monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))
@@ -97,11 +110,15 @@ def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
 
 def narrow_batch(rollout):
     return SimpleNamespace(
-        logp_old=torch.tensor([-2.0, -2.0]), logp_rollout=torch.tensor(rollout), trainable=torch.tensor([True, True])
+        logp_old=torch.tensor([-2.0, -2.0]),
+        logp_rollout=torch.tensor(rollout),
+        trainable=torch.tensor([True, True]),
     )
 
 
-@pytest.mark.parametrize(("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)])
+@pytest.mark.parametrize(
+    ("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)]
+)
 def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
     monkeypatch.setattr(command, "likeliest", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
     whole = Check("support", True, "whole vocabulary")
@@ -111,7 +128,10 @@ def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
 def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
     monkeypatch.setattr(command, "likeliest", lambda *_: (NAN, torch.tensor([-1.0])))
     assert command.of_greedy(None, None, Check("temperature", True, "")).passed is False
-    assert command.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed is False
+    assert (
+        command.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed
+        is False
+    )
 
 
 def pairs(count=400):
@@ -165,10 +185,14 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
         factor: float
 
         def __call__(self, batch):
-            return SimpleNamespace(logp_old=torch.tensor([NAN, -1.0]) * self.factor, trainable=trainable)
+            return SimpleNamespace(
+                logp_old=torch.tensor([NAN, -1.0]) * self.factor, trainable=trainable
+            )
 
     start = SimpleNamespace(
-        logp_old=torch.tensor([-1.0, -1.0]), logp_rollout=torch.tensor([-2.0, -2.0]), trainable=trainable
+        logp_old=torch.tensor([-1.0, -1.0]),
+        logp_rollout=torch.tensor([-2.0, -2.0]),
+        trainable=trainable,
     )
     monkeypatch.setattr(rescore, "k3_of", lambda batch: float(batch.logp_old.sum()) ** 2)
     first = Fake(1.0)
@@ -177,6 +201,8 @@ def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
 
 def test_findings_stay_where_the_refit_is_nan(monkeypatch):
     monkeypatch.setattr("onepolicy.measure.measure.k3_of", lambda batch: 1.0)
-    why = SimpleNamespace(aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0))
+    why = SimpleNamespace(
+        aligned=None, narrowed=None, k3=NAN, scorer=SimpleNamespace(support="top-k 5", factor=2.0)
+    )
     seen = SimpleNamespace(diagnosis=SimpleNamespace(findings=()), explained=why)
     assert _beyond(seen) == ()

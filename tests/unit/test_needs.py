@@ -40,7 +40,17 @@ def tried(folder, ci, text):
         shutil.copy(TESTS / name, folder)
     (folder / "test_asks.py").write_text(text, encoding="utf-8")
     environment = os.environ | {"CI": ci, "PATH": "/nowhere", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-c", "/dev/null", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        str(folder),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.stdout, done.returncode
 
@@ -85,7 +95,11 @@ def machine(tmp_path):
 
 def ran(machine):
     done = subprocess.run(
-        ["/bin/sh", TESTS / "system.sh"], env={"PATH": str(machine)}, capture_output=True, text=True, check=False
+        ["/bin/sh", TESTS / "system.sh"],
+        env={"PATH": str(machine)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     asked = machine / "asked"

@@ -12,12 +12,16 @@ from onepolicy.no_statistics import OFF
 from onepolicy.rollout.vllm import serve
 
 ON = dict.fromkeys(OFF, "0") | {"RAY_USAGE_STATS_ENABLED": "1"}
-SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OFF)}}}))"
+SHOW = (
+    f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OFF)}}}))"
+)
 
 
 def test_what_is_switched_off():
     """By the names that their documentation gives."""
-    assert OFF["HF_HUB_DISABLE_TELEMETRY"] == OFF["VLLM_NO_USAGE_STATS"] == OFF["DO_NOT_TRACK"] == "1"
+    assert (
+        OFF["HF_HUB_DISABLE_TELEMETRY"] == OFF["VLLM_NO_USAGE_STATS"] == OFF["DO_NOT_TRACK"] == "1"
+    )
     assert OFF["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
@@ -35,14 +39,24 @@ def test_whoever_imports_us(first, exported):
     """The command line, learner ranks and Ray's actors."""
     environment = {name: value for name, value in os.environ.items() if name not in OFF} | exported
     done = subprocess.run(
-        [sys.executable, "-c", f"{first}\n{SHOW}"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{first}\n{SHOW}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(done.stdout) == OFF
 
 
 def test_the_model_hubs_client_hears_it_before_it_is_imported():
     code = "import onepolicy.models.load, huggingface_hub.constants as hub; print(hub.HF_HUB_DISABLE_TELEMETRY)"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ON, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | ON,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "True"
 
 
@@ -55,7 +69,13 @@ def test_a_vllm_server(monkeypatch):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ray(monkeypatch, own):
-    for name in (*OFF, *connect.QUIET, *connect.ON_LOOPBACK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+    for name in (
+        *OFF,
+        *connect.QUIET,
+        *connect.ON_LOOPBACK,
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN_PATH",
+    ):
         monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     connect.prepare(own=own)
@@ -93,8 +113,12 @@ with connect._connected(RayCluster(kind="ray")):
 def test_rays_processes():
     """No API server is among them: it would ask which cloud this is."""
     pytest.importorskip("ray")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | ON
-    done = subprocess.run([sys.executable, "-c", ACTORS], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    } | ON
+    done = subprocess.run(
+        [sys.executable, "-c", ACTORS], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     variables, processes = json.loads(done.stdout.splitlines()[-1])
     assert variables == OFF

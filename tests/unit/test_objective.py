@@ -21,7 +21,9 @@ from onepolicy.types import TokenBatch
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28)
 
 
-def grad_of(logp_new: Tensor, made: TokenBatch, denominator: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def grad_of(
+    logp_new: Tensor, made: TokenBatch, denominator: int
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     logp_new = logp_new.clone().requires_grad_()
     made = made.replace(share=torch.full(logp_new.shape, 1 / denominator, dtype=logp_new.dtype))
     loss, metrics = policy_loss(logp_new, made, config=CONFIG)
@@ -80,9 +82,13 @@ def test_credit() -> None:
 # --- loss -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rho", "coefficient"), [(0.25, 0.25), (1.5, 1.5), (4.0, 2.0), (10.0, 2.0)])
+@pytest.mark.parametrize(
+    ("rho", "coefficient"), [(0.25, 0.25), (1.5, 1.5), (4.0, 2.0), (10.0, 2.0)]
+)
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_tis_scales_the_gradient_and_does_not_feed_the_clip(rho: float, coefficient: float, advantage: float) -> None:
+def test_tis_scales_the_gradient_and_does_not_feed_the_clip(
+    rho: float, coefficient: float, advantage: float
+) -> None:
     """At theta = theta_old TIS gives min(rho, C) A for either sign: the mismatch ratio never meets the PPO clip."""
     old = torch.tensor([-1.0])
     applied = reweight(old, old - math.log(rho), torch.tensor([True]), preset("tis"))
@@ -108,7 +114,9 @@ def test_loss_metrics_and_gradient_by_hand() -> None:
     ratios = torch.tensor([1.1, 1.5, 0.5, 0.5, 7.0, 7.0])  # the last two: rejected, not trainable
     trainable = torch.tensor([True, True, True, True, True, False])
     made = credit(batch([2, 4], trainable, [1.0, -1.0]), CONFIG).replace(
-        logp_old=torch.full((6,), -2.0), weight=torch.tensor([2.0, 1.0, 0.5, 1.0, 1.0, 1.0]), keep=torch.arange(6) < 4
+        logp_old=torch.full((6,), -2.0),
+        weight=torch.tensor([2.0, 1.0, 0.5, 1.0, 1.0, 1.0]),
+        keep=torch.arange(6) < 4,
     )
     loss, metrics, grad = grad_of(ratios.log() - 2, made, 5)
     assert loss.item() == pytest.approx((2 * -1.1 + 1 * -1.28 + 0.5 * 0.8 + 1 * 0.8) / 5)
@@ -162,7 +170,9 @@ def test_garbage_in_slots_that_are_not_kept_changes_no_bit(seed: int, garbage: f
 
 def test_everything_rejected_is_zero_with_a_live_graph() -> None:
     logp_new, made = random_batch(0)
-    loss, metrics, grad = grad_of(logp_new, made.replace(keep=torch.zeros_like(made.trainable)), made.num_trainable)
+    loss, metrics, grad = grad_of(
+        logp_new, made.replace(keep=torch.zeros_like(made.trainable)), made.num_trainable
+    )
     assert loss == 0
     assert (grad == 0).all()
     assert all(value == 0 for value in metrics.values())

@@ -31,7 +31,9 @@ def values(groups: list[Group]) -> list[float | None]:
 
 def test_leave_one_out_by_hand() -> None:
     """Rewards 0, 0, 1, 3: the others' means are 4/3, 4/3, 1, 1/3."""
-    assert values(outcomes([group([0, 0, 1, 3])], RLOO)) == pytest.approx([-4 / 3, -4 / 3, 0, 8 / 3])
+    assert values(outcomes([group([0, 0, 1, 3])], RLOO)) == pytest.approx(
+        [-4 / 3, -4 / 3, 0, 8 / 3]
+    )
 
 
 def test_without_a_baseline_the_outcome_is_the_reward() -> None:
@@ -72,10 +74,14 @@ def test_kl_in_the_reward_of_a_response() -> None:
         logp_old=logp, logp_ref=logp - torch.tensor([0.1, 0.3, 0.2])
     )
     kl = {"coef": 2.0, "where": "reward", "estimator": "k1"}
-    alone = credit(made, ObjectiveConfig.model_validate({"baseline": "none", "normalise": "none", "kl": kl}))
+    alone = credit(
+        made, ObjectiveConfig.model_validate({"baseline": "none", "normalise": "none", "kl": kl})
+    )
     assert alone.advantage is not None
     assert alone.advantage.tolist() == pytest.approx([1 - 0.8, 1 - 0.6, -0.4])
-    config = ObjectiveConfig.model_validate({"baseline": "leave-one-out", "normalise": "none", "kl": kl})
+    config = ObjectiveConfig.model_validate(
+        {"baseline": "leave-one-out", "normalise": "none", "kl": kl}
+    )
     assert values(outcomes([group([1, 0])], config)) == [1, 0]  # credit compares
     compared = credit(made.replace(group=torch.zeros(2, dtype=torch.int64)), config).advantage
     assert compared is not None
@@ -87,7 +93,9 @@ def test_kl_in_the_reward_of_a_response() -> None:
 
 def test_returns_to_go_skip_what_is_not_trainable() -> None:
     reward, mask = torch.tensor([1.0, 9, 2, 4]), torch.tensor([True, False, True, True])
-    found = returns_to_go(reward, mask=mask, segment=torch.tensor([0, 0, 0, 1]), samples=2, gamma=0.5)
+    found = returns_to_go(
+        reward, mask=mask, segment=torch.tensor([0, 0, 0, 1]), samples=2, gamma=0.5
+    )
     assert found.tolist() == [2, 0, 2, 4]
 
 
@@ -118,23 +126,41 @@ def test_gae_of_packed_samples_is_that_of_each_alone(seed: int, gamma: float, la
     lengths = torch.randint(1, 6, (4,), generator=g)
     n = int(lengths.sum())
     segment = torch.arange(4).repeat_interleave(lengths)
-    reward, value, mask = torch.randn(n, generator=g), torch.randn(n, generator=g), torch.rand(n, generator=g) < 0.7
+    reward, value, mask = (
+        torch.randn(n, generator=g),
+        torch.randn(n, generator=g),
+        torch.rand(n, generator=g) < 0.7,
+    )
     together = gae(reward, value, mask=mask, segment=segment, samples=4, gamma=gamma, lam=lam)
     for s in range(4):
         rows = (segment == s).nonzero()[:, 0]
-        alone = gae(reward[rows], value[rows], mask=mask[rows], segment=rows * 0, samples=1, gamma=gamma, lam=lam)
+        alone = gae(
+            reward[rows],
+            value[rows],
+            mask=mask[rows],
+            segment=rows * 0,
+            samples=1,
+            gamma=gamma,
+            lam=lam,
+        )
         assert torch.equal(together[rows], alone)
 
 
 def test_critic_credit_whitens_the_advantage_and_not_the_return() -> None:
-    made = batch([3], torch.ones(3, dtype=torch.bool), [1.0]).replace(value=torch.tensor([0.5, 0.4, 0.2]))
+    made = batch([3], torch.ones(3, dtype=torch.bool), [1.0]).replace(
+        value=torch.tensor([0.5, 0.4, 0.2])
+    )
     config = ObjectiveConfig(preset="ppo", gamma=0.9, lam=0.5)
     found = credit(made, config)
     assert found.advantage is not None
     assert found.value_target is not None
     raw = torch.tensor([-0.077, 0.14, 0.8])
-    assert found.value_target.tolist() == pytest.approx((raw + torch.tensor([0.5, 0.4, 0.2])).tolist())
-    assert found.advantage.tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-6)
+    assert found.value_target.tolist() == pytest.approx(
+        (raw + torch.tensor([0.5, 0.4, 0.2])).tolist()
+    )
+    assert found.advantage.tolist() == pytest.approx(
+        ((raw - raw.mean()) / raw.std()).tolist(), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +179,9 @@ def test_value_clip_by_hand(new: float, loss: float, slope: float, clipped: bool
     assert out.item() == pytest.approx(loss)
     assert value.grad.item() == pytest.approx(slope)
     assert was.item() is clipped
-    assert value_loss(value, torch.zeros(1), torch.ones(1), clip=None)[0].item() == pytest.approx((new - 1) ** 2 / 2)
+    assert value_loss(value, torch.zeros(1), torch.ones(1), clip=None)[0].item() == pytest.approx(
+        (new - 1) ** 2 / 2
+    )
 
 
 # --- DAPO -----------------------------------------------------------------------------------------------------------
@@ -166,7 +194,9 @@ def test_overlong_shaping_by_hand() -> None:
 
 def test_overlong_rewards_change_the_outcome_and_not_the_reward() -> None:
     config = ObjectiveConfig(normalise="none", overlong_buffer=0.5, overlong_penalty=2.0)
-    (made,) = outcomes([group([1, 0], slots=(2, 1))], config, max_tokens=2)  # falls from 1 token on: -2, 0
+    (made,) = outcomes(
+        [group([1, 0], slots=(2, 1))], config, max_tokens=2
+    )  # falls from 1 token on: -2, 0
     assert [s.outcome for s in made.samples] == [-0.5, 0.5]
     assert [s.reward for s in made.samples] == [1, 0]
 
@@ -250,7 +280,9 @@ def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], pre
     assert not has_signal(made)
     assert values(outcomes([made], ObjectiveConfig(preset=preset))) == [0.0] * len(rewards)
     assert rollout_metrics([made])["train/groups_without_signal"] == 1
-    assert not whiten(torch.tensor(rewards, dtype=torch.float64), torch.ones(len(rewards), dtype=torch.bool)).any()
+    assert not whiten(
+        torch.tensor(rewards, dtype=torch.float64), torch.ones(len(rewards), dtype=torch.bool)
+    ).any()
 
 
 @pytest.mark.parametrize("rewards", APART)

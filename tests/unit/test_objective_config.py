@@ -22,7 +22,8 @@ def test_presets_round_trip_and_know_their_name(name: str) -> None:
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert config.objective.name == name
     assert (
-        resolve(MINIMAL, [f"objective.preset={name}", "objective.mini_steps=2"]).objective.name == f"{name} (changed)"
+        resolve(MINIMAL, [f"objective.preset={name}", "objective.mini_steps=2"]).objective.name
+        == f"{name} (changed)"
     )
 
 
@@ -54,22 +55,37 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         (["objective.dual_clip=1.1"], "inside the clip range"),
         (["objective.surrogate=cispo", "objective.dual_clip=3.0"], "it is of ppo"),
         (["objective.tau_positive=2.0"], "they are of sapo"),
-        (["objective.surrogate=pg", "objective.ratio_level=sequence"], "sequence has no effect with surrogate = pg"),
+        (
+            ["objective.surrogate=pg", "objective.ratio_level=sequence"],
+            "sequence has no effect with surrogate = pg",
+        ),
         (["objective.ratio_level=trajectory"], "leaves every clip range"),
-        (["objective.surrogate=topr", "objective.ratio_level=sequence-token"], "sequence is the same"),
+        (
+            ["objective.surrogate=topr", "objective.ratio_level=sequence-token"],
+            "sequence is the same",
+        ),
         (["objective.reduction_length=9"], "no effect with reduction = token-mean"),
         (["objective.lam=0.9"], "objective.lam: 0.9 is of GAE"),
         (["objective.gamma=0.9"], "compares whole responses"),
         (["objective.baseline=none"], "std is of a group's rewards"),
         (["objective.critic.lr=1.0"], "set baseline = critic"),
         (["objective.preset=ppo", "objective.surrogate=gmpo"], "one advantage per sample"),
-        (["objective.preset=reinforce", "objective.surrogate=gmpo", "objective.gamma=0.9"], "one per token"),
+        (
+            ["objective.preset=reinforce", "objective.surrogate=gmpo", "objective.gamma=0.9"],
+            "one per token",
+        ),
         (["objective.preset=ppo", "objective.dynamic_sampling=3"], "equal rewards carry a signal"),
         (["objective.overlong_penalty=2.0"], "no effect with overlong_buffer = 0"),
-        (["objective.kl.reference=x"], "objective.kl.reference: no effect with objective.kl.coef = 0"),
+        (
+            ["objective.kl.reference=x"],
+            "objective.kl.reference: no effect with objective.kl.coef = 0",
+        ),
         (["objective.kl.estimator=k1"], "objective.kl.estimator: no effect"),
         (["objective.kl.coef=0.1", "objective.kl.estimator=k1"], "zero on average"),
-        (["objective.kl.coef=0.1", "objective.kl.where=reward"], "divided by the standard deviation"),
+        (
+            ["objective.kl.coef=0.1", "objective.kl.where=reward"],
+            "divided by the standard deviation",
+        ),
         (
             [
                 "objective.preset=rloo",
@@ -79,7 +95,10 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
             ],
             "a reward has no gradient",
         ),
-        (["objective.kl.coef=0.1", "objective.kl.importance=old", "correction.preset=ppo-is"], "use rollout"),
+        (
+            ["objective.kl.coef=0.1", "objective.kl.importance=old", "correction.preset=ppo-is"],
+            "use rollout",
+        ),
         (
             [
                 "objective.preset=reinforce++",
@@ -94,11 +113,26 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         (["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'], "leaves out value"),
         (["rollout.group_size=1"], "a group of 1 never has an advantage"),
         (["objective.clip_high=0.4"], "clip_high: 0.4 has no effect with objective.mini_steps = 1"),
-        (["objective.preset=cispo", "objective.clip_low=0.5"], "clip_low: 0.5 has no effect with objective.mini_steps"),
-        (["objective.dual_clip=3.0", "correction.preset=opsm"], "dual_clip: 3.0 has no effect with objective.mini_ste"),
-        (["objective.preset=sapo", "objective.tau_negative=2.0"], "tau_negative: 2.0 has no effect with objective.min"),
-        (["objective.preset=ppo", "objective.critic.clip=0.5"], "critic.clip: 0.5 has no effect with objective.mini_"),
-        (["objective.preset=ppo", "objective.critic.clip=0.5", "correction.preset=ppo-is"], "critic.clip: 0.5 has no"),
+        (
+            ["objective.preset=cispo", "objective.clip_low=0.5"],
+            "clip_low: 0.5 has no effect with objective.mini_steps",
+        ),
+        (
+            ["objective.dual_clip=3.0", "correction.preset=opsm"],
+            "dual_clip: 3.0 has no effect with objective.mini_ste",
+        ),
+        (
+            ["objective.preset=sapo", "objective.tau_negative=2.0"],
+            "tau_negative: 2.0 has no effect with objective.min",
+        ),
+        (
+            ["objective.preset=ppo", "objective.critic.clip=0.5"],
+            "critic.clip: 0.5 has no effect with objective.mini_",
+        ),
+        (
+            ["objective.preset=ppo", "objective.critic.clip=0.5", "correction.preset=ppo-is"],
+            "critic.clip: 0.5 has no",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
@@ -112,7 +146,10 @@ def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) ->
     "overrides",
     [
         ["objective.clip_high=0.4", "objective.mini_steps=2"],
-        ["objective.clip_high=0.4", "correction.preset=ppo-is"],  # new / rollout is not 1 in the first update either
+        [
+            "objective.clip_high=0.4",
+            "correction.preset=ppo-is",
+        ],  # new / rollout is not 1 in the first update either
         ["objective.preset=sapo", "objective.tau_negative=2.0", "correction.preset=ppo-is"],
         ["objective.preset=ppo", "objective.critic.clip=0.5", "objective.mini_steps=4"],
         *([f"objective.preset={name}"] for name in objective_presets()),
@@ -122,7 +159,9 @@ def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) ->
 )
 def test_clips_that_can_take_effect_and_those_of_presets_stand(overrides: list[str]) -> None:
     stored = resolve(MINIMAL, overrides).model_dump_json()
-    assert RunConfig.model_validate_json(stored).model_dump_json() == stored  # a run folder's settings are all set
+    assert (
+        RunConfig.model_validate_json(stored).model_dump_json() == stored
+    )  # a run folder's settings are all set
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce++", "ppo"])

@@ -35,10 +35,16 @@ MAX_TOKENS = 11
 def made_of(name: str, seed: int, **settings: Any) -> tuple[ObjectiveConfig, Tensor, TokenBatch]:
     config = ObjectiveConfig.model_validate({"preset": name, **EXTRA, **settings})
     logp_new, made = random_batch(seed, 6, config)
-    return config, logp_new, made.replace(share=slot_shares(made, config, max_tokens=MAX_TOKENS).double())
+    return (
+        config,
+        logp_new,
+        made.replace(share=slot_shares(made, config, max_tokens=MAX_TOKENS).double()),
+    )
 
 
-def run(config: ObjectiveConfig, logp_new: Tensor, made: TokenBatch) -> tuple[float, dict[str, float], Tensor]:
+def run(
+    config: ObjectiveConfig, logp_new: Tensor, made: TokenBatch
+) -> tuple[float, dict[str, float], Tensor]:
     """Loss, sums and gradient; a function of logp_new stands in for the entropy."""
     leaf = logp_new.clone().requires_grad_()
     entropy = torch.where(made.trainable, leaf, 0.0).square()
@@ -67,7 +73,9 @@ def test_shares_by_hand(reduction: Any, shares: list[float]) -> None:
 
 def test_an_episode_of_several_samples_counts_once() -> None:
     """Samples of 2, 1, 1 and 1 slots of two prompts: the first two are one episode, the others have theirs."""
-    made = batch([2, 1, 1, 1], torch.ones(5, dtype=torch.bool), [0.0] * 4, episode=torch.tensor([0, 0, 0, 1]))
+    made = batch(
+        [2, 1, 1, 1], torch.ones(5, dtype=torch.bool), [0.0] * 4, episode=torch.tensor([0, 0, 0, 1])
+    )
     shares = slot_shares(made, ObjectiveConfig(reduction="episode-mean"), max_tokens=MAX_TOKENS)
     assert shares.tolist() == pytest.approx([1 / 9, 1 / 9, 1 / 9, 1 / 3, 1 / 3])
 
@@ -78,10 +86,14 @@ def test_the_constant_may_be_set() -> None:
     assert slot_shares(made, config, max_tokens=MAX_TOKENS).tolist() == [0.25, 0.25]
 
 
-@pytest.mark.parametrize(("name", "reduction"), [(n, None) for n in PRESETS] + [("grpo", r) for r in REDUCTIONS])
+@pytest.mark.parametrize(
+    ("name", "reduction"), [(n, None) for n in PRESETS] + [("grpo", r) for r in REDUCTIONS]
+)
 @given(seed=st.integers(0, 10**6), parts=st.integers(1, 5))
 @settings(max_examples=6, deadline=None)
-def test_any_split_into_micro_batches_adds_up(name: str, reduction: str | None, seed: int, parts: int) -> None:
+def test_any_split_into_micro_batches_adds_up(
+    name: str, reduction: str | None, seed: int, parts: int
+) -> None:
     config, logp_new, made = made_of(name, seed, **({"reduction": reduction} if reduction else {}))
     loss, sums, grad = run(config, logp_new, made)
     order = torch.randperm(made.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -99,11 +111,15 @@ def test_any_split_into_micro_batches_adds_up(name: str, reduction: str | None, 
 @pytest.mark.parametrize("name", PRESETS)
 @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @settings(max_examples=5, deadline=None)
-def test_garbage_outside_the_trainable_slots_changes_no_bit(name: str, seed: int, garbage: float) -> None:
+def test_garbage_outside_the_trainable_slots_changes_no_bit(
+    name: str, seed: int, garbage: float
+) -> None:
     config, logp_new, made = made_of(name, seed)
     clean, gone = run(config, logp_new, made), ~made.trainable
     fields = ("logp_old", "logp_ref", "logp_rollout", "weight", "advantage")
-    dirty = made.replace(**{field: getattr(made, field).masked_fill(gone, garbage) for field in fields})
+    dirty = made.replace(
+        **{field: getattr(made, field).masked_fill(gone, garbage) for field in fields}
+    )
     found = run(config, logp_new.masked_fill(gone, garbage), dirty)
     assert found[:2] == clean[:2]
     assert torch.equal(found[2], clean[2])
@@ -122,7 +138,9 @@ def test_everything_rejected_leaves_the_protected_terms(name: str) -> None:
     assert (leaf.grad == 0).all()
     assert all(value == 0 for value in sums.values())
     losses = [  # each term still sees the slots if it is protected
-        policy_loss(logp_new, made, config=config, entropy=logp_new * logp_new, protect=terms)[0].item()
+        policy_loss(logp_new, made, config=config, entropy=logp_new * logp_new, protect=terms)[
+            0
+        ].item()
         for terms in ((), ("kl",), ("entropy",), ("kl", "entropy"))
     ]
     assert losses[1] > 0 > losses[2]
@@ -156,7 +174,9 @@ def test_a_rejected_slot_is_clipped_by_the_sign_of_its_sample() -> None:
         share=torch.full((2,), 0.5),
     )
     leaf = torch.full((2,), -1.0, requires_grad=True)
-    loss, _ = policy_loss(leaf, made, config=ObjectiveConfig(surrogate="gmpo", clip_low=0.2, clip_high=0.5))
+    loss, _ = policy_loss(
+        leaf, made, config=ObjectiveConfig(surrogate="gmpo", clip_low=0.2, clip_high=0.5)
+    )
     loss.backward()
     assert leaf.grad is not None
     assert loss.item() == pytest.approx(-1 / 2)
@@ -174,7 +194,9 @@ def test_kl_and_entropy_by_hand() -> None:
         keep=torch.tensor([True]),
         share=torch.ones(1),
     )
-    config = ObjectiveConfig.model_validate({"kl": {"coef": 3.0, "importance": "rollout"}, "entropy_coef": 5.0})
+    config = ObjectiveConfig.model_validate(
+        {"kl": {"coef": 3.0, "importance": "rollout"}, "entropy_coef": 5.0}
+    )
     loss, sums = policy_loss(torch.tensor([-1.0]), made, config=config, entropy=torch.tensor([0.7]))
     kl = (math.log(2) - 0.5) / 2
     assert loss.item() == pytest.approx(3 * kl - 5 * 0.7)
@@ -188,11 +210,15 @@ MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "
 
 @pytest.mark.parametrize("correction", ["off", "tis", "mis", "icepop", "opsm", "ppo-is", "pg-tis"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_objective_runs_with_every_correction_or_is_refused(name: str, correction: str) -> None:
+def test_every_objective_runs_with_every_correction_or_is_refused(
+    name: str, correction: str
+) -> None:
     """Old / rollout corrections go with all (the TIS slides); with new / rollout, ppo-is needs a ratio, pg-tis none."""
     settings_ = [f"objective.preset={name}", f"correction.preset={correction}"]
     score_function = name in ("rloo", "reinforce")
-    if (correction == "pg-tis" and not score_function) or (correction == "ppo-is" and score_function):
+    if (correction == "pg-tis" and not score_function) or (
+        correction == "ppo-is" and score_function
+    ):
         with pytest.raises(UsageError, match=f"correction: {correction}"):
             resolve(MINIMAL, settings_)
         return
@@ -212,7 +238,12 @@ def test_every_objective_runs_with_every_correction_or_is_refused(name: str, cor
     weight, keep = fixed.weight, fixed.keep
     if part.live_part is not None:
         live = live_weights(
-            logp_new, made.logp_rollout, made.trainable, part.live_part, segment=made.segment, advantage=made.advantage
+            logp_new,
+            made.logp_rollout,
+            made.trainable,
+            part.live_part,
+            segment=made.segment,
+            advantage=made.advantage,
         )
         weight, keep = weight * live.weight, keep & live.keep
     made = made.replace(weight=weight, keep=keep)
@@ -230,13 +261,18 @@ def test_every_objective_runs_with_every_correction_or_is_refused(name: str, cor
 @pytest.mark.parametrize(
     ("rho", "positive", "negative"), [(0.25, 0.25, 0), (1.5, 0, -1.5), (4.0, 0, -4), (10.0, 0, -10)]
 )
-def test_bypass_takes_the_mismatch_for_the_policy_ratio(rho: float, positive: float, negative: float) -> None:
+def test_bypass_takes_the_mismatch_for_the_policy_ratio(
+    rho: float, positive: float, negative: float
+) -> None:
     """The Miles post's bypass at theta = theta_old: r = rho, so PPO clips what no update has moved.
 
     -d loss / d log pi with clip .2, where A = 1 (positive) and A = -1 (negative)."""
     for advantage, expected in ((1.0, positive), (-1.0, negative)):
         made = batch([1], torch.tensor([True]), [advantage]).replace(
-            advantage=torch.tensor([advantage]), weight=torch.ones(1), keep=torch.tensor([True]), share=torch.ones(1)
+            advantage=torch.tensor([advantage]),
+            weight=torch.ones(1),
+            keep=torch.tensor([True]),
+            share=torch.ones(1),
         )
         leaf = torch.tensor([-1.0], requires_grad=True)
         config = ObjectiveConfig(clip_high=0.2)
@@ -250,10 +286,17 @@ def test_decoupled_form_has_three_policies() -> None:
     """The Miles post: (old / rollout) min(r A, clip(r) A), r = new / old. rho = 1.5, r = 1.1, A = 2: -3.3."""
     old = torch.tensor([-1.0])
     applied = reweight(
-        old, old - math.log(1.5), torch.tensor([True]), resolve(MINIMAL, ["correction.preset=tis"]).correction
+        old,
+        old - math.log(1.5),
+        torch.tensor([True]),
+        resolve(MINIMAL, ["correction.preset=tis"]).correction,
     )
     made = batch([1], torch.tensor([True]), [0.0]).replace(
-        logp_old=old, advantage=torch.tensor([2.0]), weight=applied.weight, keep=applied.keep, share=torch.ones(1)
+        logp_old=old,
+        advantage=torch.tensor([2.0]),
+        weight=applied.weight,
+        keep=applied.keep,
+        share=torch.ones(1),
     )
     loss, _ = policy_loss(old + math.log(1.1), made, config=ObjectiveConfig())
     assert loss.item() == pytest.approx(-1.5 * 1.1 * 2)

@@ -49,7 +49,14 @@ def evaluate(
     [  # slope = d loss / d logp_new = -r A where the unclipped branch is taken, else 0
         (1.0, 2.0, -2.0, -2.0, False, False),
         (1.1, 1.0, -1.1, -1.1, False, False),
-        (1.25, 1.0, -1.25, -1.25, False, False),  # beyond 1 + clip_low, within 1 + clip_high: clip-higher
+        (
+            1.25,
+            1.0,
+            -1.25,
+            -1.25,
+            False,
+            False,
+        ),  # beyond 1 + clip_low, within 1 + clip_high: clip-higher
         (1.5, 1.0, -1.28, 0.0, False, True),
         (1.5, -1.0, 1.5, 1.5, False, False),
         (0.5, 1.0, -0.5, -0.5, False, False),
@@ -58,7 +65,9 @@ def evaluate(
         (3.0, 0.0, 0.0, 0.0, False, False),
     ],
 )
-def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, slope: float, low: bool, high: bool) -> None:
+def test_ppo_clip_by_hand(
+    ratio: float, advantage: float, loss: float, slope: float, low: bool, high: bool
+) -> None:
     out, grad = evaluate(ObjectiveConfig(), [ratio], [advantage])
     assert out.loss.item() == pytest.approx(loss)
     assert grad == pytest.approx([slope])
@@ -67,9 +76,12 @@ def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, slope: fl
 
 
 @pytest.mark.parametrize(
-    ("ratio", "loss", "slope", "high"), [(2.0, 2, 2, False), (5.0, 3, 0, True), (0.5, 0.8, 0, False)]
+    ("ratio", "loss", "slope", "high"),
+    [(2.0, 2, 2, False), (5.0, 3, 0, True), (0.5, 0.8, 0, False)],
 )
-def test_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio: float, loss: float, slope: float, high: bool) -> None:
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage(
+    ratio: float, loss: float, slope: float, high: bool
+) -> None:
     out, grad = evaluate(ObjectiveConfig(dual_clip=3.0), [ratio], [-1])
     assert out.loss.item() == pytest.approx(loss)
     assert grad == pytest.approx([slope])
@@ -84,12 +96,19 @@ def test_policy_gradient_has_no_ratio() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight", "low", "high"),
-    [(6.0, 1, 5, False, True), (6.0, -1, 5, False, True), (0.5, -1, 0.8, True, False), (1.5, 2, 1.5, False, False)],
+    [
+        (6.0, 1, 5, False, True),
+        (6.0, -1, 5, False, True),
+        (0.5, -1, 0.8, True, False),
+        (1.5, 2, 1.5, False, False),
+    ],
 )
 def test_cispo_keeps_the_gradient_of_a_clipped_slot(
     ratio: float, advantage: float, weight: float, low: bool, high: bool
 ) -> None:
-    out, grad = evaluate(ObjectiveConfig(surrogate="cispo", clip_low=0.2, clip_high=4), [ratio], [advantage])
+    out, grad = evaluate(
+        ObjectiveConfig(surrogate="cispo", clip_low=0.2, clip_high=4), [ratio], [advantage]
+    )
     assert out.loss.item() == pytest.approx(2 * weight * advantage)
     assert grad == pytest.approx([-weight * advantage])
     assert (out.clipped_low.item(), out.clipped_high.item()) == (low, high)
@@ -119,7 +138,9 @@ def test_sapo_by_hand(ratio: float, advantage: float, loss: float, slope: float)
         ("sequence", [0.25, 1.0], [0.5, 0.5]),
     ],
 )
-def test_topr_tapers_negative_samples_only(level: str, ratios: list[float], weights: list[float]) -> None:
+def test_topr_tapers_negative_samples_only(
+    level: str, ratios: list[float], weights: list[float]
+) -> None:
     config = ObjectiveConfig(surrogate="topr", ratio_level=level)  # type: ignore[arg-type]
     out, grad = evaluate(config, ratios, [-1, -1], lengths=[2])
     assert out.loss.tolist() == pytest.approx([-2 * w for w in weights])
@@ -147,7 +168,8 @@ def test_gspo_by_hand() -> None:
 
 def test_gspo_and_gspo_token_agree_where_a_sample_has_one_advantage() -> None:
     one, other = (
-        evaluate(c, [1.21, 1, 0.9, 0.7, 0.8], [2, 2, -1, -1, -1], lengths=[2, 3])[1] for c in (GSPO, GSPO_TOKEN)
+        evaluate(c, [1.21, 1, 0.9, 0.7, 0.8], [2, 2, -1, -1, -1], lengths=[2, 3])[1]
+        for c in (GSPO, GSPO_TOKEN)
     )
     assert one == pytest.approx(other)
 
@@ -198,7 +220,9 @@ def test_nothing_overflows(name: str, anchor: float) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @settings(max_examples=8, deadline=None)
-def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(name: str, seed: int, garbage: float) -> None:
+def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(
+    name: str, seed: int, garbage: float
+) -> None:
     config, g = ObjectiveConfig(preset=name), torch.Generator().manual_seed(seed)
     lengths = torch.tensor([3, 1, 4])
     segment = torch.arange(3).repeat_interleave(lengths)
@@ -208,14 +232,18 @@ def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(name: st
 
     def run(new: Tensor, old: Tensor, order: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
         leaf = new.clone().requires_grad_()
-        out = surrogate(config, leaf, old, advantage[order], mask=mask[order], segment=segment, samples=3)
+        out = surrogate(
+            config, leaf, old, advantage[order], mask=mask[order], segment=segment, samples=3
+        )
         torch.where(mask[order], out.loss, 0.0).sum().backward()
         assert leaf.grad is not None
         return torch.where(mask[order], out.loss.detach(), 0.0), leaf.grad
 
     straight = torch.arange(8)
     clean = run(new, old, straight, segment)
-    dirty = run(new.masked_fill(~mask, garbage), old.masked_fill(~mask, -garbage), straight, segment)
+    dirty = run(
+        new.masked_fill(~mask, garbage), old.masked_fill(~mask, -garbage), straight, segment
+    )
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
     order = torch.cat([torch.arange(4, 8), torch.arange(3, 4), torch.arange(3)])
     turned = run(new[order], old[order], order, torch.arange(3).repeat_interleave(lengths.flip(0)))
@@ -246,7 +274,12 @@ def expected_kl(estimator: str, *, sampled: bool) -> tuple[float, list[float]]:
     logits = torch.tensor([0.6, 0.4], dtype=torch.float64).log().requires_grad_()
     logp, q = logits.log_softmax(-1), torch.tensor([0.7, 0.3], dtype=torch.float64)
     config = KLConfig(coef=1, estimator=estimator, importance="rollout" if sampled else "none")  # type: ignore[arg-type]
-    term = kl_loss(logp, torch.full((2,), 0.5).double().log(), config, logp_sampled=q.log() if sampled else None)
+    term = kl_loss(
+        logp,
+        torch.full((2,), 0.5).double().log(),
+        config,
+        logp_sampled=q.log() if sampled else None,
+    )
     value = (q * term).sum()
     value.backward()
     assert logits.grad is not None
@@ -268,7 +301,8 @@ def test_plain_k3_is_neither_off_policy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "value"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)]
+    ("estimator", "value"),
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)],
 )
 def test_kl_estimates_by_hand(estimator: str, value: float) -> None:
     config = KLConfig(coef=1, where="reward", estimator=estimator)  # type: ignore[arg-type]

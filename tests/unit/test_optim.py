@@ -22,7 +22,12 @@ def test_bfloat16_parameters_are_float32_weights_rounded():
     ours, plain = (
         adamw(low, CONFIG, torch.device("cpu")),
         torch.optim.AdamW(
-            whole.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=0.1, fused=True
+            whole.parameters(),
+            lr=CONFIG.lr,
+            betas=CONFIG.betas,
+            eps=CONFIG.eps,
+            weight_decay=0.1,
+            fused=True,
         ),
     )
     for _ in range(40):
@@ -50,7 +55,9 @@ def test_float32_parameters_have_no_copy():
 def planted(dtype: torch.dtype) -> tuple[nn.ParameterList, float]:
     """Parameters with gradients of this dtype, and the norm of exactly those numbers."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.ParameterList([nn.Parameter(torch.zeros(301, n, dtype=dtype)) for n in (10, 200, 50)])
+    model = nn.ParameterList(
+        [nn.Parameter(torch.zeros(301, n, dtype=dtype)) for n in (10, 200, 50)]
+    )
     model.append(nn.Parameter(torch.zeros(3, dtype=dtype)))  # without a gradient
     for parameter in model[:3]:
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
@@ -58,7 +65,10 @@ def planted(dtype: torch.dtype) -> tuple[nn.ParameterList, float]:
 
 
 def norm_of(model: nn.Module) -> float:
-    return sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    return (
+        sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
+        ** 0.5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -71,14 +81,18 @@ def test_the_norm_that_clips_is_that_of_the_gradients_in_float32(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-30, 1e-25, 1e-19, 1e-12, 1e-5, 1e5, 1e12, 1e17, 1e18, 1e22, 1e35])
+@pytest.mark.parametrize(
+    "size", [1e-44, 1e-38, 1e-30, 1e-25, 1e-19, 1e-12, 1e-5, 1e5, 1e12, 1e17, 1e18, 1e22, 1e35]
+)
 def test_the_norm_is_right_however_small_or_large_the_gradients_are(dtype, size):
     model, _ = planted(dtype)
     for parameter in model[:3]:
         parameter.grad = (parameter.grad.double() * size).to(dtype)
     exact = norm_of(model)
     assert clip_gradients(model, 1.0) == pytest.approx(exact, rel=1e-5)
-    assert norm_of(model) == pytest.approx(min(exact, 1.0), rel=1e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert norm_of(model) == pytest.approx(
+        min(exact, 1.0), rel=1e-2 if dtype == torch.bfloat16 else 1e-4
+    )
 
 
 @pytest.mark.parametrize("value", [1e-25, 1e18])

@@ -51,8 +51,12 @@ def test_top_logprobs_follow_their_slots():
 
     def with_top(each, k=2):
         slots = len(each.trainable)
-        logp = torch.where(each.trainable[:, None], -torch.arange(float(slots * k)).view(slots, k), torch.nan)
-        return dataclasses.replace(each, top_ids=torch.full((slots, k), slots).int(), top_logp_rollout=logp)
+        logp = torch.where(
+            each.trainable[:, None], -torch.arange(float(slots * k)).view(slots, k), torch.nan
+        )
+        return dataclasses.replace(
+            each, top_ids=torch.full((slots, k), slots).int(), top_logp_rollout=logp
+        )
 
     long, short = with_top(sample(4, prompt=2)), with_top(sample(3, prompt=1))
     batch = pack([Group(7, (long, short))])
@@ -85,7 +89,10 @@ def test_micro_batches_partition_and_respect_the_budget(lengths, budget):
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
-    groups = [Group(g, tuple(sample(3, routed=False) for _ in range(size))) for g in range(parts * groups_per_part)]
+    groups = [
+        Group(g, tuple(sample(3, routed=False) for _ in range(size)))
+        for g in range(parts * groups_per_part)
+    ]
     chosen = mini_steps(pack(groups), parts)
     assert [s for part in chosen for s in part] == list(range(len(groups) * size))
     assert all(len(part) == groups_per_part * size for part in chosen)

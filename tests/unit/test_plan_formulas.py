@@ -54,7 +54,14 @@ def config(**sections):
 
 def cluster(count=8, **values):
     """H100s with round constants."""
-    plain = {"flops": 1000.0, "bandwidth": 100.0, "link": 50.0, "network": 5.0, "disk": 20.0, "host": 10.0}
+    plain = {
+        "flops": 1000.0,
+        "bandwidth": 100.0,
+        "link": 50.0,
+        "network": 5.0,
+        "disk": 20.0,
+        "host": 10.0,
+    }
     plain |= {f"{name}_efficiency": 0.5 for name in ("train", "prefill", "decode", "link")}
     plain |= {"decode_overhead": 0.25, "train_overhead": 0.5, "collective_latency": 0.125}
     found = parse_cluster(f"{count}xH100")
@@ -89,7 +96,9 @@ def test_a_window_bounds_what_is_kept():
 
 
 def test_attention_flops_sum_what_every_token_sees():
-    by_token = sum(2 * 40 * (min(t + 0.5, 1e9)) for t in range(10))  # a triangle: half of its own column
+    by_token = sum(
+        2 * 40 * (min(t + 0.5, 1e9)) for t in range(10)
+    )  # a triangle: half of its own column
     near = sum(2 * 40 * min(t + 0.5, 4) for t in range(10))
     assert DIMS.attention_flops(10) == pytest.approx(by_token + near, rel=0.01)
 
@@ -119,7 +128,12 @@ def test_float32_learner_holds_16_bytes_per_parameter():
 
 def test_bfloat16_learner_has_masters_behind_its_parameters():
     memory = learner_memory(DIMS, config(model={"path": "x", "dtype": "bfloat16"}), 1, HELD, **HOW)
-    assert (memory.parameters, memory.masters, memory.gradients, memory.optimiser) == (4000, 8000, 4000, 16000)
+    assert (memory.parameters, memory.masters, memory.gradients, memory.optimiser) == (
+        4000,
+        8000,
+        4000,
+        16000,
+    )
     assert (
         memory.activations + memory.logits == 2000 * 2
     )  # AdamW's float32 gradients are more than a micro-batch's activations
@@ -128,7 +142,9 @@ def test_bfloat16_learner_has_masters_behind_its_parameters():
 def test_ranks_share_what_has_a_parameters_shape():
     memory = learner_memory(DIMS, config(), 4, HELD, **HOW)
     assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
-    assert memory.gathered == 4 * (1000 + 2 * 500) + 4 * 500 - 6  # the layer sends its gradients without activations
+    assert (
+        memory.gathered == 4 * (1000 + 2 * 500) + 4 * 500 - 6
+    )  # the layer sends its gradients without activations
     gpu = learner_memory(DIMS, config(), 4, HELD, **HOW | {"cpu": False})
     assert gpu.gathered == 4 * (1000 + 3 * 500) + 2 * 4 * 500 - 6
 
@@ -178,23 +194,34 @@ def test_cache_of_a_server_is_what_weights_leave():
     assert memory.sequences == 4000 // (2 * (16 * 20 + 4 * 20))
     two = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 2)
     assert (two.weights, two.cache) == (2000, 6000)
-    assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400  # two key-value heads, one on each device
+    assert (
+        cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400
+    )  # two key-value heads, one on each device
     assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 4) == 400  # no more than that
 
 
 def test_embedded_engine_takes_its_slab_whatever_is_used():
     own = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}})
     memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
-    assert memory.cache == 3 * (2 * 2 * 64 * 20 + 32 * 2)  # rows of a multiple of 64, in layers with a window too
+    assert memory.cache == 3 * (
+        2 * 2 * 64 * 20 + 32 * 2
+    )  # rows of a multiple of 64, in layers with a window too
     assert (memory.tokens, memory.sequences) == (96, 3)
 
 
 def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_but_no_latents():
-    own, cpu = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}), parse_cluster("1xcpu")
+    own, cpu = (
+        config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}),
+        parse_cluster("1xcpu"),
+    )
     assert slab_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
     latent = dataclasses.replace(FULL, latent=True)
-    assert slab_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (2 * 64 * 20 + 32 * 2)
-    weighted = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"})
+    assert slab_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (
+        2 * 64 * 20 + 32 * 2
+    )
+    weighted = config(
+        rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"}
+    )
     assert slab_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
 
 
@@ -204,14 +231,21 @@ def test_another_engine_evaluates_unquantised_weights():
     memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
     assert memory.evaluator == 2 * 2000 + memory.cache
     for settings in ({"every": 0}, {"quantised": True}):
-        assert engine_memory(DIMS, config(rollout=engine, eval=settings), cluster(), WORK, WEIGHTS, 1).evaluator == 0
+        assert (
+            engine_memory(
+                DIMS, config(rollout=engine, eval=settings), cluster(), WORK, WEIGHTS, 1
+            ).evaluator
+            == 0
+        )
 
 
 def test_weights_read_by_a_forward():
     assert WEIGHTS.read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
     codes = Weights(total=2500, routed=800, embedding=1000, converted=900)
     assert codes.read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
-    assert codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900  # all experts of a layer, whatever is met
+    assert (
+        codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900
+    )  # all experts of a layer, whatever is met
 
 
 def test_a_rank_reads_what_is_spread_later():
@@ -225,17 +259,28 @@ def test_a_rank_reads_what_is_spread_later():
 
 
 def test_on_policy_numerics_take_as_long_as_measured():
-    both = [config(numerics=mode, rollout={"engine": {"dtype": "float32"}}) for mode in ("fast", "on-policy")]
+    both = [
+        config(numerics=mode, rollout={"engine": {"dtype": "float32"}})
+        for mode in ("fast", "on-policy")
+    ]
     cpu = parse_cluster("1xcpu", ["on_policy_rollout=2", "on_policy_train=3"])
     fast, slow = (learning(DIMS, own, cpu, WORK, 1) for own in both)
-    assert (slow.score, slow.update) == (pytest.approx(3 * fast.score), pytest.approx(3 * fast.update))
+    assert (slow.score, slow.update) == (
+        pytest.approx(3 * fast.score),
+        pytest.approx(3 * fast.update),
+    )
     how = {"engines": 1, "tensor_parallel": 1, "capacity": 8}
     fast, slow = (rollout(DIMS, own, cpu, WORK, WEIGHTS, **how) for own in both)
-    assert (slow.prefill, slow.decode) == (pytest.approx(2 * fast.prefill), pytest.approx(2 * fast.decode))
+    assert (slow.prefill, slow.decode) == (
+        pytest.approx(2 * fast.prefill),
+        pytest.approx(2 * fast.decode),
+    )
 
 
 def test_decoding_reads_weights_and_cache_while_it_multiplies():
-    step = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1)
+    step = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
+    )
     read = 2000 - 800 - 500 + 800 * (1 - 0.75**2)
     assert step.weights == pytest.approx(2 * read / 50)
     assert step.cache == pytest.approx(2 * 2 * (200 + 80) / 50)
@@ -246,11 +291,17 @@ def test_decoding_reads_weights_and_cache_while_it_multiplies():
 
 
 def test_tensor_parallel_divides_reading_and_adds_all_reduces():
-    step = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=2)
-    alone = decode(DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1)
+    step = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=2
+    )
+    alone = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
+    )
     assert step.weights == alone.weights / 2
     assert step.cache == alone.cache / 2
-    assert step.tensor_parallel == 2 * 2 * (0.125 + 2 * 10 * 2 / 25)  # two a layer, half of it to and fro
+    assert step.tensor_parallel == 2 * 2 * (
+        0.125 + 2 * 10 * 2 / 25
+    )  # two a layer, half of it to and fro
 
 
 def test_rollout_takes_turns_where_the_cache_is_small():
@@ -308,7 +359,9 @@ def test_ray_replicas_have_devices_of_their_own():
     assert slots_of(own, WORK, 3) == 3  # of 8 sequences
     assert slots_of(own, WORK, 1) == 4  # a replica's own slots
     assert slots_of(config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3) == 1
-    memory = engine_memory(DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1)
+    memory = engine_memory(
+        DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1
+    )
     assert memory.room == 4000  # half a device
     assert sync_way(own) == "stream"
     assert sync_way(config(cluster=RAY | {"weights": "disk"})) == "files"
@@ -325,11 +378,18 @@ def test_sync_by_way():
     assert sync(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
     assert sync(DIMS, own, cluster(), WEIGHTS, 1, "gloo") == 4000 / 10
     assert sync(DIMS, own, cluster(), WEIGHTS, 1, "nccl") == 4000 / 25
-    assert sync(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5  # to another node: one adapter
-    assert sync(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25  # gathered in float32 before
+    assert (
+        sync(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5
+    )  # to another node: one adapter
+    assert (
+        sync(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25
+    )  # gathered in float32 before
     assert sync(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
     codes = dataclasses.replace(WEIGHTS, total=2500)
-    assert sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory") == (8000 + 2500) / 100
+    assert (
+        sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory")
+        == (8000 + 2500) / 100
+    )
 
 
 def test_sync_to_several_engines():
@@ -337,7 +397,16 @@ def test_sync_to_several_engines():
     own = config(rollout=SERVER)
 
     def seconds(way, engines, tensor_parallel=1):
-        return sync(DIMS, own, cluster(16), WEIGHTS, 1, way, engines=engines, tensor_parallel=tensor_parallel)
+        return sync(
+            DIMS,
+            own,
+            cluster(16),
+            WEIGHTS,
+            1,
+            way,
+            engines=engines,
+            tensor_parallel=tensor_parallel,
+        )
 
     assert [seconds("gloo", n) for n in (1, 2, 3, 4, 8)] == [400, 800, 800, 1200, 1600]
     assert seconds("gloo", 1, 8) == seconds("gloo", 8)  # every process of a server has all of it
@@ -352,7 +421,9 @@ def test_saving_a_checkpoint():
     assert (save.size, save.staged) == (24_000, 12_000)  # 8 ranks on a node
     assert (save.written, save.counts) == (1200, 1200 + 1200 + 800)
     assert save.in_time
-    assert not save_of(DIMS, config(train={"ranks": 16, "rank_timeout": 1199.0}), cluster(16), 16).in_time
+    assert not save_of(
+        DIMS, config(train={"ranks": 16, "rank_timeout": 1199.0}), cluster(16), 16
+    ).in_time
     alone = save_of(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
     assert (alone.size, alone.staged, alone.written, alone.counts) == (28_000, 0, 1400, 2800)
     assert alone.in_time
@@ -416,7 +487,9 @@ def test_clusters_are_read_whatever_the_case():
     assert parse_cluster("2xCPU").is_cpu
 
 
-@pytest.mark.parametrize("text", ["flops", "flops=", "flops=fast", "flops=-1", "flops=nan", "flops=inf", "speed=1"])
+@pytest.mark.parametrize(
+    "text", ["flops", "flops=", "flops=fast", "flops=-1", "flops=nan", "flops=inf", "speed=1"]
+)
 def test_bad_constants_are_refused(text):
     with pytest.raises(UsageError, match="--constant"):
         parse_cluster("8xH100", [text])
@@ -464,10 +537,19 @@ def test_a_bad_cluster_is_refused_before_torch_is_loaded():
         (["model.path=./nowhere"], "no folder ./nowhere.*known without a download: DeepSeek-V3"),
         (["--json", "nowhere/plan.json"], "--json: no folder nowhere"),
         (
-            ["--cluster", "1xH100", "numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"],
+            [
+                "--cluster",
+                "1xH100",
+                "numerics=on-policy",
+                "rollout.engine.dtype=float32",
+                "model.path=Qwen3-30B-A3B",
+            ],
             "numerics: on-policy was run on CPUs only",
         ),
-        (["--sync", "nccl", "model.path=Qwen3-30B-A3B"], "--sync: the engine is in the learner's process"),
+        (
+            ["--sync", "nccl", "model.path=Qwen3-30B-A3B"],
+            "--sync: the engine is in the learner's process",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments, message, capsys, monkeypatch):
@@ -478,7 +560,9 @@ def test_what_cannot_be_planned_is_refused(arguments, message, capsys, monkeypat
 
 def test_the_page_lists_the_constants_as_they_are():
     page = (ROOT / "docs" / "plan.md").read_text()
-    for name, own in json.loads((Path(hardware.__file__).parent / "hardware.json").read_text()).items():
+    for name, own in json.loads(
+        (Path(hardware.__file__).parent / "hardware.json").read_text()
+    ).items():
         for constant, entry in own.items():
             row = f"| {name} | {constant} | {entry['value']:.4g} {entry['unit']} | {entry['origin']} |"
             assert row in page, row

@@ -27,7 +27,9 @@ def k3(x: float) -> float:
 def test_k3_of_each_turn():
     found = per_turn(scored([-1, 0, 0, -1, 1], [9.0, 0.1, 0.3, 9.0, -0.2]))
     means = {"mismatch/k3_turn@0": (k3(0.1) + k3(0.3)) / 2, "mismatch/k3_turn@1": k3(-0.2)}
-    assert found == pytest.approx(means | {"train/tokens_turn@0": 2, "train/tokens_turn@1": 1}, rel=1e-6)
+    assert found == pytest.approx(
+        means | {"train/tokens_turn@0": 2, "train/tokens_turn@1": 1}, rel=1e-6
+    )
 
 
 def test_late_turns_share_bins_that_double():

@@ -16,8 +16,14 @@ MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kin
         (["rollout.quant=fp8-weight"], Fp8Weight()),
         (["rollout.quant=simulated"], Simulated(bits=4)),
         (["rollout.quant.format=simulated", "rollout.quant.bits=3"], Simulated(bits=3)),
-        (["rollout.quant.format=int8", "rollout.quant.activations=static"], Int8(activations="static")),
-        (["rollout.quant.bits=3", "rollout.quant.format=simulated", "rollout.quant.format=fp8"], Fp8()),
+        (
+            ["rollout.quant.format=int8", "rollout.quant.activations=static"],
+            Int8(activations="static"),
+        ),
+        (
+            ["rollout.quant.bits=3", "rollout.quant.format=simulated", "rollout.quant.format=fp8"],
+            Fp8(),
+        ),
         (["rollout.quant=int8", "rollout.quant=off"], None),
     ],
     ids=str,
@@ -32,13 +38,22 @@ def test_one_line(overrides, quant):
     ("overrides", "message"),
     [
         (["rollout.quant=int4"], r"rollout\.quant.*'int8', 'fp8', 'fp8-weight', 'simulated'"),
-        (["rollout.quant.format=fp8", "rollout.quant.activations=static"], r"activations: unknown setting"),
-        (["rollout.quant=fp8", "rollout.engine.kind=sglang"], r"fp8 is not available with .*kind = sglang.*; use hf"),
+        (
+            ["rollout.quant.format=fp8", "rollout.quant.activations=static"],
+            r"activations: unknown setting",
+        ),
+        (
+            ["rollout.quant=fp8", "rollout.engine.kind=sglang"],
+            r"fp8 is not available with .*kind = sglang.*; use hf",
+        ),
         (
             ['rollout.quant={format="int8", also=["lm_head"]}', "rollout.engine.lm_head=float32"],
             r"rollout\.quant\.also: lm_head contradicts rollout\.engine\.lm_head",
         ),
-        (["rollout.quant=int8", "numerics=on-policy"], r"rollout\.quant: int8, but with numerics = on-policy"),
+        (
+            ["rollout.quant=int8", "numerics=on-policy"],
+            r"rollout\.quant: int8, but with numerics = on-policy",
+        ),
         (["eval.quantised=true"], r"eval\.quantised: has no effect without rollout\.quant"),
     ],
     ids=str,

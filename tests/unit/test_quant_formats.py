@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 from onepolicy.models.quant import layers as quant_experts
 from onepolicy.models.quant.formats import E4M3, E4M3_UNIT, e4m3_rows, fake, from_e4m3, int8_rows
 from onepolicy.models.quant.install import Static, staleness
-from onepolicy.models.quant.layers import E4M3Experts, E4M3Linear, Int8Experts, Int8Linear, QuantEmbedding
+from onepolicy.models.quant.layers import (
+    E4M3Experts,
+    E4M3Linear,
+    Int8Experts,
+    Int8Linear,
+    QuantEmbedding,
+)
 
 MODULE = SimpleNamespace(has_bias=False, has_gate=False, act_fn=torch.tanh)
 
 
 def test_int8_codes_by_hand():
-    codes, scale = int8_rows(torch.tensor([[127.0, -63.6, 0.5, 1.5, -254.0 / 2], [0.0, 0, 0, 0, 0]]))
+    codes, scale = int8_rows(
+        torch.tensor([[127.0, -63.6, 0.5, 1.5, -254.0 / 2], [0.0, 0, 0, 0, 0]])
+    )
     assert codes.tolist() == [[127, -64, 0, 2, -127], [0, 0, 0, 0, 0]]  # halves go to even
     assert scale[0].tolist() == [1.0]
 
@@ -82,7 +90,9 @@ def test_embedding_looks_codes_up():
     plain, ids = torch.nn.Embedding(10, 6), torch.tensor([[3, 0], [9, 3]])
     for int8, rows in ((True, int8_rows), (False, e4m3_rows)):
         values = dequantised(rows, plain.weight.detach())[ids].float()
-        assert torch.equal(QuantEmbedding(plain, int8=int8, dtype=lambda: torch.float32)(ids), values)
+        assert torch.equal(
+            QuantEmbedding(plain, int8=int8, dtype=lambda: torch.float32)(ids), values
+        )
 
 
 def reference(up, down, x, index, weights, *, rows, activations):
@@ -125,7 +135,9 @@ def test_few_and_many_rows_give_the_same_bits(monkeypatch):
     many = own(MODULE, x, index, weights)
     monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
     assert torch.equal(few, many)
-    assert torch.equal(few, Int8Experts(up, down, (int8_rows, int8_rows))(MODULE, x, index, weights))
+    assert torch.equal(
+        few, Int8Experts(up, down, (int8_rows, int8_rows))(MODULE, x, index, weights)
+    )
 
 
 @pytest.mark.parametrize("activations", [True, False])
@@ -143,7 +155,9 @@ def test_widest_bag_is_exact():
     own = Int8Experts(up, torch.ones(1, width, 4), (int8_rows, int8_rows))
     assert own.up.bags
     codes = torch.full((1, width), 127, dtype=torch.int8)
-    assert own.up._few(codes, torch.zeros(1, dtype=torch.int64)).tolist() == [[127.0 * 127 * width] * 4]
+    assert own.up._few(codes, torch.zeros(1, dtype=torch.int64)).tolist() == [
+        [127.0 * 127 * width] * 4
+    ]
 
 
 def test_static_scale_is_kept_and_what_it_cuts_off_is_counted():
@@ -154,5 +168,7 @@ def test_static_scale_is_kept_and_what_it_cuts_off_is_counted():
     assert codes.tolist() == [[127, 10], [1, -64]]
     assert scale[:, 0].tolist() == pytest.approx([0.1, 0.1])
     found = staleness({"layer": static})
-    assert found == pytest.approx({"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0})
+    assert found == pytest.approx(
+        {"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0}
+    )
     assert staleness({"layer": static}) == {}

@@ -18,7 +18,14 @@ from onepolicy.models.quant.formats import (
     padded_int8_product,
 )
 from onepolicy.models.quant.install import Static
-from onepolicy.models.quant.layers import E4M3CodedExperts, E4M3Linear, Int8Experts, Int8Linear, QuantEmbedding, Rows
+from onepolicy.models.quant.layers import (
+    E4M3CodedExperts,
+    E4M3Linear,
+    Int8Experts,
+    Int8Linear,
+    QuantEmbedding,
+    Rows,
+)
 
 CUDA = torch.device("cuda")
 
@@ -34,7 +41,9 @@ def test_e4m3_product_is_one_of_float32():
     plain, x = linear()
     (codes, scale), (weight, weight_scale) = e4m3_rows(x.view(6, 40)), e4m3_rows(plain.weight)
     exact = dequantised(e4m3_rows, x.view(6, 40)) @ dequantised(e4m3_rows, plain.weight).T
-    torch.testing.assert_close(e4m3_product(codes, scale, weight, weight_scale), exact.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        e4m3_product(codes, scale, weight, weight_scale), exact.float(), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("activations", [True, False])
@@ -69,9 +78,16 @@ def test_int8_experts_with_too_few_rows_for_a_gpu(monkeypatch):
 def test_a_gpu_takes_the_arguments_of_an_e4m3_product(rows):
     """No GPU is needed: torch checks layouts, scales and multiples for fake tensors of one."""
     with FakeTensorMode(), CUDA:
-        (codes, scale), (weight, weight_scale) = e4m3_rows(torch.empty(rows, 64)), e4m3_rows(torch.empty(32, 64))
+        (codes, scale), (weight, weight_scale) = (
+            e4m3_rows(torch.empty(rows, 64)),
+            e4m3_rows(torch.empty(32, 64)),
+        )
         found = e4m3_product(codes, scale, weight, weight_scale)
-    assert (found.device.type, found.dtype, tuple(found.shape)) == ("cuda", torch.float32, (rows, 32))
+    assert (found.device.type, found.dtype, tuple(found.shape)) == (
+        "cuda",
+        torch.float32,
+        (rows, 32),
+    )
 
 
 def test_layers_on_another_device_make_nothing_on_the_cpu():
@@ -85,10 +101,16 @@ def test_layers_on_another_device_make_nothing_on_the_cpu():
         layers += [E4M3Linear(plain, activations=activations) for activations in (True, False)]
         for layer in layers:
             out = layer(x)
-            assert (out.device.type, out.dtype, tuple(out.shape)) == ("meta", torch.bfloat16, (3, 32))
+            assert (out.device.type, out.dtype, tuple(out.shape)) == (
+                "meta",
+                torch.bfloat16,
+                (3, 32),
+            )
         assert calibrated.largest.device.type == calibrated.scale.device.type == "meta"
         for int8 in (True, False):
-            found = QuantEmbedding(nn.Embedding(10, 8), int8=int8, dtype=lambda: torch.bfloat16)(torch.arange(3))
+            found = QuantEmbedding(nn.Embedding(10, 8), int8=int8, dtype=lambda: torch.bfloat16)(
+                torch.arange(3)
+            )
             assert (found.device.type, tuple(found.shape)) == ("meta", (3, 8))
 
 
@@ -100,12 +122,22 @@ def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
     def even(index, weights, num_experts, *, sort):
         assert sort  # bags are the CPU's
         rows = of(index, weights, num_experts, sort=False)
-        return Rows(rows.token, rows.expert, rows.weight, [3] * num_experts, torch.empty_like(index), rows.top_k)
+        return Rows(
+            rows.token,
+            rows.expert,
+            rows.weight,
+            [3] * num_experts,
+            torch.empty_like(index),
+            rows.top_k,
+        )
 
     monkeypatch.setattr(Rows, "of", even)
     with torch.device("meta"):
         up, down = torch.empty(4, 32, 16), torch.empty(4, 16, 32)
-        index, weights = torch.empty(6, 2, dtype=torch.int64), torch.empty(6, 2, dtype=torch.bfloat16)
+        index, weights = (
+            torch.empty(6, 2, dtype=torch.int64),
+            torch.empty(6, 2, dtype=torch.bfloat16),
+        )
         if quant == "int8":
             own = Int8Experts(up, down, (int8_rows, int8_rows))
         else:
@@ -114,12 +146,12 @@ def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
     assert (out.device.type, out.dtype, tuple(out.shape)) == ("meta", torch.bfloat16, (6, 16))
 
 
-@pytest.mark.parametrize(("quant", "capability", "needed"), [(Fp8(), (8, 6), "8.9"), (Int8(), (7, 0), "7.5")])
+@pytest.mark.parametrize(
+    ("quant", "capability", "needed"), [(Fp8(), (8, 6), "8.9"), (Int8(), (7, 0), "7.5")]
+)
 def test_a_gpu_without_the_tensor_cores_is_refused(quant, capability, needed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    message = (
-        rf"{quant.format} needs a GPU of compute capability {needed}, this one has {capability[0]}\.{capability[1]}"
-    )
+    message = rf"{quant.format} needs a GPU of compute capability {needed}, this one has {capability[0]}\.{capability[1]}"
     with pytest.raises(UsageError, match=message):
         check_device(quant, CUDA)
 
@@ -131,7 +163,9 @@ def test_sides_a_gpu_cannot_multiply_are_refused():
         odd = torch.empty(24, 40, device=CUDA)
         check_shape(Int8(), "layer", odd)
         check_shape(Fp8Weight(), "layer", odd)
-        with pytest.raises(UsageError, match=r"multiples of 16, but model\.q_proj is 24 x 40; use fp8-weight"):
+        with pytest.raises(
+            UsageError, match=r"multiples of 16, but model\.q_proj is 24 x 40; use fp8-weight"
+        ):
             check_shape(Fp8(), "model.q_proj", odd)
         with pytest.raises(UsageError, match=r"multiples of 8, but model\.q_proj is 8 x 24 x 41"):
             check_shape(Int8(), "model.q_proj", torch.empty(8, 24, 41, device=CUDA))

@@ -63,7 +63,9 @@ def test_dealt_by_hand():
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
-def test_every_sample_once_within_the_budget_and_as_many_rounds_on_every_rank(lengths, budget, ranks):
+def test_every_sample_once_within_the_budget_and_as_many_rounds_on_every_rank(
+    lengths, budget, ranks
+):
     dealt = deal(batch_with(lengths), budget, ranks)
     assert len(dealt) == ranks
     assert len({len(rounds) for rounds in dealt}) == 1
@@ -86,7 +88,9 @@ def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
 
 def test_a_batch_travels_unchanged():
     batch = batch_with([5, 3, 9])
-    message = Message.decode(batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode())
+    message = Message.decode(
+        batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode()
+    )
     assert message.header["rounds"] == [[0], [1, 2]]
     found = batch_of(message)
     for field in dataclasses.fields(batch):
@@ -172,7 +176,9 @@ def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
     listener = Listener("127.0.0.1")
     address, token = read_advertised(advertised(listener.address, listener.token))
     found = {}
-    waiting = threading.Thread(target=lambda: found.update(listener.accept(2, LIMIT_S, lambda: None)))
+    waiting = threading.Thread(
+        target=lambda: found.update(listener.accept(2, LIMIT_S, lambda: None))
+    )
     waiting.start()
     stranger = socket.create_connection(address)
     stranger.sendall(b"0" * TOKEN_BYTES)
@@ -189,7 +195,11 @@ def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(m
     """A byte now and then is not enough: the whole greeting has one limit."""
     monkeypatch.setattr(channel, "GREETING_S", 0.3)
     listener = Listener("127.0.0.1")
-    stranger, stop, hung_up = socket.create_connection(listener.address), threading.Event(), threading.Event()
+    stranger, stop, hung_up = (
+        socket.create_connection(listener.address),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def dawdle():
         try:
@@ -201,7 +211,9 @@ def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(m
     dawdling = threading.Thread(target=dawdle)
     monkeypatch.setattr(channel, "TOKEN_BYTES", 2**20)  # it could go on for hours
     dawdling.start()
-    accepting = threading.Thread(target=lambda: suppressed(listener.accept, 2, 60.0, stop_when(hung_up)))
+    accepting = threading.Thread(
+        target=lambda: suppressed(listener.accept, 2, 60.0, stop_when(hung_up))
+    )
     accepting.start()
     assert hung_up.wait(60)
     stop.set()
@@ -322,7 +334,9 @@ def test_a_rank_that_comes_twice_or_announces_too_much_is_an_error_of_ours(pair)
         ("node-1", "127.0.0.2", "0.0.0.0"),
     ],
 )
-def test_a_driver_whose_own_name_is_a_loopback_address_is_reached_by_it(host, resolved, listens, monkeypatch):
+def test_a_driver_whose_own_name_is_a_loopback_address_is_reached_by_it(
+    host, resolved, listens, monkeypatch
+):
     """Other machines resolve the name as they know it, so it is the name that they are told."""
     monkeypatch.setattr(channel.socket, "gethostbyname", lambda name: resolved)
     listener = Listener(host)
@@ -350,7 +364,10 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"
         (["train.ranks=2", "model.dtype=bfloat16"], "set train.compute = bfloat16"),
         (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
         (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
-        (["train.ranks=2", "train.compute=bfloat16", "train.autocast=bfloat16"], "train.autocast: has no effect"),
+        (
+            ["train.ranks=2", "train.compute=bfloat16", "train.autocast=bfloat16"],
+            "train.autocast: has no effect",
+        ),
     ],
 )
 def test_settings_that_cannot_take_effect(settings, words):
@@ -363,7 +380,12 @@ def test_torchrun_says_how_many_ranks(monkeypatch):
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert effective(plain).train.ranks == 0
     assert effective(set_to_three, 1, resuming=True).train.ranks == 1
-    assert effective(resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"]), 0, resuming=True).train.ranks == 0
+    assert (
+        effective(
+            resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"]), 0, resuming=True
+        ).train.ranks
+        == 0
+    )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert effective(plain).train.ranks == 2

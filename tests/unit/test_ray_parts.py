@@ -15,7 +15,13 @@ ray = pytest.importorskip("ray")
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
 from onepolicy.launch.ray.actors import contract_of  # noqa: E402
 from onepolicy.launch.ray.placement import Needs  # noqa: E402
-from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests  # noqa: E402
+from onepolicy.launch.ray.wire import (  # noqa: E402
+    Request,
+    decode_answers,
+    decode_requests,
+    encode_answers,
+    encode_requests,
+)
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -25,8 +31,14 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "cha
     ("overrides", "message"),
     [
         (["cluster.replicas=2"], "cluster.replicas: unknown setting with kind=local"),
-        (["rollout.engine.kind=vllm-server"], "rollout.engine.kind: vllm-server is a server of its own"),
-        (["rollout.quant.format=int8", "rollout.quant.activations=static"], "rollout.quant.activations: static scales"),
+        (
+            ["rollout.engine.kind=vllm-server"],
+            "rollout.engine.kind: vllm-server is a server of its own",
+        ),
+        (
+            ["rollout.quant.format=int8", "rollout.quant.activations=static"],
+            "rollout.quant.activations: static scales",
+        ),
         (["train.device=cuda:1"], "train.device: cuda:1, but with cluster.kind = ray it is Ray"),
         (["cluster.auth=none"], "cluster.auth: none has no effect without cluster.address"),
         (["cluster.replicas=0"], "cluster.replicas"),
@@ -70,7 +82,9 @@ def test_the_folder_of_weights_is_free_to_choose(weights):
 
 
 def test_room():
-    config = settings("cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2")
+    config = settings(
+        "cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2"
+    )
     needs = Needs.of(config, cuda=False)
     assert needs.bundles == [{"CPU": 2.0}] * 2 + [{"CPU": 3.0}] * 2
     assert [needs.rank(1), needs.rank(2), needs.replica(0), needs.replica(1)] == [0, 1, 2, 3]
@@ -92,13 +106,19 @@ def completion(weights=False):
         torch.rand(2, 1, 2) if weights else None,
     )
     tokens = torch.tensor([5, 6], dtype=torch.int32)
-    return Completion(tokens, torch.tensor([-0.5, -1.0]), tokens + 2, "length", trace, 1, fingerprint="{}")
+    return Completion(
+        tokens, torch.tensor([-0.5, -1.0]), tokens + 2, "length", trace, 1, fingerprint="{}"
+    )
 
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_messages_keep_every_field(weights):
     requests = {
-        3: Request(torch.tensor([1, 2]), Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1), 2**53 + 1),
+        3: Request(
+            torch.tensor([1, 2]),
+            Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1),
+            2**53 + 1,
+        ),
         1: Request(torch.tensor([4]), Sampling(0.0, 1), 0),
     }
     found = decode_requests(encode_requests(requests))
@@ -107,8 +127,12 @@ def test_messages_keep_every_field(weights):
         assert torch.equal(found[number].prompt_ids, each.prompt_ids)
         assert (found[number].sampling, found[number].seed) == (each.sampling, each.seed)
     whole = completion(weights)
-    bare = Completion(whole.token_ids, whole.logp, whole.version, "stop", top_ids=torch.ones(2, 1).int())
-    answers = decode_answers(encode_answers({0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what")}))
+    bare = Completion(
+        whole.token_ids, whole.logp, whole.version, "stop", top_ids=torch.ones(2, 1).int()
+    )
+    answers = decode_answers(
+        encode_answers({0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what")})
+    )
     assert_equal(answers[0], whole)
     assert_equal(answers[1], bare)
     assert (type(answers[2]), str(answers[2])) == (UsageError, "no")
@@ -132,7 +156,9 @@ def assert_equal(found, expected):
 
 
 def test_contract_survives_json():
-    contract = NumericsContract("on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d")
+    contract = NumericsContract(
+        "on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d"
+    )
     assert contract_of({**vars_of(contract), "modules": [["m", "x"], ["n", "y"]]}) == contract
 
 

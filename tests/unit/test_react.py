@@ -31,7 +31,9 @@ def test_a_tool_is_called_and_the_answer_graded():
     env = environment()
     problem = env.train_problem(0)
     expression = react.calls_of(problem, "products", None)[0]
-    (sample,), script = play(env, [f"Action: calculator[{expression}]", f"Answer: {problem.answer}"])
+    (sample,), script = play(
+        env, [f"Action: calculator[{expression}]", f"Answer: {problem.answer}"]
+    )
     assert sample.reward == 1.0
     assert sample.finish == "stop"
     assert sample.events == ("calculator",)
@@ -44,7 +46,9 @@ def test_a_tool_is_called_and_the_answer_graded():
     turns = [*[-1] * first, *[0] * len(turn), *[-1] * len(seen), *[1] * len(answer)]
     assert sample.turn.tolist() == turns
     assert sample.trainable.tolist() == [t >= 0 for t in turns]
-    assert sample.logp_rollout[sample.trainable].tolist() == [-1.0] * len(turn) + [-2.0] * len(answer)
+    assert sample.logp_rollout[sample.trainable].tolist() == [-1.0] * len(turn) + [-2.0] * len(
+        answer
+    )
     metrics = rollout_metrics([Group(0, (sample,))])
     assert (metrics["train/turns"], metrics["tools/calculator"]) == (2, 1)
 
@@ -73,7 +77,9 @@ def test_budgets_of_tokens_and_context():
     (sample,), script = play(env, ["Action: calculator[1]", "never"])
     assert script.limits == [30]
     assert sample.finish == "length"
-    assert sample.tokens.tolist()[-1] == env.tokenizer.eos_token_id  # the observation after it is nobody's prediction
+    assert (
+        sample.tokens.tolist()[-1] == env.tokenizer.eos_token_id
+    )  # the observation after it is nobody's prediction
 
 
 def test_time_ends_an_episode_and_cancels_its_turn():
@@ -128,7 +134,9 @@ def test_long_replies_are_cut_and_special_tokens_in_them_are_text(tmp_path):
 
 # --- chat templates -------------------------------------------------------------------------------------------------
 def call(expression):
-    return f'<call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</call>'
+    return (
+        f'<call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</call>'
+    )
 
 
 def test_a_template_with_tools():
@@ -139,7 +147,9 @@ def test_a_template_with_tools():
     messages = [{"role": "user", "content": problem.prompt}]
     tools = env.dialogue.schemas
     render = lambda messages: tokenizer.encode(  # noqa: E731
-        tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
+        )
     )
     (sample,), script = play(env, [f"<think>so</think>{call('6 * 7')}", "It is 42"], problem)
     assert script.prompts[0] == render(messages)
@@ -162,10 +172,19 @@ def test_two_calls_in_one_turn_get_two_replies():
     [
         ("<call>{oops</call>", "error: a call is written as JSON"),
         ('<call>{"name": "calculator"}</call>', "error: a call is written as JSON"),
-        ('<call>{"name": "calculator", "arguments": {"x": "1"}}</call>', "error: calculator takes one argument"),
-        ('<call>{"name": "calculator", "arguments": {"expression": 1}}</call>', "error: calculator takes one argument"),
+        (
+            '<call>{"name": "calculator", "arguments": {"x": "1"}}</call>',
+            "error: calculator takes one argument",
+        ),
+        (
+            '<call>{"name": "calculator", "arguments": {"expression": 1}}</call>',
+            "error: calculator takes one argument",
+        ),
         ('<call>{"name": "abacus", "arguments": {}}</call>', "error: no tool abacus"),
-        ('<call>{"name": "calculator", "arguments": {"expression": "1"}}', "error: a call ends with </call>"),
+        (
+            '<call>{"name": "calculator", "arguments": {"expression": "1"}}',
+            "error: a call ends with </call>",
+        ),
         ("<call>[1]</call>", "error: a call is written as JSON"),
         ('<call>{"name": "\\ud800", "arguments": {}}</call>', "error: no tool ?"),
     ],
@@ -188,7 +207,10 @@ def test_a_reply_cannot_open_a_turn(tmp_path):
 
 
 def test_a_rewriting_template_is_refused_or_forked():
-    with pytest.raises(UsageError, match=r"task.history: the chat template renders earlier turns anew.*history=fork"):
+    with pytest.raises(
+        UsageError,
+        match=r"task.history: the chat template renders earlier turns anew.*history=fork",
+    ):
         environment(FORGETFUL)
     with pytest.raises(UsageError, match=r"task.history: fork has no effect"):
         environment(HERMES, history="fork")
@@ -200,7 +222,9 @@ def test_a_rewriting_template_is_refused_or_forked():
     assert thought not in env.tokenizer.decode(script.prompts[1])
     sampled = [[*env.tokenizer.encode(t), env.tokenizer.eos_token_id] for t in turns]
     for i, (sample, tokens) in enumerate(zip(samples, sampled, strict=True)):
-        assert sample.tokens.tolist() == script.prompts[i] + tokens  # as sampled, nothing rendered again
+        assert (
+            sample.tokens.tolist() == script.prompts[i] + tokens
+        )  # as sampled, nothing rendered again
         assert sample.trainable.sum() == len(tokens)
         assert sample.turn.max() == i
         assert set(sample.version[sample.trainable].tolist()) == {i + 1}
@@ -220,10 +244,17 @@ def test_a_turn_may_say_what_stands_in_for_a_reply():
 def test_characters_of_replies_that_the_tokenizer_lacks(tmp_path):
     """Of a corpus they are known before the run; what code prints is counted."""
     corpus = tmp_path / "c.jsonl"
-    corpus.write_text(json.dumps({"text": "owls sleep"}) + "\n" + json.dumps({"text": "na\u00efve \u2603 owls"}) + "\n")
+    corpus.write_text(
+        json.dumps({"text": "owls sleep"})
+        + "\n"
+        + json.dumps({"text": "na\u00efve \u2603 owls"})
+        + "\n"
+    )
     tools = [{"kind": "search", "corpus": str(corpus)}]
     env = environment(tools=tools)
-    with pytest.raises(UsageError, match=r"replies of search have characters .* as <unk>: '\u00ef\u2603'"):
+    with pytest.raises(
+        UsageError, match=r"replies of search have characters .* as <unk>: '\u00ef\u2603'"
+    ):
         env.check(max_tokens=8, max_len=2000)
     known = ReActTask(problems=PRODUCTS, tools=tools, instructions="\u00bf")
     build(known, make_tokenizer(alphabet(known)), max_len=2000).check(max_tokens=8, max_len=2000)
@@ -236,7 +267,9 @@ def test_characters_of_replies_that_the_tokenizer_lacks(tmp_path):
 def test_templates_that_cannot_be_used():
     with pytest.raises(UsageError, match="does not print tools"):
         environment("{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}")
-    xml = HERMES.replace('{"name": "{{ c["function"]["name"] }}", "arguments": ', "<{{ c['function']['name'] }}>")
+    xml = HERMES.replace(
+        '{"name": "{{ c["function"]["name"] }}", "arguments": ', "<{{ c['function']['name'] }}>"
+    )
     with pytest.raises(UsageError, match="does not write a tool call as one JSON object"):
         environment(xml)
     listed = HERMES.replace("<call>\n", "<call>[").replace("\n</call>", "]</call>")
@@ -263,13 +296,19 @@ def test_a_template_that_writes_empty_thoughts_in_its_last_turn_only(prompt):
 
 
 def test_json_calls_without_marks():
-    bare = HERMES.replace("<call>\n", "").replace("\n</call>", "").replace('"arguments": ', '"parameters": ')
+    bare = (
+        HERMES.replace("<call>\n", "")
+        .replace("\n</call>", "")
+        .replace('"arguments": ', '"parameters": ')
+    )
     dialogue = environment(bare).dialogue
     assert dialogue.parse('{"name": "calculator", "parameters": {"expression": "1"}}').calls == (
         Call("calculator", "1"),
     )
     assert dialogue.parse("The answer is 4").answer == "The answer is 4"
-    assert dialogue.parse('<think>so</think>\n{"name": "calculator", "parameters": {"expression": "1"}}').calls
+    assert dialogue.parse(
+        '<think>so</think>\n{"name": "calculator", "parameters": {"expression": "1"}}'
+    ).calls
     for deep in ("[" * 5000, "1" * 5000):
         assert "written as JSON" in dialogue.parse('{"name": ' + deep).malformed
 
@@ -287,7 +326,9 @@ def test_settings_of_the_problems_are_named_where_they_stand(tmp_path):
         alphabet(ReActTask(problems=GymTask(name="product"), tools=[{"kind": "calculator"}]))
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    with pytest.raises(UsageError, match=r"^task\.problems\.held_out: 64 .*; lower task\.problems\.held_out, give"):
+    with pytest.raises(
+        UsageError, match=r"^task\.problems\.held_out: 64 .*; lower task\.problems\.held_out, give"
+    ):
         environment(problems=JsonlTask(path=str(path)))
 
 
@@ -315,7 +356,11 @@ def test_settings_are_checked(tmp_path):
     (sample,), _ = play(env, ["Answer: b"])
     assert sample.reward == 1.0
     with pytest.raises(UsageError, match="reasoning-gym data sets and a calculator only"):
-        next(react.warmup_examples(ReActTask(problems=JsonlTask(path="x"), tools=CALCULATOR), mistakes=0, seed=0))
+        next(
+            react.warmup_examples(
+                ReActTask(problems=JsonlTask(path="x"), tools=CALCULATOR), mistakes=0, seed=0
+            )
+        )
 
 
 def test_worked_episodes_are_what_the_environment_plays():

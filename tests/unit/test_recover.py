@@ -31,8 +31,19 @@ PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix
 def parts(fake, checkpoints, monkeypatch):
     """A run at step 3, with other weights than the server was started with."""
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
-    engine = {"kind": "vllm-server", "url": fake.server.url, "dtype": "float32", "patience_s": LIMIT_S}
-    tree = {"out": "x", "steps": 9, "model": {"path": fake.model}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    engine = {
+        "kind": "vllm-server",
+        "url": fake.server.url,
+        "dtype": "float32",
+        "patience_s": LIMIT_S,
+    }
+    tree = {
+        "out": "x",
+        "steps": 9,
+        "model": {"path": fake.model},
+        "task": {"kind": "chain"},
+        "optim": {"lr": 1e-3},
+    }
     config = resolve(tree | {"rollout": {"engine": engine}})
     learner = LocalLearner(PolicyScorer(checkpoints[1][1], config, routers=None))
     learner.version = 3
@@ -85,7 +96,9 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right_weights(parts, fake):
+def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right_weights(
+    parts, fake
+):
     expected = asyncio.run(batch(parts.engine))
     fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
     same(asyncio.run(outlive(parts, lambda: batch(parts.engine))), expected)
@@ -128,7 +141,9 @@ def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
             ended.append(step)
 
     monkeypatch.setattr(async_rollouts, "sample", play)
-    monkeypatch.setattr(async_rollouts, "versions", lambda done: torch.cat([each.version for each in done]))
+    monkeypatch.setattr(
+        async_rollouts, "versions", lambda done: torch.cat([each.version for each in done])
+    )
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
     )
@@ -167,7 +182,9 @@ def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake, clock):
     assert len(fake.server.asked) - asked > 20
 
 
-def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work_counts(parts, fake):
+def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work_counts(
+    parts, fake
+):
     """An evaluation beside episodes in play asks for nothing else that would notice."""
     engine = parts.config.rollout.engine.model_copy(update={"patience_s": 0.0})
     parts.config = parts.config.model_copy(
@@ -194,7 +211,9 @@ def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
 def test_one_that_comes_back_as_another_is_refused(parts, fake):
     restart(fake)
     fake.told = {"dtype": "bfloat16"}
-    with pytest.raises(TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"):
+    with pytest.raises(
+        TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"
+    ):
         asyncio.run(outlive(parts, lambda: batch(parts.engine)))
 
 
@@ -218,7 +237,13 @@ def test_no_request_of_a_failed_batch_goes_on():
 
 def run_of(url, **engine):
     engine = {"kind": "vllm-server", "url": url, "timeout_s": LIMIT_S} | engine
-    tree = {"out": "x", "steps": 9, "model": {"path": "m"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    tree = {
+        "out": "x",
+        "steps": 9,
+        "model": {"path": "m"},
+        "task": {"kind": "chain"},
+        "optim": {"lr": 1e-3},
+    }
     return resolve(tree | {"rollout": {"engine": engine}})
 
 
@@ -229,7 +254,13 @@ def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, mon
 
     def health(request):
         asked.append(1)
-        return Reply(hang_up=True) if len(asked) < 3 else Reply({}, 503) if len(asked) < 5 else Reply({})
+        return (
+            Reply(hang_up=True)
+            if len(asked) < 3
+            else Reply({}, 503)
+            if len(asked) < 5
+            else Reply({})
+        )
 
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
@@ -247,19 +278,26 @@ def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, mon
 def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
     run_folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.START, "{}")
     moved = []
-    monkeypatch.setattr(train, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9})
+    monkeypatch.setattr(
+        train, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
+    )
     settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
     assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0
     expected = run_of("https://elsewhere:8000", token_env="TOKEN")
     assert moved == [expected]
     assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.slots=3"]) == 2
-    assert "rollout.engine.url, rollout.engine.token_env and cluster.* may change" in capsys.readouterr().err
+    assert (
+        "rollout.engine.url, rollout.engine.token_env and cluster.* may change"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch, clock):
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
-        asyncio.run(wait_for_server(run_of(server.url, patience_s=10, retries=0), lambda text: None))
+        asyncio.run(
+            wait_for_server(run_of(server.url, patience_s=10, retries=0), lambda text: None)
+        )
         assert len(server.asked) == 10
 
 

@@ -90,7 +90,9 @@ class BreaksOff:
         await self.actor.process._engine.load_weights([], 4)
 
 
-def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(written, monkeypatch):
+def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(
+    written, monkeypatch
+):
     stopping = Stopping()
     monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
     engine = opened(actor := Actor())
@@ -107,12 +109,15 @@ def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_
 
 
 def opened(actor, **cluster):
-    return RemoteEngine("replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1")
+    return RemoteEngine(
+        "replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1"
+    )
 
 
 def asked(engine, numbers, max_tokens=3):
     return asyncio.gather(
-        *(engine.generate([n], Sampling(1.0, max_tokens), seed=100 + n) for n in numbers), return_exceptions=True
+        *(engine.generate([n], Sampling(1.0, max_tokens), seed=100 + n) for n in numbers),
+        return_exceptions=True,
     )
 
 
@@ -145,9 +150,12 @@ def test_requests_one_after_another(engines):
 
 
 @pytest.mark.parametrize(
-    ("how", "weights"), [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")]
+    ("how", "weights"),
+    [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")],
 )
-def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, weights, engines, written, caplog):
+def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(
+    how, weights, engines, written, caplog
+):
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
@@ -167,7 +175,10 @@ def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(how, weig
         assert all((c.version == 4).all() for c in done)
         assert len(engines) == 2
         assert engines[1].started == [100 + n for n in range(6)]  # each once, its seed unchanged
-        assert engine.take_metrics() == {"rollout/replica_restarts": 1, "rollout/requests_repeated": 6}
+        assert engine.take_metrics() == {
+            "rollout/replica_restarts": 1,
+            "rollout/requests_repeated": 6,
+        }
         assert engine.version == 4
 
     asyncio.run(run())
@@ -184,7 +195,9 @@ class Ended:
         raise self.error
 
 
-@pytest.mark.parametrize(("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)])
+@pytest.mark.parametrize(
+    ("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)]
+)
 def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, written, caplog):
     """A process that was not the cause stays; one that said nothing is replaced."""
 
@@ -197,7 +210,9 @@ def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, w
         assert len(engines) == lives
 
     asyncio.run(run())
-    assert ("replica 0 is sent the weights once more, alone: another receiver is gone" in caplog.text) == (lives == 1)
+    assert (
+        "replica 0 is sent the weights once more, alone: another receiver is gone" in caplog.text
+    ) == (lives == 1)
 
 
 def test_files_that_are_not_what_was_written_are_refused(engines, written):
@@ -206,7 +221,9 @@ def test_files_that_are_not_what_was_written_are_refused(engines, written):
         await actor.process.build("{}", 0)
         engine = opened(actor, weights="disk")
         other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
-        with pytest.raises(TrainingError, match=r"replica 0: cluster\.shared_dir: weights of version 4 .*'w'"):
+        with pytest.raises(
+            TrainingError, match=r"replica 0: cluster\.shared_dir: weights of version 4 .*'w'"
+        ):
             await engine.load_files(replace(written, sums=other))
         assert engine.version == engines[0].version == -1
 
@@ -269,7 +286,9 @@ def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines,
         # Longer than the test waits: no request may be answered only because an answer that was lost timed out.
         engine, kept = opened(actor, reply_timeout=2 * LIMIT_S, restart_timeout=2 * LIMIT_S), {}
         for number in range(12):
-            asked = asyncio.create_task(engine.generate([number], Sampling(1.0, chance.randrange(1, 9)), seed=0))
+            asked = asyncio.create_task(
+                engine.generate([number], Sampling(1.0, chance.randrange(1, 9)), seed=0)
+            )
             if chance.random() < 0.5:
                 await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
                 asked.cancel()
@@ -293,7 +312,9 @@ def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
     async def run():
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 0)
-        await process.submit(0, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)}))
+        await process.submit(
+            0, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+        )
         first, second = await process.collect(0, 5, []), await process.collect(0, 5, [])
         assert list(decode_answers(first)) == list(decode_answers(second)) == [7]
         assert decode_answers(await process.collect(0, 0.01, [7])) == {}
@@ -306,7 +327,9 @@ def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 2)
         with pytest.raises(replica_actor.NotBuilt):
-            await process.submit(1, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)}))
+            await process.submit(
+                1, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+            )
         with pytest.raises(replica_actor.NotBuilt):
             await process.collect(1, 0.01, [])
         with pytest.raises(replica_actor.NotBuilt):  # it would drop what was asked since
@@ -367,7 +390,9 @@ def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, writt
         await until(lambda: engines[0].started)
         engines[0].may_load.clear()
         loading = asyncio.ensure_future(engine.load_files(written))
-        await until(lambda: looks.count(True) > 2 * remote.LOOKS)  # of one request at the least more than it has
+        await until(
+            lambda: looks.count(True) > 2 * remote.LOOKS
+        )  # of one request at the least more than it has
         assert not waiting.done()
         engines[0].may_load.set()
         await loading
@@ -377,7 +402,9 @@ def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, writt
     asyncio.run(run())
 
 
-def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(engines, tmp_path, monkeypatch):
+def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(
+    engines, tmp_path, monkeypatch
+):
     """An update comes while it reads the version before; then it gets the update."""
     files = WeightFiles(str(tmp_path))
 

@@ -29,7 +29,9 @@ PROMPT, RESPONSE = [3, 5, 3, 8, 9], list(range(10, 50))
 SLOTS = len(PROMPT) + len(RESPONSE) - 1
 
 
-def routes(rows: int = SLOTS, *, experts: int = E, top_k: int = K, layers: tuple[int, ...] = LAYERS) -> Tensor:
+def routes(
+    rows: int = SLOTS, *, experts: int = E, top_k: int = K, layers: tuple[int, ...] = LAYERS
+) -> Tensor:
     noise = torch.rand(rows, len(layers), experts, generator=torch.Generator().manual_seed(0))
     return noise.argsort(-1)[..., :top_k].to(id_dtype(experts))
 
@@ -39,10 +41,17 @@ def trace(ids: Tensor, valid: Tensor | None = None, experts: int = E) -> Routing
     return RoutingTrace(ids, valid, LAYERS[: ids.shape[1]], experts)
 
 
-def arrive(ids: Tensor, valid: Tensor | None = None, tokens: list[int] = RESPONSE, first: int = 0) -> None:
+def arrive(
+    ids: Tensor, valid: Tensor | None = None, tokens: list[int] = RESPONSE, first: int = 0
+) -> None:
     n = len(tokens)
     completion = Completion(
-        torch.tensor(tokens, dtype=torch.int32), torch.zeros(n), torch.zeros(n), "stop", trace(ids, valid), first
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.zeros(n),
+        torch.zeros(n),
+        "stop",
+        trace(ids, valid),
+        first,
     )
     check_completion(completion, PROMPT, RULES, "problem 7, sample 2")
 
@@ -54,7 +63,11 @@ def test_good_routes_arrive() -> None:
 
 ZERO = torch.zeros_like(routes())
 PITFALLS = {
-    "1: nothing captured": (ZERO, "layer 1, row 0: [0, 0, 0, 0]", "all rows of all layers are zero"),
+    "1: nothing captured": (
+        ZERO,
+        "layer 1, row 0: [0, 0, 0, 0]",
+        "all rows of all layers are zero",
+    ),
     "2: one layer not captured": (
         torch.cat([routes()[:, :2], ZERO[:, :1], routes()[:, 3:]], 1),
         "layer 4, row 0: [0, 0, 0, 0]",
@@ -104,7 +117,9 @@ def test_repeated_tokens_may_repeat_their_routes() -> None:
     arrive(ids, tokens=RESPONSE[:25] + [7] * 15)
     arrive(torch.cat([routes()[:30], routes()[29:30].expand(2, -1, -1), routes()[32:]]))
     same = routes()[:1].expand(SLOTS, -1, -1)
-    check_trace(trace(same), layers=LAYERS, num_experts=E, top_k=K)  # all layers constant: all tokens may be equal
+    check_trace(
+        trace(same), layers=LAYERS, num_experts=E, top_k=K
+    )  # all layers constant: all tokens may be equal
     arrive(same.contiguous())  # or all routers may have collapsed: the trainer's own choice tells
 
 
@@ -122,12 +137,18 @@ def test_constant_layers_by_hand() -> None:
     half[20:, 1] = half[20, 1]
     bounds = torch.tensor([0, 20, 44])
     assert constant_layers(trace(half)).tolist() == [[False] * 4]
-    assert constant_layers(trace(half), bounds).tolist() == [[False] * 4, [False, True, False, False]]
+    assert constant_layers(trace(half), bounds).tolist() == [
+        [False] * 4,
+        [False, True, False, False],
+    ]
     valid = torch.ones(SLOTS, dtype=torch.bool)
     valid[20:36] = False  # 8 rows are too few to tell
     assert not constant_layers(trace(half, valid), bounds).any()
     valid[20:36], valid[20:24] = True, False
-    assert constant_layers(trace(half, valid), bounds).tolist() == [[False] * 4, [False, True, False, False]]
+    assert constant_layers(trace(half, valid), bounds).tolist() == [
+        [False] * 4,
+        [False, True, False, False],
+    ]
     assert not constant_layers(trace(routes()[:0])).any()
 
 
@@ -140,11 +161,15 @@ def test_a_collapsed_router_and_a_layer_that_was_not_captured() -> None:
     mine, bounds = trace(written_once()), torch.tensor([0, 20, 44])
     assert check_captured(mine, mine, bounds) == {5: written_once()[0, 3].tolist()}
     assert check_captured(trace(routes()), mine) == {}
-    with pytest.raises(Misaligned, match=r"layer 5 has the same experts .* in all 20 rows of sample 0") as caught:
+    with pytest.raises(
+        Misaligned, match=r"layer 5 has the same experts .* in all 20 rows of sample 0"
+    ) as caught:
         check_captured(mine, trace(routes()), bounds)
     assert "the engine did not capture this layer" in str(caught.value)
     assert caught.value.of_layers
-    assert check_captured(mine, trace(routes()), bounds, least=0.0) == {}  # neither a collapse nor an error
+    assert (
+        check_captured(mine, trace(routes()), bounds, least=0.0) == {}
+    )  # neither a collapse nor an error
 
 
 def test_equal_tokens_are_no_collapse() -> None:
@@ -154,11 +179,23 @@ def test_equal_tokens_are_no_collapse() -> None:
 
 @settings(max_examples=60, deadline=None)
 @example(layers=2, k=4, experts=256, rows=20, seed=0)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 300), st.integers(1, 60), st.integers(0, 10**6))
-def test_random_routes_pass_and_one_bad_row_is_found(layers: int, k: int, experts: int, rows: int, seed: int) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(2, 300),
+    st.integers(1, 60),
+    st.integers(0, 10**6),
+)
+def test_random_routes_pass_and_one_bad_row_is_found(
+    layers: int, k: int, experts: int, rows: int, seed: int
+) -> None:
     k = min(k, experts)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.rand(rows, layers, experts, generator=generator).argsort(-1)[..., :k].to(id_dtype(experts))
+    ids = (
+        torch.rand(rows, layers, experts, generator=generator)
+        .argsort(-1)[..., :k]
+        .to(id_dtype(experts))
+    )
     given_trace = trace(ids, experts=experts)
     rules = {"layers": LAYERS[:layers], "num_experts": experts, "top_k": k}
     check_trace(given_trace, **rules)
@@ -176,12 +213,16 @@ def test_random_routes_pass_and_one_bad_row_is_found(layers: int, k: int, expert
 
 def test_gate_mass_by_hand() -> None:
     inf = float("inf")
-    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05], [2.0, -1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [-inf, 3.0, 1.0, 2.0]])
+    scores = torch.tensor(
+        [[0.5, 0.3, 0.15, 0.05], [2.0, -1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [-inf, 3.0, 1.0, 2.0]]
+    )
     replayed = torch.tensor([[0.5, 0.15], [2.0, -1.0], [1.0, 1.0], [3.0, 1.0]])
     native = torch.tensor([[0.5, 0.3], [2.0, 1.0], [1.0, 1.0], [3.0, 2.0]])
     expected = torch.tensor([0.55 / 0.70, 3 / 5, 1.0, 2 / 3])
     torch.testing.assert_close(gate_mass(replayed, native, scores), expected)
-    assert gate_mass(torch.tensor([[3.0, -inf]]), native[3:], scores[3:]).item() == pytest.approx(1 / 1)
+    assert gate_mass(torch.tensor([[3.0, -inf]]), native[3:], scores[3:]).item() == pytest.approx(
+        1 / 1
+    )
 
 
 # --- samples without routes -------------------------------------------------------------------------------------------
@@ -202,21 +243,33 @@ def sample(routing: RoutingTrace | None) -> Sample:
 
 
 def test_a_sample_without_routes_is_an_error_unless_asked_for() -> None:
-    with pytest.raises(UsageError, match=r"problem 7, sample 2: has no routes.*replay\.missing=native"):
+    with pytest.raises(
+        UsageError, match=r"problem 7, sample 2: has no routes.*replay\.missing=native"
+    ):
         with_routes(sample(None), RULES, "problem 7, sample 2")
     native = with_routes(sample(None), dataclasses.replace(RULES, missing="native"), "x").routing
     assert native is not None
     assert (len(native), native.layers, native.num_experts, native.top_k) == (5, LAYERS, E, K)
     assert not native.valid.any()  # the ids are filler and say so
-    assert with_routes(sample(None), dataclasses.replace(RULES, missing="fine"), "x").routing is None
+    assert (
+        with_routes(sample(None), dataclasses.replace(RULES, missing="fine"), "x").routing is None
+    )
     assert with_routes(sample(None), None, "x").routing is None  # dense
 
 
 def test_settings_without_effect_are_refused() -> None:
-    recipe = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-3}}
+    recipe = {
+        "out": "x",
+        "steps": 1,
+        "model": {"path": "m"},
+        "task": {"kind": "chain"},
+        "optim": {"lr": 1e-3},
+    }
     assert resolve(recipe, ["replay.missing=native"]).replay.missing == "native"
     for mode in ("off", "r2", "weights"):
         with pytest.raises(UsageError, match="missing"):
-            resolve(recipe, [f"replay.mode={mode}", "replay.missing=native", "objective.mini_steps=2"])
+            resolve(
+                recipe, [f"replay.mode={mode}", "replay.missing=native", "objective.mini_steps=2"]
+            )
     with pytest.raises(UsageError, match="min_agreement"):
         resolve(recipe, ["replay.mode=off", "replay.min_agreement=0.5"])

@@ -39,7 +39,9 @@ class Engine:
             raise EngineLost(f"{self.name} is gone")
         self.asked.append((tuple(prompt_ids), seed))
         tokens = torch.tensor([prompt_ids[-1]], dtype=torch.int32)
-        return Completion(tokens, torch.zeros(1), torch.full_like(tokens, self.version - self.stale), "stop")
+        return Completion(
+            tokens, torch.zeros(1), torch.full_like(tokens, self.version - self.stale), "stop"
+        )
 
     async def load_files(self, written, shared=None):
         if self.lost_after is not None and len(self.asked) >= self.lost_after:
@@ -58,7 +60,9 @@ def replicas(tmp_path, *engines):
 
 def play(engine, prompts, sampling=GREEDY):
     async def all_of():
-        return await asyncio.gather(*(engine.generate(p, sampling, seed=i) for i, p in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, seed=i) for i, p in enumerate(prompts))
+        )
 
     return asyncio.run(all_of())
 
@@ -71,7 +75,9 @@ def test_siblings_and_later_turns_ask_one_engine_and_a_repeated_run_the_same_one
         engines = [Engine(f"replica {i}") for i in range(3)]
         together = replicas(tmp_path, *engines)
         play(together, prompts)
-        asyncio.run(together.load_weights([("a", torch.ones(1))], 1))  # an update while the episodes are in play
+        asyncio.run(
+            together.load_weights([("a", torch.ones(1))], 1)
+        )  # an update while the episodes are in play
         play(together, turns, replace(GREEDY, first_prompt=3))
         of = {path: engine.name for engine in engines for path, _ in engine.asked}
         assert len([1 for engine in engines for _ in engine.asked]) == 128
@@ -98,14 +104,18 @@ def test_requests_of_a_lost_engine_are_asked_again_with_their_seeds(tmp_path, ca
     done = play(together, prompts)
     assert [c.token_ids.tolist() for c in done] == [[9]] * 40
     asked = engines[0].asked + engines[1].asked
-    assert sorted(asked) == sorted((tuple(p), i) for i, p in enumerate(prompts))  # each once, none twice
+    assert sorted(asked) == sorted(
+        (tuple(p), i) for i, p in enumerate(prompts)
+    )  # each once, none twice
     assert len(engines[1].asked) == 3
     assert together.names == ["replica 0"]
     assert "1 replicas are left" in caplog.text
 
 
 def test_the_last_engine_lost_ends_the_run(tmp_path):
-    with pytest.raises(TrainingError, match="no rollout replica is left: replica 0 is gone; `--resume`"):
+    with pytest.raises(
+        TrainingError, match="no rollout replica is left: replica 0 is gone; `--resume`"
+    ):
         play(replicas(tmp_path, Engine("replica 0", lost_after=0)), [[1]])
 
 
@@ -254,7 +264,9 @@ def test_a_broadcast_may_take_longer_than_any_wait_in_it(tmp_path, monkeypatch):
 
 def test_an_answer_of_old_weights_is_an_error(tmp_path):
     together = replicas(tmp_path, Engine("replica 0", stale=True))
-    with pytest.raises(TrainingError, match="answered a request of weight version 0 with tokens of versions -1"):
+    with pytest.raises(
+        TrainingError, match="answered a request of weight version 0 with tokens of versions -1"
+    ):
         play(together, [[1]])
 
 
@@ -293,7 +305,9 @@ def test_an_engine_that_keeps_old_weights_is_an_error(tmp_path):
             pass
 
     with pytest.raises(TrainingError, match="replica 0 holds weight version 0 after loading 3"):
-        asyncio.run(replicas(tmp_path, Keeps("replica 0")).load_weights(iter([("a", torch.ones(1))]), 3))
+        asyncio.run(
+            replicas(tmp_path, Keeps("replica 0")).load_weights(iter([("a", torch.ones(1))]), 3)
+        )
 
 
 def test_caps_are_those_that_all_have():
@@ -302,6 +316,8 @@ def test_caps_are_those_that_all_have():
 
 
 def test_a_weight_file_outside_its_folder_is_refused(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../other.safetensors"}}'
+    )
     with pytest.raises(TrainingError, match="is not a file of this folder"):
         list(read_weights(str(tmp_path)))

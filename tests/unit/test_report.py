@@ -76,12 +76,26 @@ def test_verdict_and_comparison_by_hand(copy):
     page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
     assert "Reward rose from 0.25 to 0.75 over 12 steps." in page
     assert "It crashed at step 9." in page
-    assert "on 1 probe batch scored both ways: k3 0.004 \u2192 0.001 (cut by 4\u00d7, one probe);" in page
-    assert "routers that would choose otherwise 5% \u2192 2%; experts that ran with it: 100% the rollout" in page
+    assert (
+        "on 1 probe batch scored both ways: k3 0.004 \u2192 0.001 (cut by 4\u00d7, one probe);"
+        in page
+    )
+    assert (
+        "routers that would choose otherwise 5% \u2192 2%; experts that ran with it: 100% the rollout"
+        in page
+    )
     first = outcome(summary)
     assert first.startswith("The policy crashed at step 9")
-    assert page.index("<h1>") < page.index(first) < page.index("Reward rose from") < page.index('class="tiles"')
-    row = [f"<td>{cell}</td>" for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")]
+    assert (
+        page.index("<h1>")
+        < page.index(first)
+        < page.index("Reward rose from")
+        < page.index('class="tiles"')
+    )
+    row = [
+        f"<td>{cell}</td>"
+        for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")
+    ]
     assert "".join(row) in re.sub(r' data-name="[^"]*"', "", page)
 
 
@@ -102,7 +116,11 @@ def test_every_figure_is_valid_plotly(run_folder):
 
 
 def test_colours_and_second_signs(run_folder):
-    assert [look.color for look in (ROLLOUT, TRAINER, REPLAY)] == ["@rollout", "@trainer", "@replay"]
+    assert [look.color for look in (ROLLOUT, TRAINER, REPLAY)] == [
+        "@rollout",
+        "@trainer",
+        "@replay",
+    ]
     for sign in ("dash", "symbol", "pattern"):
         assert len({getattr(look, sign) for look in (ROLLOUT, TRAINER, REPLAY)}) == 3
     figures = {f.name: f for f in all_figures(run_folder) if isinstance(f, Figure)}
@@ -126,13 +144,23 @@ def all_figures(folder: Path) -> list[Figure | Absent]:
 @pytest.mark.parametrize(
     ("kind", "gone", "sentence"),
     [
-        ({"moe": False}, {"routers", "tokens", "sequences", "layers", "gate-mass"}, "a dense model has no routers"),
-        ({"replay": False}, {"scatter_native", "gate-mass"}, "No second curve: rollout routes are not replayed"),
+        (
+            {"moe": False},
+            {"routers", "tokens", "sequences", "layers", "gate-mass"},
+            "a dense model has no routers",
+        ),
+        (
+            {"replay": False},
+            {"scatter_native", "gate-mass"},
+            "No second curve: rollout routes are not replayed",
+        ),
         ({"evaluation": False}, set(), "no evaluation was run (eval.every = 0)"),
     ],
 )
 def test_missing_pieces_leave_a_sentence(tmp_path, kind, gone, sentence):
-    html = write_report(make_fixture_run(tmp_path / "run", steps=12, tokens=120, **kind)).read_text(encoding="utf-8")
+    html = write_report(make_fixture_run(tmp_path / "run", steps=12, tokens=120, **kind)).read_text(
+        encoding="utf-8"
+    )
     assert set(specs(html)) == FULL - gone
     assert sentence in without_plotly(html)
 
@@ -153,7 +181,9 @@ def test_titles_follow_the_data(copy):
             return row
         own = {"train/entropy": 0.6 / at, "train/grad_norm": 0.0, "train/response_length": 80.0}
         own |= {"train/reward": 0.9 - 0.05 * at, "mismatch/k3": 1e-2 * at}
-        without = {"counterfactual/mismatch/k3": 4e-2 * at} if "counterfactual/mismatch/k3" in row else {}
+        without = (
+            {"counterfactual/mismatch/k3": 4e-2 * at} if "counterfactual/mismatch/k3" in row else {}
+        )
         return row | own | without
 
     titles = retold(copy, change)
@@ -195,7 +225,10 @@ def test_no_probe_and_no_samples(copy):
 
 
 def probe_run(copy: Path, **tensors: list) -> object:
-    arrays = {name: np.array(v, dtype=np.float32 if "logp" in name else None) for name, v in tensors.items()}
+    arrays = {
+        name: np.array(v, dtype=np.float32 if "logp" in name else None)
+        for name, v in tensors.items()
+    }
     save_file(arrays, copy / "probes" / "step_00011.safetensors")
     return load_run(copy)
 
@@ -211,7 +244,9 @@ def test_f_tau_by_hand(copy):
     )
     figure = extreme_tokens(pairs_of(run))
     assert isinstance(figure, Figure)
-    replayed, *replayed_spots, native, at_125, at_2 = figure.data  # 5 is off the axis: the largest ratio is 3
+    replayed, *replayed_spots, native, at_125, at_2 = (
+        figure.data
+    )  # 5 is off the axis: the largest ratio is 3
     floor = 0.01  # one decade below 1/n = 0.25
     assert (at_125["y"], at_2["y"]) == ([0.75], [0.5])
     assert figure.title == "Off by more than a factor of 2: 0% with replay, 50% without replay"
@@ -263,9 +298,19 @@ def test_zero_k3_is_visible(copy):
 
 def test_log_scale_by_hand():
     scale = LogScale.of([3e-4, 0.02, math.nan], [0.0])
-    assert (scale.floor, scale.top, scale.has_zero) == (pytest.approx(1e-5), pytest.approx(0.1), True)
+    assert (scale.floor, scale.top, scale.has_zero) == (
+        pytest.approx(1e-5),
+        pytest.approx(0.1),
+        True,
+    )
     assert scale.lift([0.0, -1e-9, 0.02]) == [scale.floor, scale.floor, 0.02]
-    assert scale.axis("x")["ticktext"] == ["0", "10<sup>\u22124</sup>", "10<sup>\u22123</sup>", "0.01", "0.1"]
+    assert scale.axis("x")["ticktext"] == [
+        "0",
+        "10<sup>\u22124</sup>",
+        "10<sup>\u22123</sup>",
+        "0.01",
+        "0.1",
+    ]
     clean = LogScale.of([3e-4, 0.02])
     assert (clean.floor, clean.has_zero) == (pytest.approx(1e-4), False)
     assert "0" not in clean.axis("x")["ticktext"]
@@ -280,7 +325,9 @@ def test_subsample_keeps_the_extremes():
     assert len(set(chosen.tolist())) == 10_000
     assert set(np.argsort(-difference)[:500]) <= set(chosen)
     rest = np.setdiff1d(chosen, np.argsort(-difference)[:500])
-    assert difference[rest].mean() == pytest.approx(difference.mean(), abs=0.02)  # not only extremes
+    assert difference[rest].mean() == pytest.approx(
+        difference.mean(), abs=0.02
+    )  # not only extremes
     assert (subsample(difference[:9], 10_000) == np.arange(9)).all()
 
 
@@ -295,7 +342,13 @@ def test_time_split_adds_up(run_folder):
     assert isinstance(figure, Figure)
     total = np.sum([trace["y"] for trace in figure.data], axis=0)
     assert total == pytest.approx([row["time/step"] for row in run.rows if "time/step" in row])
-    assert [trace["name"] for trace in figure.data] == ["rollout", "score", "update", "sync", "other"]
+    assert [trace["name"] for trace in figure.data] == [
+        "rollout",
+        "score",
+        "update",
+        "sync",
+        "other",
+    ]
 
 
 def test_crash_is_marked(copy):

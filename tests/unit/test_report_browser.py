@@ -113,12 +113,27 @@ class Page:
 def opened(html: str, folder: Path, *, width: int) -> Iterator[Page]:
     folder.mkdir()
     page = folder / "page.html"
-    page.write_text(html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{COLLECTOR}', 1), encoding="utf-8")
-    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    page.write_text(
+        html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{COLLECTOR}', 1),
+        encoding="utf-8",
+    )
+    quiet = [
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+    ]
     command = [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-sync", *quiet]
-    command += [f"--user-data-dir={folder / 'profile'}", f"--window-size={width},3000", "--virtual-time-budget=5000"]
+    command += [
+        f"--user-data-dir={folder / 'profile'}",
+        f"--window-size={width},3000",
+        "--virtual-time-budget=5000",
+    ]
     process = subprocess.Popen(
-        [*command, "--dump-dom", page.as_uri()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--dump-dom", page.as_uri()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         yield Page(process)
@@ -131,8 +146,12 @@ def opened(html: str, folder: Path, *, width: int) -> Iterator[Page]:
 def pages(tmp_path_factory) -> dict[str, Drawn]:
     """Three pages, opened at once: a full run, a dense one on a phone, and a report that is broken on purpose."""
     folder = tmp_path_factory.mktemp("browser")
-    full = write_report(make_fixture_run(folder / "full", steps=60, tokens=400, turns=True)).read_text(encoding="utf-8")
-    dense = make_fixture_run(folder / "dense", steps=3, tokens=40, replay=False, moe=False, evaluation=False)
+    full = write_report(
+        make_fixture_run(folder / "full", steps=60, tokens=400, turns=True)
+    ).read_text(encoding="utf-8")
+    dense = make_fixture_run(
+        folder / "dense", steps=3, tokens=40, replay=False, moe=False, evaluation=False
+    )
     small = write_report(dense).read_text(encoding="utf-8")
     broken = PLOTLY.sub("", small)
     with (
@@ -167,7 +186,14 @@ def test_figure_is_drawn(pages, name):
 def test_no_other_figure(pages):
     assert set(pages["full"].marks) == set(MARKS)
     dense = pages["dense on a phone"].marks
-    assert set(dense) == {"reward", "length", "entropy", "grad_norm", "k3", "time"}  # 3 steps: no probe
+    assert set(dense) == {
+        "reward",
+        "length",
+        "entropy",
+        "grad_norm",
+        "k3",
+        "time",
+    }  # 3 steps: no probe
     assert all(found["<svg>"] >= 1 for found in dense.values())
 
 

@@ -45,7 +45,11 @@ def test_no_such_folder(tmp_path):
         ("samples.jsonl", '{"prompt": "x"}', r"samples\.jsonl:2: no integer `step`"),
         ("metrics.jsonl", '{"train/reward": 1}', r"metrics\.jsonl:2: no integer `step`"),
         ("metrics.jsonl", '{"step": true}', r"metrics\.jsonl:2: no integer `step`"),
-        ("metrics.jsonl", '{"step": 2, "train/reward": "1"}', r"metrics\.jsonl:2: train/reward is '1', not a number"),
+        (
+            "metrics.jsonl",
+            '{"step": 2, "train/reward": "1"}',
+            r"metrics\.jsonl:2: train/reward is '1', not a number",
+        ),
         ("metrics.jsonl", 100_000 * "[", r"metrics\.jsonl:2: not a JSON object"),
     ],
     ids=lambda x: x[:30],
@@ -84,8 +88,13 @@ def test_half_a_surrogate_pair_in_a_sample(copy):
 
 def test_summary_of_another_shape(copy):
     summary = json.loads((copy / "summary.json").read_text())
-    (copy / "summary.json").write_text(json.dumps(summary | {"mismatch": {"mismatch/k3": {"mean": 1}}}))
-    with pytest.raises(UsageError, match=r"summary\.json: mismatch\.mismatch/k3 is .*, but should be a valid number"):
+    (copy / "summary.json").write_text(
+        json.dumps(summary | {"mismatch": {"mismatch/k3": {"mean": 1}}})
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"summary\.json: mismatch\.mismatch/k3 is .*, but should be a valid number",
+    ):
         write_report(copy)
 
 
@@ -107,8 +116,12 @@ def test_corrupt_probe(copy, damage):
 
 
 def test_the_last_probe_is_shown(copy):
-    write_probe(copy / "probes" / "step_00002.safetensors", tokens=40, replay=True, moe=True, seed=1)
-    write_probe(copy / "probes" / "step_100000.safetensors", tokens=41, replay=True, moe=True, seed=1)
+    write_probe(
+        copy / "probes" / "step_00002.safetensors", tokens=40, replay=True, moe=True, seed=1
+    )
+    write_probe(
+        copy / "probes" / "step_100000.safetensors", tokens=41, replay=True, moe=True, seed=1
+    )
     probe = load_run(copy).probe
     assert probe is not None
     assert probe.step == 100000

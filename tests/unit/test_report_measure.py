@@ -20,7 +20,12 @@ def estimate(value):
 
 
 def bar(name, removed, left):
-    return {"name": name, "how": f"with {name} <changed>", "removed": estimate(removed), "left": estimate(left)}
+    return {
+        "name": name,
+        "how": f"with {name} <changed>",
+        "removed": estimate(removed),
+        "left": estimate(left),
+    }
 
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
@@ -39,15 +44,34 @@ TREE = {
         "forecasts": [{"preset": "tis", "keep": 1.0, "attenuation": 0.99}],
     },
     "dense": "some/dense",
-    "waterfall": {"total": estimate(5e-3), "bars": [bar("routing", 4e-3, 1e-3), bar("precision", -1e-3, 2e-3)]},
+    "waterfall": {
+        "total": estimate(5e-3),
+        "bars": [bar("routing", 4e-3, 1e-3), bar("precision", -1e-3, 2e-3)],
+    },
     "alone": [{"name": "batch shape", "how": "alone", "nats": estimate(1e-9)}],
     "metrics": {
-        "without_replay": {"mismatch/k3": 5e-3, "mismatch/f2": 0.1, "routing/routers": 0.1, "routing/tokens": 0.5},
-        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, "routing/routers": 0.1, "routing/tokens": 0.5},
+        "without_replay": {
+            "mismatch/k3": 5e-3,
+            "mismatch/f2": 0.1,
+            "routing/routers": 0.1,
+            "routing/tokens": 0.5,
+        },
+        "with_replay": {
+            "mismatch/k3": 1e-3,
+            "mismatch/f2": 0.0,
+            "routing/routers": 0.1,
+            "routing/tokens": 0.5,
+        },
         "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
         "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
     },
-    "breakdowns": {"place": [ROW], "probability": [ROW], "entropy": [ROW], "class": [ROW], "turn": TURNS},
+    "breakdowns": {
+        "place": [ROW],
+        "probability": [ROW],
+        "entropy": [ROW],
+        "class": [ROW],
+        "turn": TURNS,
+    },
     "worst": [
         {
             "sequence": 0,
@@ -88,7 +112,10 @@ TREE = {
     "started": "2026-01-02T03:04:05",
     "versions": {"torch": "2"},
     "config": {
-        "rollout": {"engine": {"kind": "hf", "dtype": "bfloat16"}, "sampling": {"temperature": 1.0}},
+        "rollout": {
+            "engine": {"kind": "hf", "dtype": "bfloat16"},
+            "sampling": {"temperature": 1.0},
+        },
         "model": {"dtype": "float32"},
         "train": {"autocast": "off"},
         "task": {"kind": "chain"},
@@ -108,11 +135,22 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measure") / "out"
     write_probe(folder / "probe.safetensors", tokens=200, replay=True, moe=True, seed=1)
     probe = load_file(folder / "probe.safetensors")
-    native = {name.removesuffix("_native"): value for name, value in probe.items() if name.endswith("_native")}
+    native = {
+        name.removesuffix("_native"): value
+        for name, value in probe.items()
+        if name.endswith("_native")
+    }
     trained = {name: value for name, value in probe.items() if not name.endswith("_native")}
-    scorings = {"with_replay": trained, "without_replay": native | {"logp_rollout": trained["logp_rollout"]}}
+    scorings = {
+        "with_replay": trained,
+        "without_replay": native | {"logp_rollout": trained["logp_rollout"]},
+    }
     scorings["dense"] = {name: trained[name][:150] for name in ("logp_rollout", "logp_trainer")}
-    tensors = {f"{scoring}.{name}": value for scoring, own in scorings.items() for name, value in own.items()}
+    tensors = {
+        f"{scoring}.{name}": value
+        for scoring, own in scorings.items()
+        for name, value in own.items()
+    }
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "measure.json").write_text(json.dumps(TREE))
     return write_report(folder)
@@ -149,7 +187,9 @@ def test_headings_are_in_order(views):
 
 def test_the_inspection_sees_what_is_cut_and_broken(report, tmp_path):
     """The tests above can fail: a title too long for its figure, and a page that throws."""
-    page = report.read_text(encoding="utf-8").replace("nats per token (log)", "nats per token " * 30)
+    page = report.read_text(encoding="utf-8").replace(
+        "nats per token (log)", "nats per token " * 30
+    )
     (view,) = inspected(
         page.replace('<script id="plotly">', "<script>throw Error('planted')</script><script>"),
         tmp_path,
@@ -181,7 +221,9 @@ def contrast(a, b):
 
 
 def test_figures_are_files_and_the_page_is_small(report):
-    assert {path.stem for path in (report.parent / "figures").iterdir()} == CAUSES | ROUTING | DISTANCE
+    assert {
+        path.stem for path in (report.parent / "figures").iterdir()
+    } == CAUSES | ROUTING | DISTANCE
     assert report.stat().st_size < 6e6
 
 
@@ -196,10 +238,15 @@ def test_texts_of_the_model_are_escaped(report):
 def test_distributions_are_drawn_and_told():
     found = TREE["distribution"]
     data = figure(found).data
-    assert data[0]["y"] == pytest.approx([1.0, 0.5, 0.01])  # 0 is drawn a decade below the smallest share, as 0
+    assert data[0]["y"] == pytest.approx(
+        [1.0, 0.5, 0.01]
+    )  # 0 is drawn a decade below the smallest share, as 0
     assert data[1]["y"] == [1.0, 1.0, 0.75]
     assert rows(found)[0] == ("positions whose likeliest token differs", "25%", "0%")
-    assert worst_rows(found)[0][2:4] == ("0.2 \N{EN DASH} 0.4", "'+' 0.6 / 0.4, '</td>' \N{EN DASH} / 0.5")
+    assert worst_rows(found)[0][2:4] == (
+        "0.2 \N{EN DASH} 0.4",
+        "'+' 0.6 / 0.4, '</td>' \N{EN DASH} / 0.5",
+    )
     plain = {**found, "metrics": {"without_replay": found["metrics"]["without_replay"]}}
     assert rows(plain)[0][2] == "\N{EN DASH}"
 
@@ -216,31 +263,48 @@ def test_waterfall_bars_stand_between_their_levels():
     assert less["y"] == ["routing<br><b>\u22120.004 (80%)</b>"]
     assert more["y"] == ["precision<br><b>+0.001 (20%)</b>"]
     assert drawn.title == "80% of the gap of 0.005 nats per token comes from routing"
-    assert [row[0] for row in waterfall_rows(TREE)] == ["the gap", "routing", "precision", "remainder"]
+    assert [row[0] for row in waterfall_rows(TREE)] == [
+        "the gap",
+        "routing",
+        "precision",
+        "remainder",
+    ]
     assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
 
 
 def test_the_title_says_what_is_known():
     nothing = {"total": estimate(1e-3), "bars": [bar("routing", 1e-4, 9e-4)]}
-    assert fall_title(nothing) == "No single cause: 90% of the gap of 0.001 nats is left unexplained"
+    assert (
+        fall_title(nothing) == "No single cause: 90% of the gap of 0.001 nats is left unexplained"
+    )
     assert fall_title({"total": estimate(0.0), "bars": []}) == "There is no gap to explain"
     wide = bar("routing", 9e-4, 1e-4)
     wide["removed"] = {"value": 9e-4, "low": -1e-4, "high": 2e-3}
-    assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith("though its interval includes 0")
+    assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith(
+        "though its interval includes 0"
+    )
 
 
 def test_a_gap_too_small_to_matter_has_no_percentages_and_no_intervals():
-    fall = {"total": estimate(6e-5), "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)]}
+    fall = {
+        "total": estimate(6e-5),
+        "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)],
+    }
     small = TREE | {"waterfall": fall}
     drawn = fall_figure(small)
-    assert drawn.title == "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    assert (
+        drawn.title == "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    )
     for trace in drawn.data:
         assert "%" not in str(trace["y"])
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
     assert noise_figure(small).title == "Every source of noise by itself is too small to matter"
-    metrics = {"without_replay": {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}, "with_replay": {"mismatch/k3": 3e-5}}
+    metrics = {
+        "without_replay": {"mismatch/k3": 9e-5, "mismatch/f2": 0.0},
+        "with_replay": {"mismatch/k3": 3e-5},
+    }
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
     metrics["without_replay"]["mismatch/k3"] = 1e-4
     assert tiles(small | {"metrics": metrics})[1][2] == "3.3 times less"

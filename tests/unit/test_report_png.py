@@ -15,10 +15,20 @@ CURVE = Figure(
     "curve",
     "A title",
     "A note that is long enough for more than one line of the figure. " * 4,
-    [line("a", [1, 2, 3, 4], [1.0, float("nan"), 4.0, 2.0], ROLLOUT, text=["@someone", "x", "y", "z"])],
+    [
+        line(
+            "a",
+            [1, 2, 3, 4],
+            [1.0, float("nan"), 4.0, 2.0],
+            ROLLOUT,
+            text=["@someone", "x", "y", "z"],
+        )
+    ],
     {"xaxis": axis("step", tickfont={"size": 9})},
 )
-BARS = Figure("bars", "Bars", "", [bars("b", ["x", "y"], [1.0, 2.0], REPLAY)], {}, "third", square=True)
+BARS = Figure(
+    "bars", "Bars", "", [bars("b", ["x", "y"], [1.0, 2.0], REPLAY)], {}, "third", square=True
+)
 
 
 def test_json_stands_alone_without_the_page(tmp_path):
@@ -29,11 +39,17 @@ def test_json_stands_alone_without_the_page(tmp_path):
     assert trace["line"]["color"] == LIGHT["rollout"]
     assert trace["y"] == [1.0, None, 4.0, 2.0]
     assert trace["text"][0] == "@someone"  # no colour of ours
-    assert layout["xaxis"]["title"] == {"text": "step", "font": {"size": 13, "color": LIGHT["muted"]}, "standoff": 8}
+    assert layout["xaxis"]["title"] == {
+        "text": "step",
+        "font": {"size": 13, "color": LIGHT["muted"]},
+        "standoff": 8,
+    }
     assert layout["xaxis"]["tickfont"] == {"size": 9}
     assert layout["yaxis"]["automargin"] == AXIS["automargin"]
     assert layout["title"]["subtitle"]["text"].count("<br>") >= 2
-    assert layout["height"] > json.loads(written[1].read_text())["layout"]["height"] - SQUARE[1] + 440
+    assert (
+        layout["height"] > json.loads(written[1].read_text())["layout"]["height"] - SQUARE[1] + 440
+    )
 
 
 @pytest.mark.needs("chromium")

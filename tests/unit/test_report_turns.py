@@ -29,7 +29,9 @@ def test_a_mean_over_all_tokens_of_the_probe_steps(tmp_path):
     assert native["y"] == pytest.approx([3.75e-6, 7.5e-6, 11.25e-6])
     assert replayed["text"] == native["text"] == ["1,200 tokens", "800 tokens", "400 tokens"]
     assert replayed["error_y"]["array"] == pytest.approx([0.75e-6, 1.5e-6, 2.25e-6])  # to step 20's
-    assert replayed["error_y"]["arrayminus"] == pytest.approx([0.25e-6, 0.5e-6, 0.75e-6])  # to step 10's
+    assert replayed["error_y"]["arrayminus"] == pytest.approx(
+        [0.25e-6, 0.5e-6, 0.75e-6]
+    )  # to step 10's
     for trace, look in ((replayed, REPLAY), (native, TRAINER)):
         assert (trace["line"]["color"], trace["line"]["dash"]) == (look.color, look.dash)
     assert "2 probe steps" in figure.note
@@ -38,7 +40,9 @@ def test_a_mean_over_all_tokens_of_the_probe_steps(tmp_path):
 
 def test_without_replay_all_steps_count_and_there_is_one_curve(tmp_path):
     """3 x 1 at step 10 and 2 at 11 others, of 14 parts."""
-    (trace,) = of(make_fixture_run(tmp_path / "run", steps=12, tokens=40, replay=False, turns=True)).data
+    (trace,) = of(
+        make_fixture_run(tmp_path / "run", steps=12, tokens=40, replay=False, turns=True)
+    ).data
     assert trace["line"]["color"] == TRAINER.color
     assert trace["y"][0] == pytest.approx((3 * 1e-6 + 11 * 2e-6) / 14)
 
@@ -59,7 +63,10 @@ def test_a_run_that_did_not_count_its_tokens_leaves_a_sentence(tmp_path):
 
 def test_equal_engines_and_values_that_are_missing_are_drawn():
     """k3 of 0 is an open marker at the lowest line; a null is left out."""
-    rows = [{f"mismatch/k3_turn@{t}": k3, f"train/tokens_turn@{t}": 5.0} for t, k3 in ((0, 0.0), (1, 1e-3), (2, None))]
+    rows = [
+        {f"mismatch/k3_turn@{t}": k3, f"train/tokens_turn@{t}": 5.0}
+        for t, k3 in ((0, 0.0), (1, 1e-3), (2, None))
+    ]
     (trace,) = by_turn([Curve.of("with replay", REPLAY, rows)]).data
     assert trace["x"] == ["1", "2"]
     assert trace["marker"]["symbol"] == ["square-open", "square"]
@@ -72,9 +79,15 @@ def test_measure_draws_every_scoring():
         both = ((f"mismatch/k3_turn@{t}", v) for t, v in enumerate(k3))
         return dict(both) | {f"train/tokens_turn@{t}": 4.0 for t in range(len(k3))}
 
-    metrics = {"without_replay": numbers(4e-4, 8e-4), "with_replay": numbers(1e-4, 2e-4), "dense": numbers(1e-5)}
+    metrics = {
+        "without_replay": numbers(4e-4, 8e-4),
+        "with_replay": numbers(1e-4, 2e-4),
+        "dense": numbers(1e-5),
+    }
     (figure,) = turns({"metrics": metrics})
-    assert [trace["line"]["color"] for trace in figure.data] == [look.color for look in (TRAINER, REPLAY, DENSE)]
+    assert [trace["line"]["color"] for trace in figure.data] == [
+        look.color for look in (TRAINER, REPLAY, DENSE)
+    ]
     assert [trace["y"] for trace in figure.data] == [[4e-4, 8e-4], [1e-4, 2e-4], [1e-5]]
     assert "error_y" not in figure.data[0]
     assert turns({"metrics": {"without_replay": {"mismatch/k3": 1e-4}}}) == []
@@ -85,5 +98,9 @@ def test_json_and_png_are_written(tmp_path):
     figure = of(make_fixture_run(tmp_path / "run", steps=20, tokens=40, turns=True))
     written = write_figures(tmp_path / "figures", [figure], png=True)
     assert [path.name for path in written] == ["turns.json", "turns.png"]
-    assert json.loads(written[0].read_text())["layout"]["xaxis"]["categoryarray"] == ["1", "2", "9 to 16"]
+    assert json.loads(written[0].read_text())["layout"]["xaxis"]["categoryarray"] == [
+        "1",
+        "2",
+        "9 to 16",
+    ]
     assert written[1].stat().st_size > 10_000

@@ -80,7 +80,12 @@ def test_a_cut_is_an_interval_over_three_probes_or_more(probes, cuts, cut):
 
 
 def test_no_ratio_of_what_is_too_small_to_matter():
-    for text in (" ".join(verdict(SUMMARY)), shown(SUMMARY), outcome(SUMMARY), str(comparison(SUMMARY))):
+    for text in (
+        " ".join(verdict(SUMMARY)),
+        shown(SUMMARY),
+        outcome(SUMMARY),
+        str(comparison(SUMMARY)),
+    ):
         assert "\u00d7)" not in text
         assert "3\u00d7" not in text
     assert [row[-1] for row in comparison(SUMMARY)] == ["too small to matter", *["\u2013"] * 3]
@@ -102,7 +107,10 @@ SMALL = "the gap between rollout and trainer is too small to matter (k3 6.0e-6 w
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({}, f"The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; {SMALL}"),
+        (
+            {},
+            f"The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; {SMALL}",
+        ),
         (
             {"eval_first": None, "eval_last": None, "eval_best": None},
             f"The policy learnt: reward rose from 0.45 to 0.91, and no evaluation looked for a crash; {SMALL}",
@@ -154,19 +162,34 @@ def test_the_outcome_comes_first_in_one_sentence(change, sentence):
             0.0,
             "replay changed the gap between rollout and trainer little, k3 0.001 to 9.0e-4 nats",
         ),
-        ((1e-2, 9e-4), 0.0, "nats a token, by 11.1\u00d7, two probes, as small as dense models train well with."),
+        (
+            (1e-2, 9e-4),
+            0.0,
+            "nats a token, by 11.1\u00d7, two probes, as small as dense models train well with.",
+        ),
         ((1e-2, 9e-4), 2e-3, "more than dense models train well with (see `onepolicy measure`)."),
         ((1e-2, 1e-3), 0.0, "more than dense models train well with (see `onepolicy measure`)."),
-        ((1e-2, 0.0), 0.0, "replay cut the gap between rollout and trainer from k3 0.01 to 0 nats a token, too small"),
+        (
+            (1e-2, 0.0),
+            0.0,
+            "replay cut the gap between rollout and trainer from k3 0.01 to 0 nats a token, too small",
+        ),
     ],
 )
 def test_the_size_of_a_gap_in_the_outcome(k3, f2, size):
     without, within = k3
-    scorings = {"mismatch": within, "mismatch_at_probes": within, "mismatch_without_replay": without}
+    scorings = {
+        "mismatch": within,
+        "mismatch_at_probes": within,
+        "mismatch_without_replay": without,
+    }
     tables = {key: {"mismatch/k3": value, "mismatch/f2": f2} for key, value in scorings.items()}
     assert size in outcome(SUMMARY | tables | {"k3_cuts": []})
     said = audit_verdict(Gap(1000, 20, within, f2, 0.0, 1.0), Diagnosis(0.0, ())).sentence
-    for words in ("too small to matter", "as small as dense models train well with"):  # those of measure and audit
+    for words in (
+        "too small to matter",
+        "as small as dense models train well with",
+    ):  # those of measure and audit
         assert (words in outcome(SUMMARY | tables)) >= (words in said and within > 0)
 
 
@@ -175,7 +198,11 @@ def test_groups_without_signal_have_one_line():
     line = "50% at the end; all rewards of such a group are equal, so it teaches nothing"
     assert f"Groups without signal: {line}." in verdict(half)
     assert line in " ".join(shown(half).replace("\u2502", " ").split())
-    for none in (SUMMARY, SUMMARY | {"groups_without_signal": 0.0}, SUMMARY | {"groups_without_signal": None}):
+    for none in (
+        SUMMARY,
+        SUMMARY | {"groups_without_signal": 0.0},
+        SUMMARY | {"groups_without_signal": None},
+    ):
         assert "signal" not in shown(none) + " ".join(verdict(none))
 
 
@@ -202,9 +229,18 @@ def test_sentence_of_each_case(change, sentence):
 
 
 def test_worse_with_replay_is_said():
-    worse = {"mismatch_without_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, "routing/routers": 0.03}}
+    worse = {
+        "mismatch_without_replay": {
+            "mismatch/k3": 1e-3,
+            "mismatch/f2": 0.0,
+            "routing/routers": 0.03,
+        }
+    }
     assert "k3 0.001 \u2192 0.002 (2\u00d7 more, two probes)" in verdict(LARGE | worse)[-1]
-    assert "replay changed the gap between rollout and trainer little, k3 0.001 to 0.002" in outcome(LARGE | worse)
+    assert (
+        "replay changed the gap between rollout and trainer little, k3 0.001 to 0.002"
+        in outcome(LARGE | worse)
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,13 +254,19 @@ def test_number(value, text):
     assert number(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0%"), (0.0325, "3.25%"), (1.0, "100%"), (4e-7, "4.0e-5%")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0%"), (0.0325, "3.25%"), (1.0, "100%"), (4e-7, "4.0e-5%")]
+)
 def test_share(value, text):
     assert number(value, share=True) == text
 
 
 def test_factor():
-    assert (factor(None), factor(2.9444), factor(12345.6)) == ("\u2013", "2.94\u00d7", "12,346\u00d7")
+    assert (factor(None), factor(2.9444), factor(12345.6)) == (
+        "\u2013",
+        "2.94\u00d7",
+        "12,346\u00d7",
+    )
 
 
 def test_time_shares():
@@ -251,10 +293,14 @@ def test_terminal():
 
 def test_terminal_leaves_out_what_is_not_there():
     assert "at step 2" in shown(SUMMARY | {"crash_step": 2})
-    text = shown({"steps": 3, "eval_best": None, "crash_step": None})  # never evaluated: no crash could be seen
+    text = shown(
+        {"steps": 3, "eval_best": None, "crash_step": None}
+    )  # never evaluated: no crash could be seen
     for part in ("crash", "reward", "evaluation", "k3", "tokens", "continued", "None"):
         assert part not in text
-    text = shown(SUMMARY | {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}})
+    text = shown(
+        SUMMARY | {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}}
+    )
     assert "3.0e-6" in text
     assert "with replay" not in text
 
@@ -270,8 +316,14 @@ def test_terminal_leaves_out_what_is_not_there():
         ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),
         ([0.3] * 9 + [0.4] * 9, "rises from 0.3 to 0.4 nats"),
         ([0.3, 0.31] * 9, "stays near 0.306 nats"),
-        ([0.3] * 9 + [0.01] + [0.3] * 9, "ends where it began, near 0.3 nats, but was 0.01 to 0.3 between"),
-        ([0.3] * 9 + [3.0] + [0.3] * 9, "ends where it began, near 0.3 nats, but was 0.3 to 3 between"),
+        (
+            [0.3] * 9 + [0.01] + [0.3] * 9,
+            "ends where it began, near 0.3 nats, but was 0.01 to 0.3 between",
+        ),
+        (
+            [0.3] * 9 + [3.0] + [0.3] * 9,
+            "ends where it began, near 0.3 nats, but was 0.3 to 3 between",
+        ),
         ([-0.5] * 9 + [0.5] * 9, "rises from -0.5 to 0.5 nats"),
     ],
 )

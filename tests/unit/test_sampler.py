@@ -17,7 +17,9 @@ P = torch.tensor([0.1, 0.4, 0.2, 0.3])  # cdf 0.1 0.5 0.7 1.0
 
 def draw(probability, uniform, *rows):
     logits = probability.log().expand(len(rows), -1) + 3.0  # a constant changes nothing
-    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))[:2]
+    return sample(logits, torch.tensor(uniform, dtype=torch.float64), SamplingRows.of(rows, CPU))[
+        :2
+    ]
 
 
 def test_inverse_cdf():
@@ -49,13 +51,17 @@ def test_greedy_has_the_untempered_logp_and_ignores_narrowing():
 
 
 def test_top_k_renormalises():
-    tokens, logp = draw(P, [0.0, 0.56, 0.58], *[Sampling(1.0, 1, top_k=2)] * 3)  # 0.4 / 0.7, 0.3 / 0.7
+    tokens, logp = draw(
+        P, [0.0, 0.56, 0.58], *[Sampling(1.0, 1, top_k=2)] * 3
+    )  # 0.4 / 0.7, 0.3 / 0.7
     assert tokens.tolist() == [1, 1, 3]
     assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(4 / 7), math.log(3 / 7)])
 
 
 def test_top_p_keeps_the_token_that_crosses():
-    tokens, logp = draw(P, [0.0, 0.99], *[Sampling(1.0, 1, top_p=0.6)] * 2)  # 0.4, then 0.3 crosses 0.6
+    tokens, logp = draw(
+        P, [0.0, 0.99], *[Sampling(1.0, 1, top_p=0.6)] * 2
+    )  # 0.4, then 0.3 crosses 0.6
     assert tokens.tolist() == [1, 3]
     assert logp.tolist() == pytest.approx([math.log(4 / 7), math.log(3 / 7)])
 
@@ -68,7 +74,12 @@ def test_top_p_of_what_top_k_left():
 
 
 def test_rows_do_not_touch_each_other():
-    rows = [Sampling(1.0, 1), Sampling(0.5, 1, top_k=2), Sampling(0.0, 1), Sampling(2.0, 1, top_p=0.5)]
+    rows = [
+        Sampling(1.0, 1),
+        Sampling(0.5, 1, top_k=2),
+        Sampling(0.0, 1),
+        Sampling(2.0, 1, top_p=0.5),
+    ]
     together = draw(P, [0.3, 0.6, 0.9, 0.2], *rows)
     for i, (row, u) in enumerate(zip(rows, [0.3, 0.6, 0.9, 0.2], strict=True)):
         alone = draw(P, [u], row)
@@ -95,8 +106,14 @@ def test_unneeded_parameters_cost_nothing():
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():
     """By hand: all of P; P squared (temperature 0.5); what top_k = 2 leaves, -inf for the third."""
-    asked = [Sampling(1.0, 1, top_logprobs=3), Sampling(0.5, 1, top_logprobs=1), Sampling(1.0, 1, top_k=2)]
-    new = sample(P.log().expand(3, -1), torch.zeros(3, dtype=torch.float64), SamplingRows.of(asked, CPU))
+    asked = [
+        Sampling(1.0, 1, top_logprobs=3),
+        Sampling(0.5, 1, top_logprobs=1),
+        Sampling(1.0, 1, top_k=2),
+    ]
+    new = sample(
+        P.log().expand(3, -1), torch.zeros(3, dtype=torch.float64), SamplingRows.of(asked, CPU)
+    )
     assert new.top_ids[:2].tolist() == [[1, 3, 2]] * 2
     assert new.top_ids[2, :2].tolist() == [1, 3]
     expected = [[0.4, 0.3, 0.2], [16 / 30, 9 / 30, 4 / 30], [4 / 7, 3 / 7, 0.0]]
@@ -108,7 +125,9 @@ def test_top_logprobs_are_of_the_distribution_sampled_from():
 def test_uniforms_are_a_function_of_the_seed(seed, count):
     first = uniforms(seed, count)
     assert (first == uniforms(seed, count)).all()
-    assert (first == uniforms(seed, count + 7)[:count]).all()  # a longer limit draws the same beginning
+    assert (
+        first == uniforms(seed, count + 7)[:count]
+    ).all()  # a longer limit draws the same beginning
     assert (first != uniforms(seed + 1, count)).any()
     assert ((first >= 0) & (first < 1)).all()
 

@@ -29,7 +29,11 @@ from waiting import LIMIT_S, wait_until
 
 ROOT = os.geteuid() == 0
 SECRET = "hunter2-of-the-driver"
-SETTINGS = {"seconds": LIMIT_S, "memory_mib": 128, "output_chars": 3000}  # seconds: calls that end by themselves
+SETTINGS = {
+    "seconds": LIMIT_S,
+    "memory_mib": 128,
+    "output_chars": 3000,
+}  # seconds: calls that end by themselves
 OUTSIDE = 40
 """Threads of the user outside the sandbox: more than the processes that are allowed inside."""
 DRIVER = f"""
@@ -56,7 +60,9 @@ class Driver:
         command = [sys.executable, "-c", DRIVER]
         if user == "user" and ROOT:
             command = other_user.command_as_user(DRIVER, spare)
-        self.process = other_user.start(command, other_user.environment_as_user(ENGINE_TOKEN=SECRET))
+        self.process = other_user.start(
+            command, other_user.environment_as_user(ENGINE_TOKEN=SECRET)
+        )
 
     def ask(self, *codes, **settings):
         self.process.stdin.write(json.dumps([SETTINGS | settings, codes]) + "\n")
@@ -108,18 +114,29 @@ def processes_with(marker):
 
 def test_prints_come_back_and_errors_too(driver):
     assert driver.call("import math\nprint(math.comb(10, 3))") == "120"
-    assert driver.call("print('a'); 1 / 0").splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert (
+        driver.call("print('a'); 1 / 0").splitlines()[-1] == "ZeroDivisionError: division by zero"
+    )
     assert "SyntaxError" in driver.call("print(")
     assert driver.call("") == ""
     assert driver.call("import sys; sys.exit(3)") == "error: ended with status 3"
-    assert driver.call("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == "error: ended with status 137"
-    assert driver.call("import signal; signal.raise_signal(signal.SIGALRM)") == "error: ended with status 142"
+    assert (
+        driver.call("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        == "error: ended with status 137"
+    )
+    assert (
+        driver.call("import signal; signal.raise_signal(signal.SIGALRM)")
+        == "error: ended with status 142"
+    )
     assert driver.call("print('\u00e9\ud800'.encode('utf8', 'replace'))") != ""
 
 
 def test_what_programs_use_works(driver):
     assert driver.call("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))") == "7"
-    assert driver.call("import subprocess; print(subprocess.check_output(['echo', 'a'], text=True))") == "a"
+    assert (
+        driver.call("import subprocess; print(subprocess.check_output(['echo', 'a'], text=True))")
+        == "a"
+    )
     threads = "from concurrent.futures import ThreadPoolExecutor as P; print(list(P(8).map(abs, range(-3, 1))))"
     assert driver.call(threads) == "[3, 2, 1, 0]"
     database = "import sqlite3; d = sqlite3.connect('a.db'); d.execute('create table t (x)'); d.commit(); print('made')"
@@ -173,10 +190,26 @@ LIBC = "import ctypes; l = ctypes.CDLL(None); "
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 VMSPLICE = {"x86_64": 278, "aarch64": 75}.get(platform.machine())
 EXIT = {"x86_64": 60, "aarch64": 93}.get(platform.machine())
-PIPES = {"x86_64": {"tee": 276, "splice": 275}, "aarch64": {"tee": 77, "splice": 76}}.get(platform.machine(), {})
+PIPES = {"x86_64": {"tee": 276, "splice": 275}, "aarch64": {"tee": 77, "splice": 76}}.get(
+    platform.machine(), {}
+)
 RINGS = {  # asynchronous I/O of the kernel's
-    "x86_64": {"setup": 206, "destroy": 207, "getevents": 208, "submit": 209, "cancel": 210, "pgetevents": 333},
-    "aarch64": {"setup": 0, "destroy": 1, "submit": 2, "cancel": 3, "getevents": 4, "pgetevents": 292},
+    "x86_64": {
+        "setup": 206,
+        "destroy": 207,
+        "getevents": 208,
+        "submit": 209,
+        "cancel": 210,
+        "pgetevents": 333,
+    },
+    "aarch64": {
+        "setup": 0,
+        "destroy": 1,
+        "submit": 2,
+        "cancel": 3,
+        "getevents": 4,
+        "pgetevents": 292,
+    },
 }.get(platform.machine(), {})
 REMAP = {"x86_64": 216, "aarch64": 234}.get(platform.machine())
 REFUSED_BY_THE_FILTER = "if ctypes.get_errno() == 1: raise OSError\n"
@@ -281,7 +314,9 @@ if platform.machine() == "x86_64":
 def test_no_way_out(driver, what):
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = ESCAPES[what].replace("{port}", str(server.getsockname()[1]))
-        said = driver.call(code.replace("{pid}", str(driver.process.pid)) + "\nprint('got through')")
+        said = driver.call(
+            code.replace("{pid}", str(driver.process.pid)) + "\nprint('got through')"
+        )
     assert "got through" not in said, said
     assert "rror" in said, said
 
@@ -313,7 +348,13 @@ print([process for process in os.listdir('/proc') if process.isdecimal()])
     assert SECRET not in said
     assert "TOKEN" not in said
     assert len(ast.literal_eval(said.splitlines()[-1])) == 2
-    assert set(ast.literal_eval(said.splitlines()[-2])) <= {"HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PWD"}
+    assert set(ast.literal_eval(said.splitlines()[-2])) <= {
+        "HOME",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "PATH",
+        "PWD",
+    }
 
 
 def test_every_process_has_the_limits(driver):
@@ -349,7 +390,9 @@ except BlockingIOError:
     assert json.loads(driver.process.stdout.readline()) == [str(sandboxing.PROCESSES - 2)] * 2
 
 
-@pytest.mark.parametrize("make", ["os.symlink('x', '%d' % i)", "os.mkdir('%d' % i)", "os.link('a', '%d' % i)"])
+@pytest.mark.parametrize(
+    "make", ["os.symlink('x', '%d' % i)", "os.mkdir('%d' % i)", "os.link('a', '%d' % i)"]
+)
 def test_files_in_the_scratch_folder_are_bounded(driver, make):
     code = "import os; open('a', 'w').close()\nfor i in range(10**8): " + make
     assert driver.call(code) == sandboxing.SAID[sandboxing.inside.TOO_MANY_FILES]
@@ -526,9 +569,7 @@ def test_time_and_output_are_limited_and_nothing_is_left_running():
     need("bwrap")
     tool = PythonSandbox(PythonTool(seconds=1, memory_mib=128, output_chars=50))
     marker = f"left-{os.getpid()}"
-    spawn = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60) # {marker}'])"
-    )
+    spawn = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60) # {marker}'])"
     for code in (
         "import time; time.sleep(60)",
         f"{spawn}\nimport time; time.sleep(60)",
@@ -613,12 +654,16 @@ def test_without_bubblewrap_it_refuses_to_exist(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho no permissions to create a new namespace >&2; exit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sandboxing.shutil, "which", lambda name: str(broken))
-    with pytest.raises(UsageError, match=r"made no sandbox here \(no permissions.*never runs without a sandbox"):
+    with pytest.raises(
+        UsageError, match=r"made no sandbox here \(no permissions.*never runs without a sandbox"
+    ):
         PythonSandbox(PythonTool())
 
 
 @pytest.mark.needs("bwrap")
 def test_without_a_filter_for_the_processor_it_refuses_to_exist(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(UsageError, match=r"riscv64 processor, only for x86_64, aarch64; .*never runs without"):
+    with pytest.raises(
+        UsageError, match=r"riscv64 processor, only for x86_64, aarch64; .*never runs without"
+    ):
         PythonSandbox(PythonTool())

@@ -54,16 +54,27 @@ def faults(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             found += [f"imports {name}" for name in names if name.split(".")[0] in UNPICKLE]
             if isinstance(node, ast.ImportFrom) and node.module == "pickle":
-                found += [f"imports pickle.{alias.name}" for alias in node.names if f"pickle.{alias.name}" in CALLS]
+                found += [
+                    f"imports pickle.{alias.name}"
+                    for alias in node.names
+                    if f"pickle.{alias.name}" in CALLS
+                ]
         if not isinstance(node, ast.Call):
             continue
         name = name_of(node.func)
         last = name.rpartition(".")[2]
         for forbidden, only in CALLS.items():
-            if forbidden not in (name, last if "." not in forbidden and forbidden not in ("eval", "exec") else None):
+            if forbidden not in (
+                name,
+                last if "." not in forbidden and forbidden not in ("eval", "exec") else None,
+            ):
                 continue
             argument, _, value = only.partition("=")
             if not only or str(literal(node, argument)) != value:
@@ -72,11 +83,14 @@ def faults(source: str) -> list[str]:
             found.append(f"calls {name} with a shell")
         if literal(node, "trust_remote_code") is True:
             found.append(f"calls {name} with trust_remote_code=True")
-        own_socket = "master_listen_fd" in {keyword.arg for keyword in node.keywords}  # torch's listens everywhere
+        own_socket = "master_listen_fd" in {
+            keyword.arg for keyword in node.keywords
+        }  # torch's listens everywhere
         if last == "TCPStore" and literal(node, "is_master") is not False and not own_socket:
             found.append(f"calls {name} without a socket of ours")
         if last in ("create_server", "bind") and any(
-            isinstance(part, ast.Constant) and part.value in ("", "0.0.0.0", "::") for part in ast.walk(node)
+            isinstance(part, ast.Constant) and part.value in ("", "0.0.0.0", "::")
+            for part in ast.walk(node)
         ):
             found.append(f"calls {name} for every address")
     return found

@@ -49,7 +49,10 @@ def short_waits(monkeypatch):
         ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
         ({"dtype": "bfloat16"}, "server runs bfloat16"),
         ({"quantization": "fp8"}, "quantised by fp8"),
-        ({"enable_fp32_lm_head": True}, "lm_head: same, but the server was started with --enable-fp32-lm-head"),
+        (
+            {"enable_fp32_lm_head": True},
+            "lm_head: same, but the server was started with --enable-fp32-lm-head",
+        ),
         ({"max_req_input_len": 199}, r"max_len: 200, but the server takes 199"),
         ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
         ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
@@ -72,7 +75,10 @@ def test_raw_log_probabilities_are_found_by_asking(fake):
 
 
 def test_another_model_and_an_absent_server_are_refused(models, fake, tmp_path):
-    fake.http.handlers["GET /model_info"] = lambda _: {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]}
+    fake.http.handlers["GET /model_info"] = lambda _: {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+    }
     with pytest.raises(UsageError, match="serves a olmoe"):
         open_engine(fake)
     with pytest.raises(UsageError, match="Is the SGLang server running there"):
@@ -93,20 +99,29 @@ def routed(change):
 
 
 def without(name):
-    return lambda reply: {**reply, "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name}}
+    return lambda reply: {
+        **reply,
+        "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name},
+    }
 
 
 def spans(*bounds):
     return lambda reply: meta(
         weight_versions=[
-            {"version": reply["meta_info"]["weight_versions"][0]["version"], "start": start, "end": end}
+            {
+                "version": reply["meta_info"]["weight_versions"][0]["version"],
+                "start": start,
+                "end": end,
+            }
             for start, end in bounds
         ]
     )(reply)
 
 
 def logps(value):
-    return lambda reply: meta(output_token_logprobs=[[value, token, None] for token in reply["output_ids"]])(reply)
+    return lambda reply: meta(
+        output_token_logprobs=[[value, token, None] for token in reply["output_ids"]]
+    )(reply)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.5, 10**400, None, "-1", True])
@@ -133,15 +148,24 @@ def test_likeliest_tokens_outside_the_vocabulary_are_refused(steady, token):
     ("damage", "message"),
     [
         (without("routed_experts"), "no routed_experts with status 200"),
-        (routed(lambda ids: ids[:-1]), r"routed_experts has \d+ bytes; 6 rows x 3 decoder layers x 2 experts"),
+        (
+            routed(lambda ids: ids[:-1]),
+            r"routed_experts has \d+ bytes; 6 rows x 3 decoder layers x 2 experts",
+        ),
         (routed(lambda ids: ids.astype("<i8")), "bytes; 6 rows"),
         (routed(lambda ids: ids[6:]), "bytes; 6 rows"),
         (meta(routed_experts="***"), "not base64"),
         (routed(lambda ids: ids + 100), "outside 0..7"),
         (routed(lambda ids: np.roll(ids.reshape(6, 3, 2), 1, 1)), "dense layer 0 has routes"),
         (lambda reply: {**reply, "output_ids": [VOCAB, 1, 2]}, "is it this model's server"),
-        (lambda reply: {**reply, "output_ids": reply["output_ids"][:2]}, "do not end where they should"),
-        (lambda reply: {**reply, "output_ids": reply["output_ids"][::-1]}, "not those of output_ids"),
+        (
+            lambda reply: {**reply, "output_ids": reply["output_ids"][:2]},
+            "do not end where they should",
+        ),
+        (
+            lambda reply: {**reply, "output_ids": reply["output_ids"][::-1]},
+            "not those of output_ids",
+        ),
         (meta(output_token_logprobs=[]), "not those of output_ids"),
         (meta(prompt_tokens=5), r"counts 5 \+ 3 tokens"),
         (meta(finish_reason={"type": "stopped"}), "finish_reason 'stopped'"),
@@ -186,9 +210,9 @@ def test_damaged_replies_end_in_an_error_that_says_what_is_wrong(steady, damage,
 
 def test_log_probabilities_that_are_no_numbers_are_an_error(steady):
     fake, engine = steady
-    fake.damage = lambda reply: meta(output_token_logprobs=[[None, token, None] for token in reply["output_ids"]])(
-        reply
-    )
+    fake.damage = lambda reply: meta(
+        output_token_logprobs=[[None, token, None] for token in reply["output_ids"]]
+    )(reply)
     with pytest.raises(TrainingError, match="are not numbers"):
         play(engine, (PROMPT, Sampling(1.0, 3)))
 
@@ -216,11 +240,17 @@ def test_server_that_hangs_is_given_up(fake):
 def test_requests_that_others_abort_are_repeated_with_a_bound(steady):
     fake, engine = steady
     fake.damage = lambda reply: meta(finish_reason={"type": "abort"})(reply)
-    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))  # aborted after its last token: nothing is missing
+    (done,) = play(
+        engine, (PROMPT, Sampling(1.0, 3))
+    )  # aborted after its last token: nothing is missing
     assert (len(done.token_ids), done.finish) == (3, "length")
     empty = {
         "output_ids": [],
-        "meta_info": {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_versions": []},
+        "meta_info": {
+            "finish_reason": {"type": "abort"},
+            "output_token_logprobs": [],
+            "weight_versions": [],
+        },
     }
     fake.damage = lambda reply: empty
     with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
@@ -247,7 +277,13 @@ def test_weights_that_others_gave_are_noticed(fake, models):
         play(engine, (PROMPT, Sampling(1.0, 3)))
 
 
-RUN = {"out": "x", "steps": 1, "model": {"path": "x"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-4}}
+RUN = {
+    "out": "x",
+    "steps": 1,
+    "model": {"path": "x"},
+    "task": {"kind": "chain"},
+    "optim": {"lr": 1e-4},
+}
 
 
 @pytest.mark.parametrize(
@@ -256,7 +292,11 @@ RUN = {"out": "x", "steps": 1, "model": {"path": "x"}, "task": {"kind": "chain"}
         ({"sync_dir": "/x"}, {}, r"sync_dir: has no effect with rollout\.engine\.sync = gloo"),
         ({}, {"replay": {"mode": "weights"}}, "SGLang does not return"),
         ({"dtype": "float32", "lm_head": "float32"}, {}, "lm_head: float32 has no effect"),
-        ({"dtype": "float32"}, {"model": {"path": "x", "dtype": "bfloat16"}}, "reads the checkpoint unrounded"),
+        (
+            {"dtype": "float32"},
+            {"model": {"path": "x", "dtype": "bfloat16"}},
+            "reads the checkpoint unrounded",
+        ),
     ],
 )
 def test_settings_that_have_no_effect_are_refused(engine, changes, message):

@@ -47,7 +47,9 @@ def test_completion_carries_tokens_logp_and_the_routes_of_moe_layers(steady, tem
     (done,) = play(engine, (PROMPT, Sampling(temperature, 12, top_logprobs=3)))
     path = PROMPT + done.token_ids.tolist()
     expected = bigram(fake.folder, path, temperature)[3:-1]
-    assert torch.allclose(done.logp, expected.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6)
+    assert torch.allclose(
+        done.logp, expected.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
+    )
     assert torch.allclose(done.top_logp, expected.topk(3).values, atol=1e-6)
     assert torch.equal(done.top_ids.long(), expected.topk(3).indices)
     assert (done.finish, done.version.tolist()) == ("length", [0] * 12)
@@ -65,7 +67,9 @@ def test_known_prefix_is_neither_computed_nor_sent_again(steady):
     prompt = PROMPT + first.token_ids.tolist() + [7, 8]
     (done,) = play(engine, (prompt, Sampling(1.0, 3, routes_from=len(prompt) - 3)))
     assert done.first_slot == len(prompt) - 3
-    assert done.routing.ids.tolist() == rows(fake.folder, (prompt + done.token_ids.tolist())[len(prompt) - 3 : -1])
+    assert done.routing.ids.tolist() == rows(
+        fake.folder, (prompt + done.token_ids.tolist())[len(prompt) - 3 : -1]
+    )
     assert spans(done) == [("prefill", 0, 3, 0), ("decode", 3, 2, 0)]
     check_completion(done, prompt, RULES, "sample")
     (again,) = play(engine, (prompt, Sampling(1.0, 2)))
@@ -74,11 +78,16 @@ def test_known_prefix_is_neither_computed_nor_sent_again(steady):
 
 def test_stops_at_our_tokens_only(fake):
     engine = open_engine(fake)
-    fake.eos = int(bigram(fake.folder, PROMPT)[-1].argmax())  # what the model's own config would call its end
+    fake.eos = int(
+        bigram(fake.folder, PROMPT)[-1].argmax()
+    )  # what the model's own config would call its end
     (whole,) = play(engine, (PROMPT, Sampling(0.0, 12)))
     stop = whole.token_ids[4].item()
     (done,) = play(engine, (PROMPT, Sampling(0.0, 12, stop=(stop,))))
-    assert done.token_ids.tolist() == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    assert (
+        done.token_ids.tolist()
+        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    )
     assert done.finish == "stop"
     assert done.routing.ids.tolist() == rows(fake.folder, PROMPT + done.token_ids.tolist()[:-1])
     (cut,) = play(engine, (PROMPT, Sampling(0.0, 1, stop=((fake.eos + 1) % VOCAB,))))
@@ -95,7 +104,9 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
         (PROMPT, Sampling(0.0, 1, top_k=3)),
     )
     kept = expected.topk(3)
-    assert torch.allclose(few.logp[0], expected[few.token_ids[0]] - kept.values.logsumexp(0), atol=1e-5)
+    assert torch.allclose(
+        few.logp[0], expected[few.token_ids[0]] - kept.values.logsumexp(0), atol=1e-5
+    )
     assert (nucleus.token_ids[0], nucleus.logp[0]) == (kept.indices[0], 0)
     assert torch.allclose(greedy.logp[0], kept.values[0], atol=1e-6)  # of the whole distribution
     with pytest.raises(UsageError, match="top_logprobs: SGLang"):
@@ -105,7 +116,9 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
 
 
 @pytest.mark.parametrize("settings", [{"sync": "gloo"}, {"sync": "disk"}])
-def test_weights_reach_the_server_whole_and_the_cache_forgets(fake, models, settings, tmp_path, monkeypatch):
+def test_weights_reach_the_server_whole_and_the_cache_forgets(
+    fake, models, settings, tmp_path, monkeypatch
+):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
     if settings["sync"] == "disk":
         settings |= {"sync_dir": str(tmp_path)}
@@ -114,9 +127,9 @@ def test_weights_reach_the_server_whole_and_the_cache_forgets(fake, models, sett
     other, folder = models[1]
     asyncio.run(engine.load_weights(other.state_dict().items(), 7))
     saved = load_file(f"{folder}/model.safetensors")
-    assert {name: bool((tensor == fake.weights[name]).all()) for name, tensor in saved.items()} == dict.fromkeys(
-        saved, True
-    )
+    assert {
+        name: bool((tensor == fake.weights[name]).all()) for name, tensor in saved.items()
+    } == dict.fromkeys(saved, True)
     assert engine.version == 7
     assert not fake.cache
     assert not fake.session
@@ -147,11 +160,20 @@ def test_aborted_request_goes_on_from_its_tokens(fake, models):
     path = PROMPT + done.token_ids.tolist()
     assert done.version.tolist() == [0] * 4 + [3] * 5
     old, new = rows(models[0][1], path), rows(models[1][1], path)
-    assert done.routing.ids.tolist() == old[:7] + new[7:-1]  # slot 7 feeds the fourth token, under the new weights
+    assert (
+        done.routing.ids.tolist() == old[:7] + new[7:-1]
+    )  # slot 7 feeds the fourth token, under the new weights
     assert done.routing.valid.all()
-    assert spans(done) == [("prefill", 0, 4, 0), ("decode", 4, 3, 0), ("prefill", 7, 1, 3), ("decode", 8, 4, 3)]
+    assert spans(done) == [
+        ("prefill", 0, 4, 0),
+        ("decode", 4, 3, 0),
+        ("prefill", 7, 1, 3),
+        ("decode", 8, 4, 3),
+    ]
     logp = torch.cat([bigram(models[0][1], path)[3:7], bigram(models[1][1], path)[7:-1]])
-    assert torch.allclose(done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6)
+    assert torch.allclose(
+        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
+    )
     assert engine.take_metrics()["rollout/requests_resumed"] == 1
 
 
@@ -165,7 +187,9 @@ def test_retracted_requests_recomputed_routes_are_not_taken_for_those_that_sampl
     assert done.routing.valid.tolist() == [True] * 3 + [False] * 4 + [True] * 5
     assert spans(done) == [("prefill", 0, 8, 3), ("decode", 8, 4, 3)]
     new = rows(models[1][1], PROMPT + done.token_ids.tolist())
-    assert done.routing.ids[done.routing.valid].tolist() == [new[i] for i in (0, 1, 2, 7, 8, 9, 10, 11)]
+    assert done.routing.ids[done.routing.valid].tolist() == [
+        new[i] for i in (0, 1, 2, 7, 8, 9, 10, 11)
+    ]
 
 
 def test_request_paused_in_place_keeps_what_it_has(fake, models):
@@ -175,12 +199,16 @@ def test_request_paused_in_place_keeps_what_it_has(fake, models):
     done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
     path = PROMPT + done.token_ids.tolist()
     assert done.version.tolist() == [0] * 4 + [3] * 5
-    assert done.routing.ids.tolist() == rows(models[0][1], path)[:7] + rows(models[1][1], path)[7:-1]
+    assert (
+        done.routing.ids.tolist() == rows(models[0][1], path)[:7] + rows(models[1][1], path)[7:-1]
+    )
     assert done.routing.valid.all()
     assert spans(done) == [("prefill", 0, 4, 0), ("decode", 4, 3, 0), ("decode", 7, 5, 3)]
     assert fake.cache  # could not be flushed under a running request
     (later,) = play(engine, (PROMPT, Sampling(1.0, 2)))
-    assert spans(later)[0][0] == "prefill"  # but what it holds is not for requests of the new weights
+    assert (
+        spans(later)[0][0] == "prefill"
+    )  # but what it holds is not for requests of the new weights
 
 
 def test_without_requests_in_place_flushes_as_well(fake, models):

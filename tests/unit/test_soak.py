@@ -102,10 +102,25 @@ def test_what_the_kills_cost_and_where_they_are_drawn(judged, tmp_path):
     judged()
     found = outcome(tmp_path, STEPS, STRIKES)
     cost = found["cost"]
-    assert cost["all"] == {"kills": 4, "steps_recomputed": 5, "seconds_median": 5.0, "seconds_largest": 9.0}
-    assert cost["driver"] == {"kills": 3, "steps_recomputed": 4, "seconds_median": 6.5, "seconds_largest": 9.0}
+    assert cost["all"] == {
+        "kills": 4,
+        "steps_recomputed": 5,
+        "seconds_median": 5.0,
+        "seconds_largest": 9.0,
+    }
+    assert cost["driver"] == {
+        "kills": 3,
+        "steps_recomputed": 4,
+        "seconds_median": 6.5,
+        "seconds_largest": 9.0,
+    }
     drawn = figure(tmp_path, STRIKES, found).data
-    assert [each["name"] for each in drawn] == ["in peace", "with kills", "killed: driver (3)", "killed: rank (1)"]
+    assert [each["name"] for each in drawn] == [
+        "in peace",
+        "with kills",
+        "killed: driver (3)",
+        "killed: rank (1)",
+    ]
     assert drawn[2]["x"] == [2, 5, 6]
     assert drawn[2]["y"] == pytest.approx([0.15, 0.3, 0.35])
 

@@ -39,7 +39,9 @@ def test_summary_by_hand(tmp_path):
         }
     )
     rows = [{"step": 0, "eval/greedy": 0.25}]
-    for step, (reward, greedy) in enumerate([(0.0, None), (0.5, 0.75), (0.5, None), (1.0, 0.5)], start=1):
+    for step, (reward, greedy) in enumerate(
+        [(0.0, None), (0.5, 0.75), (0.5, None), (1.0, 0.5)], start=1
+    ):
         row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
         rows.append(row if greedy is None else row | {"eval/greedy": greedy})
     rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/probe": 2.0}
@@ -59,18 +61,24 @@ def test_summary_by_hand(tmp_path):
 def test_groups_without_signal_at_the_end(tmp_path):
     sections = {"out": "x", "steps": 4, "model": {"path": "m"}, "task": {"kind": "chain"}}
     rows = [
-        {"step": 1 + i, "train/reward": 0.5, "train/groups_without_signal": n} for i, n in enumerate([0, 0, 0.75, 0.25])
+        {"step": 1 + i, "train/reward": 0.5, "train/groups_without_signal": n}
+        for i, n in enumerate([0, 0, 0.75, 0.25])
     ]
     assert summarise(resolve(sections), rows, tmp_path, None)["groups_without_signal"] == 0.5
     critic = resolve(sections | {"objective": {"preset": "ppo"}})
-    assert "groups_without_signal" not in summarise(critic, rows, tmp_path, None)  # compares answers of all groups
+    assert "groups_without_signal" not in summarise(
+        critic, rows, tmp_path, None
+    )  # compares answers of all groups
 
 
 def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
     config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
 
     def told(*skipped):
-        rows = [{"step": 1 + i, "train/reward": 0.5, "train/updates_skipped": n} for i, n in enumerate(skipped)]
+        rows = [
+            {"step": 1 + i, "train/reward": 0.5, "train/updates_skipped": n}
+            for i, n in enumerate(skipped)
+        ]
         console = Console(file=StringIO(), width=100)
         console.print(summary_table(summarise(config, rows, tmp_path, None)))
         return console.file.getvalue()
@@ -83,7 +91,9 @@ def test_what_no_float_can_hold_is_none(tmp_path):
     """JSON has no infinity: a damaged row of 1e308 must not leave one in summary.json."""
     rows = [{"step": step, "train/reward": 1.7e308, "mismatch/k3": 5e-324} for step in range(1, 5)]
     rows[0] |= {"counterfactual/mismatch/k3": 1e300}
-    config = resolve({"out": "unused", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "chain"}})
+    config = resolve(
+        {"out": "unused", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+    )
     found = summarise(config, rows, tmp_path, None)
     json.dumps(found, allow_nan=False)
     assert found["reward_first"] is None

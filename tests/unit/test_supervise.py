@@ -96,7 +96,10 @@ def test_a_run_that_never_gets_to_a_step_is_given_up(run):
 
 
 def test_faults_of_one_step_are_told_from_starts_in_between(run):
-    assert "in step 7, where it has ended 3 times" in run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3][-1]
+    assert (
+        "in step 7, where it has ended 3 times"
+        in run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3][-1]
+    )
     assert run([(1, 7), (1, 7), (1, 8), (1, 7), (1, 7), (0, 9)], restarts=50)[0] == 0
 
 
@@ -126,14 +129,18 @@ def test_a_run_that_leaves_checkpoints_is_not_given_up(run, tmp_path, monkeypatc
             (folder / f"step_{made.pop(0):05d}").mkdir(parents=True)
         return step
 
-    made, deaths = list(range(10, 300, 10)), [9 + 10 * i + extra for i in range(12) for extra in (8, 3)]
+    made, deaths = (
+        list(range(10, 300, 10)),
+        [9 + 10 * i + extra for i in range(12) for extra in (8, 3)],
+    )
     monkeypatch.setattr(supervise, "step_begun", writes_one)
     status, _, waits, _ = run([*((1, step) for step in deaths), (0, None)], restarts=100)
     assert (status, set(waits)) == (0, {1})
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"x", b"-3", b"0", b"1.5", b"\xff\xfe", "\u0665".encode(), b"1_0", b"7" * 99]
+    "text",
+    [b"", b"\n", b"x", b"-3", b"0", b"1.5", b"\xff\xfe", "\u0665".encode(), b"1_0", b"7" * 99],
 )
 def test_a_step_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / supervise.BEGUN).write_bytes(text)
@@ -219,7 +226,9 @@ def test_ctrl_c_reaches_the_run_once(how):
         if how != "typed":
             stop = partial(os.kill, pid, signal.SIGINT)
     else:
-        process = subprocess.Popen([sys.executable, "-c", CTRL_C], stdout=PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", CTRL_C], stdout=PIPE, text=True, start_new_session=True
+        )
         stop, out = partial(process.send_signal, signal.SIGINT), process.stdout
     lines = [out.readline()]
     stop()

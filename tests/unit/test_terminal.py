@@ -20,23 +20,26 @@ from onepolicy.config.place import check_new, check_place, check_resumable, clai
 
 SOURCE = Path(__file__).parents[2] / "src"
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
-PRINTS = (
-    f"from onepolicy.cli import main; import sys; sys.exit(main(['config', {str(RECIPE)!r}, 'out=r\u00fcns/\u2192']))"
-)
+PRINTS = f"from onepolicy.cli import main; import sys; sys.exit(main(['config', {str(RECIPE)!r}, 'out=r\u00fcns/\u2192']))"
 
 
 def python(code, **settings):
     """A process with our source; its result."""
     before = settings.pop("environment", {})
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), **before}
-    return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **settings)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **settings
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_every_encoding_can_print_what_a_command_found(encoding):
     done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
-    assert tomllib.loads(done.stdout.decode(encoding))["out"] in ("r\u00fcns/->", "r\u00fcns/\u2192")
+    assert tomllib.loads(done.stdout.decode(encoding))["out"] in (
+        "r\u00fcns/->",
+        "r\u00fcns/\u2192",
+    )
 
 
 def test_a_locale_without_utf8_is_named_where_a_setting_is_no_text_in_it():
@@ -63,9 +66,13 @@ def test_what_an_encoding_lacks_has_a_look_alike_or_an_escape_of_json(text, plai
         assert text.encode("ascii", streams.HANDLER) == plain.encode()
 
 
-@pytest.mark.parametrize("closed", ["os.close(1)", "os.close(2)", "os.close(1); os.close(2); os.close(0)"])
+@pytest.mark.parametrize(
+    "closed", ["os.close(1)", "os.close(2)", "os.close(1); os.close(2); os.close(0)"]
+)
 def test_closed_streams_are_nothing_to_a_command(closed, tmp_path):
-    code = f"import os; {closed}; os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {PRINTS!r}])"
+    code = (
+        f"import os; {closed}; os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {PRINTS!r}])"
+    )
     assert python(code, stdout=subprocess.PIPE).returncode == 0
 
 
@@ -86,14 +93,22 @@ def test_a_full_disk_under_stdout_is_said_and_is_a_failure():
     with open("/dev/full", "wb") as full:
         done = python(PRINTS, stdout=full)
     assert done.returncode == 1
-    assert done.stderr == b"onepolicy: stdout: No space left on device; not all of what was printed has arrived\n"
+    assert (
+        done.stderr
+        == b"onepolicy: stdout: No space left on device; not all of what was printed has arrived\n"
+    )
 
 
 def test_a_full_disk_under_stderr_is_nothing():
     with open("/dev/full", "wb") as full:
-        code = "import sys; from onepolicy.cli import main; sys.exit(main(['config', 'nowhere.toml']))"
+        code = (
+            "import sys; from onepolicy.cli import main; sys.exit(main(['config', 'nowhere.toml']))"
+        )
         environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-        assert subprocess.run([sys.executable, "-c", code], env=environment, stderr=full).returncode == 2
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=environment, stderr=full).returncode
+            == 2
+        )
 
 
 def test_a_reader_that_has_enough_is_no_failure():
@@ -114,7 +129,11 @@ def test_every_text_file_names_its_encoding():
     missing = []
     for path in sorted((SOURCE / "onepolicy").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _reads_text(node) and "encoding" not in {k.arg for k in node.keywords}:
+            if (
+                isinstance(node, ast.Call)
+                and _reads_text(node)
+                and "encoding" not in {k.arg for k in node.keywords}
+            ):
                 missing.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     assert missing == []
 
@@ -124,7 +143,9 @@ def _reads_text(call):
     if isinstance(call.func, ast.Attribute) and name in ("read_text", "write_text"):
         return True
     constants = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
-    return name == "open" and any(mode in ("r", "w", "a", "x", "r+", "w+", "a+") for mode in constants)
+    return name == "open" and any(
+        mode in ("r", "w", "a", "x", "r+", "w+", "a+") for mode in constants
+    )
 
 
 def test_a_path_that_cannot_be_made_is_refused(tmp_path):
@@ -228,7 +249,9 @@ def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(6)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(6)
+    ]
     try:
         names = {each.stdout.readline().strip() for each in running}
     finally:
@@ -240,9 +263,15 @@ def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize("restarts", [[], ["--restarts=1"]])
-def test_a_run_that_starts_holds_its_folder_until_it_is_there(tmp_path, monkeypatch, capsys, restarts):
+def test_a_run_that_starts_holds_its_folder_until_it_is_there(
+    tmp_path, monkeypatch, capsys, restarts
+):
     recipe = tmp_path / "r.toml"
-    recipe.write_text(RECIPE.read_text().replace('out = "runs/quickstart"', f"out = {json.dumps(str(tmp_path / 'r'))}"))
+    recipe.write_text(
+        RECIPE.read_text().replace(
+            'out = "runs/quickstart"', f"out = {json.dumps(str(tmp_path / 'r'))}"
+        )
+    )
     starts = []
 
     def start(*arguments, **_):
@@ -252,7 +281,9 @@ def test_a_run_that_starts_holds_its_folder_until_it_is_there(tmp_path, monkeypa
             main(["train", str(recipe), *restarts])
         raise UsageError("enough")
 
-    monkeypatch.setattr("onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start", start)
+    monkeypatch.setattr(
+        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start", start
+    )
     assert main(["train", str(recipe), *restarts]) == 2
     assert starts == ["r", "r-2", "r-3"]
     assert os.listdir(tmp_path) == ["r.toml"]
@@ -267,7 +298,10 @@ def test_a_typed_out_that_is_not_empty_is_refused_before_torch_is_loaded(tmp_pat
     )
     done = python(code)
     assert done.returncode == 2
-    assert b"is not empty; choose another folder, or continue it with `onepolicy train --resume" in done.stderr
+    assert (
+        b"is not empty; choose another folder, or continue it with `onepolicy train --resume"
+        in done.stderr
+    )
 
 
 BAD_URLS = [
@@ -305,12 +339,19 @@ BAD_URLS = [
 @pytest.mark.parametrize("url", BAD_URLS)
 @pytest.mark.parametrize("kind", ["vllm-server", "sglang"])
 def test_what_is_no_address_of_a_server(url, kind):
-    settings = [f"rollout.engine.kind={kind}", f"rollout.engine.url={json.dumps(url)}", "steps=1", "out=x"]
+    settings = [
+        f"rollout.engine.kind={kind}",
+        f"rollout.engine.url={json.dumps(url)}",
+        "steps=1",
+        "out=x",
+    ]
     with pytest.raises(UsageError, match=r"^rollout\.engine\.url: "):
         resolve({"model": {"path": "x"}, "task": {"kind": "chain"}}, settings)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://host/v", "http://[::1]:1", "http://\u00fc.de:65535"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "https://host/v", "http://[::1]:1", "http://\u00fc.de:65535"]
+)
 def test_what_is_an_address_of_a_server(url):
     check_url(url)
 
@@ -322,7 +363,8 @@ def test_a_secret_in_a_wrong_address_is_not_repeated():
 
 
 @pytest.mark.parametrize(
-    "address", ["host", "host:0", "host:65536", "host:x", ":1", "::1:1", "ray://host:1", "h:9\u0669"]
+    "address",
+    ["host", "host:0", "host:65536", "host:x", ":1", "::1:1", "ray://host:1", "h:9\u0669"],
 )
 def test_what_is_no_address_of_ray(address):
     with pytest.raises(UsageError, match=r"^cluster\.address: "):
@@ -456,7 +498,9 @@ sys.argv = ["onepolicy", "config", "nowhere.toml"]
 @pytest.mark.parametrize("first", ["argparse", "pydantic", "onepolicy.cli", "onepolicy.config.run"])
 @pytest.mark.parametrize("module", [False, True])
 def test_ctrl_c_in_the_first_imports_is_one_line(first, module):
-    entry = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]["scripts"]["onepolicy"]
+    entry = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]["scripts"][
+        "onepolicy"
+    ]
     start = f"sys.exit(pkgutil.resolve_name({entry!r})())"
     if module:
         start = "runpy.run_module('onepolicy', run_name='__main__')"

@@ -45,7 +45,9 @@ def clustered(monkeypatch):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("reader", [served, asked, clustered])
-def test_a_token_that_cannot_be_sent_is_refused_at_the_start_and_not_repeated(reader, bad, monkeypatch):
+def test_a_token_that_cannot_be_sent_is_refused_at_the_start_and_not_repeated(
+    reader, bad, monkeypatch
+):
     monkeypatch.setenv("ENGINE_TOKEN", bad)
     name = "RAY_AUTH_TOKEN" if reader is clustered else "ENGINE_TOKEN"
     with pytest.raises(UsageError, match=rf"{name}.* no token may have; set it again") as caught:
@@ -83,7 +85,12 @@ def test_a_token_is_made_for_each_start_and_only_its_owner_can_read_it(here):
         assert path.stat().st_mode & 0o777 == 0o600
         assert here.stat().st_mode & 0o777 == 0o700
         assert left_for("127.0.0.1", 8000) == left_for("localhost", 8000) == first
-        assert left_for("127.0.0.1", 8001) is left_for("127.0.0.2", 8000) is left_for("::1", 8000) is None
+        assert (
+            left_for("127.0.0.1", 8001)
+            is left_for("127.0.0.2", 8000)
+            is left_for("::1", 8000)
+            is None
+        )
         with made_for("127.0.0.1", 8000) as (second, _):  # the server before was killed, say
             assert left_for("127.0.0.1", 8000) == second != first
         assert left_for("127.0.0.1", 8000) is None
@@ -102,7 +109,10 @@ def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
         path.chmod(0o600)
         here.chmod(0o755)
         assert left_for("127.0.0.1", 8000) is None
-        with pytest.raises(UsageError, match=r"others may look into it; .*--token-env"), made_for("127.0.0.1", 8001):
+        with (
+            pytest.raises(UsageError, match=r"others may look into it; .*--token-env"),
+            made_for("127.0.0.1", 8001),
+        ):
             pass
         here.chmod(0o700)
         path.rename(tmp_path / "elsewhere")

@@ -108,7 +108,11 @@ def call(tool, text):
 # --- search ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def corpus(tmp_path):
-    passages = ["The heron eats fish.", "A mountain of granite.", "Fish swim in rivers; the heron waits."]
+    passages = [
+        "The heron eats fish.",
+        "A mountain of granite.",
+        "Fish swim in rivers; the heron waits.",
+    ]
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
     return path
@@ -117,7 +121,10 @@ def corpus(tmp_path):
 def test_search_ranks_by_bm25(corpus):
     tool = Search(SearchTool(corpus=str(corpus), passages=2))
     assert call(tool, "granite") == "[1] A mountain of granite."
-    assert call(tool, "heron").splitlines() == ["[1] The heron eats fish.", "[2] Fish swim in rivers; the heron waits."]
+    assert call(tool, "heron").splitlines() == [
+        "[1] The heron eats fish.",
+        "[2] Fish swim in rivers; the heron waits.",
+    ]
     assert call(tool, "rivers heron").splitlines()[0] == "[1] Fish swim in rivers; the heron waits."
     for nothing in ("zeppelin", "", "?!"):
         assert call(tool, nothing) == "nothing found"
@@ -147,7 +154,9 @@ def test_bad_corpus(tmp_path, content, message):
 
 def test_a_passage_may_hold_any_line_separator_of_unicode(tmp_path):
     path = tmp_path / "corpus.jsonl"
-    path.write_text(json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     assert call(Search(SearchTool(corpus=str(path))), "two") == "[1] one\u2028two\x85three"
 
 

@@ -15,7 +15,9 @@ from onepolicy.types import RouteSpan, RoutingTrace, id_dtype
 LAYERS = (1, 2, 5)
 
 
-def _trace(rows: int, *, start: int = 0, spans: tuple[RouteSpan, ...] = (), experts: int = 64) -> RoutingTrace:
+def _trace(
+    rows: int, *, start: int = 0, spans: tuple[RouteSpan, ...] = (), experts: int = 64
+) -> RoutingTrace:
     """Row t of layer l holds experts t + start + l and the next one, so that any row can be told from any other."""
     base = (torch.arange(rows)[:, None] + torch.arange(len(LAYERS)) + start) % (experts - 1)
     ids = torch.stack([base, base + 1], -1).to(id_dtype(experts))
@@ -36,7 +38,10 @@ def test_shape_and_dtype_are_checked() -> None:
         ({"num_experts": 300}, "uint16"),
         ({"ids": good.ids.long()}, "int64"),
         ({"ids": good.ids[:, 0]}, r"expected \[T, L, K\]"),
-        ({"valid": good.valid.byte()}, "uint8, expected bool"),  # `where` takes bytes, indexing means something else
+        (
+            {"valid": good.valid.byte()},
+            "uint8, expected bool",
+        ),  # `where` takes bytes, indexing means something else
         ({"weights": torch.ones_like(good.ids)}, "floating"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -45,7 +50,11 @@ def test_shape_and_dtype_are_checked() -> None:
 
 def test_rows_cuts_and_shifts_spans() -> None:
     """Spans [0, 4) prefill, [4, 9) and [9, 10) decode: rows [3, 9) keep one row of the first, all of the second."""
-    spans = (RouteSpan(0, 4, "prefill", 1), RouteSpan(4, 5, "decode", 1), RouteSpan(9, 1, "decode", 2))
+    spans = (
+        RouteSpan(0, 4, "prefill", 1),
+        RouteSpan(4, 5, "decode", 1),
+        RouteSpan(9, 1, "decode", 2),
+    )
     trace = _trace(10, spans=spans)
     cut = trace.rows(3, 9)
     assert torch.equal(cut.ids, trace.ids[3:9])
@@ -71,7 +80,9 @@ def test_concat_keeps_wide_ids() -> None:
     assert joined.ids[3, 0, 0].item() == 280
 
 
-@pytest.mark.parametrize("change", [{"layers": (0, 1, 2)}, {"num_experts": 65}, {"ids": torch.zeros(2, 3, 3).byte()}])
+@pytest.mark.parametrize(
+    "change", [{"layers": (0, 1, 2)}, {"num_experts": 65}, {"ids": torch.zeros(2, 3, 3).byte()}]
+)
 def test_concat_of_different_models_is_refused(change: dict) -> None:
     with pytest.raises(ValueError, match="different models"):
         RoutingTrace.concat([_trace(2), dataclasses.replace(_trace(2), **change)])
@@ -82,7 +93,9 @@ def test_cutting_and_joining_gives_the_whole_back(rows: int, data: st.DataObject
     """Every row keeps its ids, its validity, and the source and version of the span it is in."""
     edges = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=5))})
     spans = tuple(
-        RouteSpan(a, b - a, data.draw(st.sampled_from(["decode", "prefill", "cache", "reprefill"])), i)
+        RouteSpan(
+            a, b - a, data.draw(st.sampled_from(["decode", "prefill", "cache", "reprefill"])), i
+        )
         for i, (a, b) in enumerate(itertools.pairwise(edges))
     )
     trace = _trace(rows, spans=spans)

@@ -12,7 +12,9 @@ from onepolicy.types import RouteSpan, RoutingTrace, TokenBatch
 
 SAMPLE_FIELDS = ("temperature", "outcome", "group", "episode")
 TRACES = ("routing", "routing_native")
-OPTIONAL = [f.name for f in dataclasses.fields(TokenBatch) if f.default is None and f.name not in TRACES]
+OPTIONAL = [
+    f.name for f in dataclasses.fields(TokenBatch) if f.default is None and f.name not in TRACES
+]
 
 
 def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
@@ -29,7 +31,12 @@ def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
     )
     extra = {name: real + k for k, name in enumerate(OPTIONAL)} if filled else {}
     if filled:
-        extra |= {"keep": slots % 3 == 0, "routing": routing, "routing_native": routing, "gate_mass": real[:, None]}
+        extra |= {
+            "keep": slots % 3 == 0,
+            "routing": routing,
+            "routing_native": routing,
+            "gate_mass": real[:, None],
+        }
         extra["episode"] = torch.arange(count) % 2
     return TokenBatch(
         input_ids=slots,
@@ -67,9 +74,13 @@ def test_select_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data())
-def test_every_field_follows_its_sample(lengths: list[int], filled: bool, data: st.DataObject) -> None:
+def test_every_field_follows_its_sample(
+    lengths: list[int], filled: bool, data: st.DataObject
+) -> None:
     batch = _batch(lengths, filled=filled)
-    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6, unique=True))
+    chosen = data.draw(
+        st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=6, unique=True)
+    )
     part = batch.select(chosen)
     bounds = batch.cu_seqlens.tolist()
     slots = [slot for s in chosen for slot in range(bounds[s], bounds[s + 1])]
@@ -87,7 +98,10 @@ def test_every_field_follows_its_sample(lengths: list[int], filled: bool, data: 
         elif field.name not in ("cu_seqlens", "segment"):
             assert torch.equal(after, before[slots]), field.name
             assert after.dtype == before.dtype
-    assert part.cu_seqlens.tolist() == torch.tensor([0, *[lengths[s] for s in chosen]]).cumsum(0).tolist()
+    assert (
+        part.cu_seqlens.tolist()
+        == torch.tensor([0, *[lengths[s] for s in chosen]]).cumsum(0).tolist()
+    )
     assert part.segment.tolist() == [i for i, s in enumerate(chosen) for _ in range(lengths[s])]
     assert (part.positions[part.cu_seqlens[:-1].long()] == 0).all()
 

@@ -97,7 +97,10 @@ class Plain:
                 assert row not in named
             else:
                 assert tuple(got.routing.ids[row].flatten().tolist()) == token.route
-                assert (named[row].version, named[row].source) == (token.route_version, token.source)
+                assert (named[row].version, named[row].source) == (
+                    token.route_version,
+                    token.source,
+                )
 
 
 class Engine:
@@ -113,7 +116,9 @@ class Engine:
         new = self.draw(st.integers(1, 3))
         fed = len(path.tokens) + new - 1
         first = self.draw(st.sampled_from([0, path.next_route]))
-        ids = torch.tensor(self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new)))
+        ids = torch.tensor(
+            self.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=new, max_size=new))
+        )
         return Completion(
             ids.int(),
             -torch.arange(1.0, new + 1) / self.forwards,
@@ -164,7 +169,9 @@ def compare(policy: str, data: st.DataObject) -> None:
     prompt = [0, *data.draw(IDS)]
     path, plain, engine = Trajectory(prompt, rows=policy), Plain(prompt, policy), Engine(data)  # type: ignore[arg-type]
     for _ in range(data.draw(st.integers(1, 14))):
-        match data.draw(st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])):
+        match data.draw(
+            st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])
+        ):
             case "turn":
                 made = engine.complete(path)
                 path.sampled(made)
@@ -196,7 +203,16 @@ def compare(policy: str, data: st.DataObject) -> None:
             plain.check(path.sample(reward=0.0, temperature=1.0))
 
 
-def completion(ids: list[int], *, rows: int, first: int, expert: int, version: int, prompt: int, cached: int = 0):
+def completion(
+    ids: list[int],
+    *,
+    rows: int,
+    first: int,
+    expert: int,
+    version: int,
+    prompt: int,
+    cached: int = 0,
+):
     trace = RoutingTrace(
         torch.full((rows, 1, 1), expert, dtype=torch.uint8),
         torch.ones(rows, dtype=torch.bool),
@@ -263,9 +279,13 @@ def test_only_new_rows_travel() -> None:
     moved = 0
     for turn in range(5):
         first = path.next_route
-        assert first == (0 if turn == 0 else len(path.tokens) - 2)  # the turn's last token, then one observed
+        assert first == (
+            0 if turn == 0 else len(path.tokens) - 2
+        )  # the turn's last token, then one observed
         rows = len(path.tokens) + 2 - 1 - first
-        path.sampled(completion([1, 2], rows=rows, first=first, expert=3, version=1, prompt=len(path.tokens)))
+        path.sampled(
+            completion([1, 2], rows=rows, first=first, expert=3, version=1, prompt=len(path.tokens))
+        )
         moved += rows
         path.observe([4])
     assert moved == len(path.sample(reward=0.0, temperature=1.0).trainable)

@@ -31,7 +31,11 @@ def lines(path):
 def test_a_problem_takes_as_many_searches_as_it_has_links(task):
     tool = Search(SearchTool(corpus=str(task / "corpus.jsonl"), passages=1))
     problems = lines(task / "problems.jsonl")
-    for i, problem in ((0, problems[-HELD_OUT]), (2, problems[-HELD_OUT + 2]), (LINKS - 1, problems[0])):
+    for i, problem in (
+        (0, problems[-HELD_OUT]),
+        (2, problems[-HELD_OUT + 2]),
+        (LINKS - 1, problems[0]),
+    ):
         entry, searches = problem["prompt"].removeprefix(question("")), 0
         while len(entry) == 3:
             reply = asyncio.run(tool.call(f"e{entry}"))
@@ -49,7 +53,9 @@ def test_lengths_are_uniform_and_entries_lead_to_one_place(task):
     def links(entry):
         return 0 if entry.isdigit() else 1 + links(passages[f"e{entry}"])
 
-    training = [links(problem["prompt"].removeprefix(question(""))) for problem in problems[:-HELD_OUT]]
+    training = [
+        links(problem["prompt"].removeprefix(question(""))) for problem in problems[:-HELD_OUT]
+    ]
     assert np.bincount(training).tolist() == [0] + [len(training) // LINKS] * LINKS
 
 
@@ -83,7 +89,12 @@ def run(arm, turns, seed, score, rows=()):
 
 def test_differences_are_paired_by_seed():
     """Seed 1 is 0.3 better in both arms; only what r3 adds on a seed counts: 0.1 and 0.2."""
-    found = [run("off", 4, 0, 0.2), run("off", 4, 1, 0.5), run("r3", 4, 1, 0.7), run("r3", 4, 0, 0.3)]
+    found = [
+        run("off", 4, 0, 0.2),
+        run("off", 4, 1, 0.5),
+        run("r3", 4, 1, 0.7),
+        run("r3", 4, 0, 0.3),
+    ]
     found += [run("off + tis", 4, 0, 0.2), run("off + tis", 4, 1, 0.5)]
     last = table(found, "avg@4", VALUES["held-out accuracy, sampled (avg@2)"]).splitlines()[-1]
     assert [cell.strip() for cell in last.strip("|").split("|")] == [
@@ -98,7 +109,11 @@ def test_differences_are_paired_by_seed():
 
 
 def test_k3_by_turn_is_of_steps_scored_both_ways():
-    probe = {"mismatch/k3_turn@0": 2e-6, "counterfactual/mismatch/k3_turn@0": 8e-6, "train/tokens_turn@0": 10.0}
+    probe = {
+        "mismatch/k3_turn@0": 2e-6,
+        "counterfactual/mismatch/k3_turn@0": 8e-6,
+        "train/tokens_turn@0": 10.0,
+    }
     plain = {"mismatch/k3_turn@0": 1.0, "train/tokens_turn@0": 10.0}
     found = [run("r3", 16, 0, 0.5, [probe, plain]), run("r3", 2, 0, 0.5, [plain | probe])]
     assert probes(found) == [probe]

@@ -74,8 +74,13 @@ def test_0_21_joins_prompt_and_completion_of_moe_layers():
     assert spans(got)[-1] == ("decode", 5, 3, 6)
     one = trace(read(output(None, prompt_routed_experts=found[:5])), "0.21.0", completion=1)
     assert one.ids.tolist() == found[:5].tolist()
-    assert trace(read(output(None, prompt_routed_experts=None)), "0.21.0") is None  # preempted: dropped without a sign
-    body = {"prompt_routed_experts": found[:5].tolist(), "choices": [{"routed_experts": found[5:].tolist()}]}
+    assert (
+        trace(read(output(None, prompt_routed_experts=None)), "0.21.0") is None
+    )  # preempted: dropped without a sign
+    body = {
+        "prompt_routed_experts": found[:5].tolist(),
+        "choices": [{"routed_experts": found[5:].tolist()}],
+    }
     assert trace(contract_of("0.21.0").reply_rows(body, 0), "0.21.0").ids.tolist() == found.tolist()
 
 
@@ -83,7 +88,10 @@ def test_0_21_joins_prompt_and_completion_of_moe_layers():
 def test_replies_hold_npy_bytes_per_choice(version):
     found = rows(5, 4)
     body = {"choices": [{}, {"routed_experts": npy(found)}]}
-    assert trace(contract_of(version).reply_rows(body, 1), version).ids.tolist() == found[:, [1, 3]].tolist()
+    assert (
+        trace(contract_of(version).reply_rows(body, 1), version).ids.tolist()
+        == found[:, [1, 3]].tolist()
+    )
     assert contract_of(version).reply_rows(body, 0) is None
 
 
@@ -92,7 +100,16 @@ def test_wide_ids_keep_their_value():
     found[:, 1, 0] += 290
     rules = RouteRules((1, 3), num_experts=300, top_k=2, missing="error")
     read = contract_of("0.30.0").reply_rows({"choices": [{"routed_experts": npy(found)}]}, 0)
-    got = trace_of(read, contract_of("0.30.0"), prompt=5, completion=4, cached=0, rules=rules, depth=4, version=0)
+    got = trace_of(
+        read,
+        contract_of("0.30.0"),
+        prompt=5,
+        completion=4,
+        cached=0,
+        rules=rules,
+        depth=4,
+        version=0,
+    )
     assert got.ids.tolist() == found[:, [1, 3]].tolist()
 
 
@@ -101,7 +118,9 @@ def test_rows_no_forward_wrote_are_not_valid():
     found[2] = 0
     assert trace(found).valid.tolist() == [True, True, False, *[True] * 5]
     assert trace(found, "0.20.2").valid.tolist() == [True, True, False, *[True] * 5]
-    assert trace(found, "0.31.0").valid.all()  # its rows do not start as zeros; check_trace refuses expert 0 twice
+    assert trace(
+        found, "0.31.0"
+    ).valid.all()  # its rows do not start as zeros; check_trace refuses expert 0 twice
     with pytest.raises(UsageError, match=r"zeros for all routes .*issues/54730"):
         trace(np.zeros_like(found))
 
@@ -136,11 +155,23 @@ def test_routes_of_moe_layers_only_or_none_are_refused():
     [
         ("0.30.0", "not base64!", "expected base64 of an .npy file"),
         ("0.30.0", npy(rows(5, 4))[:-40], "expected base64 of an .npy file"),
-        ("0.30.0", base64.b64encode(b"raw bytes without a header").decode(), "expected base64 of an .npy file"),
-        ("0.30.0", npy(np.zeros((8, 4, 2), np.float32)), "expected integers, got an .npy of float32"),
+        (
+            "0.30.0",
+            base64.b64encode(b"raw bytes without a header").decode(),
+            "expected base64 of an .npy file",
+        ),
+        (
+            "0.30.0",
+            npy(np.zeros((8, 4, 2), np.float32)),
+            "expected integers, got an .npy of float32",
+        ),
         ("0.30.0", npy(np.zeros((8, 4, 2), ">i4")), "got .*an .npy of >i4"),
         ("0.30.0", [[1]], "expected base64 of an .npy file"),  # what 0.21 sends
-        ("0.21.0", "QUJD", r"expected nested lists \[rows\]\[layers\]\[K\] of integers"),  # what 0.22 sends
+        (
+            "0.21.0",
+            "QUJD",
+            r"expected nested lists \[rows\]\[layers\]\[K\] of integers",
+        ),  # what 0.22 sends
         ("0.21.0", [[[1, 2]], [[1]]], "expected nested lists"),
         ("0.21.0", [[[1, 2.5]]], "expected nested lists"),
         ("0.20.2", None, "no routes over HTTP"),
@@ -162,12 +193,21 @@ def test_versions_outside_all_generations_are_refused():
     assert contract_of("0.30.1+cpu") is contract_of("0.22.0")
 
 
-RUN = {"out": "x", "steps": 1, "model": {"path": "x"}, "task": {"kind": "chain"}, "optim": {"lr": 1e-4}}
+RUN = {
+    "out": "x",
+    "steps": 1,
+    "model": {"path": "x"},
+    "task": {"kind": "chain"},
+    "optim": {"lr": 1e-4},
+}
 
 
 def test_engine_kind_defaults_to_hf():
     assert resolve(RUN | {"rollout": {"engine": {"slots": 3}}}).rollout.engine.kind == "hf"
-    assert resolve(RUN | {"rollout": {"engine": {"kind": "vllm", "slots": 3}}}).rollout.engine.kind == "vllm"
+    assert (
+        resolve(RUN | {"rollout": {"engine": {"kind": "vllm", "slots": 3}}}).rollout.engine.kind
+        == "vllm"
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def ask(monkeypatch):
                 {"method": method} if kind == "http" else {}
             )
             asyncio.run(guarding(scope, receive, send))
-            return (sent[0]["status"] if sent else None), b"".join(m.get("body", b"") for m in sent).decode()
+            return (sent[0]["status"] if sent else None), b"".join(
+                m.get("body", b"") for m in sent
+            ).decode()
 
         ask.app, ask.started = app, started
         return ask
@@ -69,7 +71,11 @@ def test_every_path_but_health_needs_the_token(ask):
         for headers in ((), (WRONG,), (RIGHT, WRONG), ((b"authorization", b"Bearer \xff"),)):
             assert ask(path, headers)[0] == 401
     assert ask("/metrics", (WRONG,), method="GET")[0] == 401
-    assert ask("/v1/realtime", (), kind="websocket") == ask("/v1/realtime", (WRONG,), kind="websocket") == (None, "")
+    assert (
+        ask("/v1/realtime", (), kind="websocket")
+        == ask("/v1/realtime", (WRONG,), kind="websocket")
+        == (None, "")
+    )
     assert ask.app.seen == []
     assert ask("/health", (), method="GET")[0] == 200
     assert ask("", kind="lifespan")[0] is None
@@ -79,7 +85,9 @@ def test_every_path_but_health_needs_the_token(ask):
     assert len(ask.app.seen) == 3 + len(ENDPOINTS - {GENERATE, WORKERS})
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/update_weights", "/sleep", GENERATE + "/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/generate", "/update_weights", "/sleep", GENERATE + "/"]
+)
 def test_other_endpoints_of_vllm_are_not_there(ask, path):
     assert ask(path)[0] == 404
     assert ask(POSTED, method="DELETE")[0] == 404
@@ -89,7 +97,12 @@ def test_other_endpoints_of_vllm_are_not_there(ask, path):
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"", b"http://127.0.0.1:8000"])
 def test_no_browser_is_answered(ask, origin):
     """Not the preflight, not a request that needs none, not even with the token, nor /health."""
-    for method, path in (("OPTIONS", WORKERS), ("POST", POSTED), ("GET", "/version"), ("GET", "/health")):
+    for method, path in (
+        ("OPTIONS", WORKERS),
+        ("POST", POSTED),
+        ("GET", "/version"),
+        ("GET", "/health"),
+    ):
         for headers in (((b"origin", origin),), (RIGHT, (b"origin", origin))):
             assert ask(path, headers, method=method)[0] == 403
     assert ask.app.seen == []
@@ -131,7 +144,23 @@ def generate(token_ids):
 
 
 @pytest.mark.parametrize(
-    "ids", [[10**6], [32], [3, -1], [2**70], ["5"], ["1000000"], [True], [1.0], [1e6], [None], [[3]], [], None, "31"]
+    "ids",
+    [
+        [10**6],
+        [32],
+        [3, -1],
+        [2**70],
+        ["5"],
+        ["1000000"],
+        [True],
+        [1.0],
+        [1e6],
+        [None],
+        [[3]],
+        [],
+        None,
+        "31",
+    ],
 )
 def test_ids_outside_the_vocabulary_do_not_reach_the_engine(ask, ids):
     status, told = ask(GENERATE, body=generate(ids))
@@ -139,7 +168,8 @@ def test_ids_outside_the_vocabulary_do_not_reach_the_engine(ask, ids):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[1]", b'"token_ids"', b"\xff\xfe", b"{" * 5000, b"[" * 100000, b'{"method": []}']
+    "body",
+    [b"", b"[1]", b'"token_ids"', b"\xff\xfe", b"{" * 5000, b"[" * 100000, b'{"method": []}'],
 )
 def test_bodies_that_are_no_request_do_not_reach_the_engine(ask, body):
     assert ask(GENERATE, body=body)[0] == ask(WORKERS, body=body)[0] == 400
@@ -163,7 +193,11 @@ def call(method):
     ("method", "status", "reply"),
     [
         ("onepolicy_load", 500, {"error": {"message": "no such file"}}),
-        ("onepolicy_receive", 200, {"results": [{"problem": None}, {"problem": "the bytes of 'a' are not"}]}),
+        (
+            "onepolicy_receive",
+            200,
+            {"results": [{"problem": None}, {"problem": "the bytes of 'a' are not"}]},
+        ),
         ("onepolicy_load_files", 200, {"results": [{"difference": "1 tensors are missing"}]}),
         ("reload_weights", 500, "?"),
         ("onepolicy_load", 200, ["what?"]),

@@ -6,7 +6,12 @@ import pytest
 from torch import nn
 
 from onepolicy.config import UsageError
-from onepolicy.rollout.vllm.compatibility import KNOWN_BAD, Deployment, deployment_of, refuse_known_bad
+from onepolicy.rollout.vllm.compatibility import (
+    KNOWN_BAD,
+    Deployment,
+    deployment_of,
+    refuse_known_bad,
+)
 from onepolicy.rollout.vllm.start import check_version, has_monolithic_kernel
 
 GOOD = {"version": (0, 30), "platform": "cuda"}
@@ -24,11 +29,19 @@ ROWS = [
     ({"pipeline": 2}, {}, "35623"),
     ({"context": 2}, {}, "28284"),
     ({"data": 2}, {"version": (0, 21), "data": 2}, "37879"),
-    ({"version": (0, 20), "async_scheduling": True}, {"version": (0, 22), "async_scheduling": True}, "28284"),
+    (
+        {"version": (0, 20), "async_scheduling": True},
+        {"version": (0, 22), "async_scheduling": True},
+        "28284",
+    ),
     ({"version": (0, 21), "async_scheduling": True}, {"version": (0, 21)}, "39917"),
     ({"version": (0, 20), "speculative": True}, {"version": (0, 21), "speculative": True}, "39917"),
     ({"version": (0, 25), "speculative": True}, {"version": (0, 26), "speculative": True}, "48622"),
-    ({"connector": "OffloadingConnector"}, {"version": (0, 31), "connector": "OffloadingConnector"}, "39568"),
+    (
+        {"connector": "OffloadingConnector"},
+        {"version": (0, 31), "connector": "OffloadingConnector"},
+        "39568",
+    ),
     ({"version": (0, 33), "connector": "NixlPullConnector"}, {"version": (0, 33)}, "55584"),
     ({"version": (0, 16), "hybrid": True}, {"version": (0, 18), "hybrid": True}, "35744"),
     ({"version": (0, 27), "ray": True}, {"ray": True}, "NeMo/RL/pull/4057"),
@@ -65,7 +78,9 @@ def test_deployment_is_read_from_a_config_and_from_its_json():
         "cache_config": {"enable_prefix_caching": False},
         "model_config": {"is_hybrid": True},
     }
-    expected = Deployment((0, 22), "cuda", 2, 4, 3, True, "NixlConnector", True, True, False, True, True)
+    expected = Deployment(
+        (0, 22), "cuda", 2, 4, 3, True, "NixlConnector", True, True, False, True, True
+    )
     assert deployment_of(tree, "0.22.1", "cuda") == expected
     parts = {name: SimpleNamespace(**part) for name, part in tree.items()}
     assert deployment_of(SimpleNamespace(**parts), "0.22.1", "cuda") == expected

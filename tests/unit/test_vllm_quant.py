@@ -19,7 +19,14 @@ from onepolicy.rollout.vllm.start import engine_arguments, start
 
 MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 ASKED = {"max_len": 96, "top_logprobs": 32, "routes": True, "trust_remote_code": False}
-IGNORED = ["*.gate", "*.gate.*", "*.router", "*.router.*", "*.shared_expert_gate", "*.shared_expert_gate.*"]
+IGNORED = [
+    "*.gate",
+    "*.gate.*",
+    "*.router",
+    "*.router.*",
+    "*.shared_expert_gate",
+    "*.shared_expert_gate.*",
+]
 
 
 def arguments(quant):
@@ -30,7 +37,10 @@ def test_only_the_engines_arguments_change():
     plain = arguments(None)
     assert "quantization" not in plain
     fp8, int8 = arguments(Fp8()), arguments(Int8())
-    assert fp8 == plain | {"quantization": "fp8_per_channel", "quantization_config": {"ignore": IGNORED}}
+    assert fp8 == plain | {
+        "quantization": "fp8_per_channel",
+        "quantization_config": {"ignore": IGNORED},
+    }
     assert int8 == plain | {"quantization": "int8_per_channel_weight_only"}
 
 
@@ -47,16 +57,33 @@ def test_a_server_is_started_with_the_same_arguments():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.quant=fp8-weight"], "vLLM has no method of its own for fp8-weight; use fp8 or int8"),
+        (
+            ["rollout.quant=fp8-weight"],
+            "vLLM has no method of its own for fp8-weight; use fp8 or int8",
+        ),
         (["rollout.quant=simulated"], "vLLM has no method of its own for simulated"),
-        (['rollout.quant={format="fp8", also=["lm_head"]}'], r"rollout\.quant\.also: with vLLM lm_head cannot"),
-        (['rollout.quant={format="int8", activations="static"}'], r"rollout\.quant\.activations: vLLM's int8 leaves"),
-        (["rollout.quant=fp8", "rollout.engine.dtype=float32"], r"rollout\.engine\.dtype: float32, but vLLM quantises"),
+        (
+            ['rollout.quant={format="fp8", also=["lm_head"]}'],
+            r"rollout\.quant\.also: with vLLM lm_head cannot",
+        ),
+        (
+            ['rollout.quant={format="int8", activations="static"}'],
+            r"rollout\.quant\.activations: vLLM's int8 leaves",
+        ),
+        (
+            ["rollout.quant=fp8", "rollout.engine.dtype=float32"],
+            r"rollout\.engine\.dtype: float32, but vLLM quantises",
+        ),
     ],
 )
 def test_formats_vllm_does_not_have_are_refused(kind, overrides, message):
     for quant in ("fp8", "int8"):
-        assert resolve(MINIMAL, [f"rollout.engine.kind={kind}", f"rollout.quant={quant}"]).rollout.quant is not None
+        assert (
+            resolve(
+                MINIMAL, [f"rollout.engine.kind={kind}", f"rollout.quant={quant}"]
+            ).rollout.quant
+            is not None
+        )
     with pytest.raises(UsageError, match=message):
         resolve(MINIMAL, [f"rollout.engine.kind={kind}", *overrides])
     serving = [line.replace("rollout.engine.", "").replace("rollout.", "") for line in overrides]
@@ -66,13 +93,24 @@ def test_formats_vllm_does_not_have_are_refused(kind, overrides, message):
 
 def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    reason = r"rollout\.quant: (fp8|int8) with vLLM needs a GPU: its CPU build has no kernels.*kind = hf"
+    reason = (
+        r"rollout\.quant: (fp8|int8) with vLLM needs a GPU: its CPU build has no kernels.*kind = hf"
+    )
     with pytest.raises(UsageError, match=reason):
         start(VLLMEngineConfig(), "/nowhere", cpu=True, quant=Int8(), **ASKED)
     with pytest.raises(UsageError, match=reason):
-        serve.serve(ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, routes=True, cpu=True)
-    monkeypatch.setattr("onepolicy.build.components.build_learner", lambda *a: pytest.fail("loaded a model first"))
-    given = [f"out={tmp_path / 'run'}", "rollout.engine.kind=vllm", "rollout.quant=fp8", "train.device=cpu"]
+        serve.serve(
+            ServeConfig(quant=Fp8()), "/nowhere", max_len=96, vocab=32, routes=True, cpu=True
+        )
+    monkeypatch.setattr(
+        "onepolicy.build.components.build_learner", lambda *a: pytest.fail("loaded a model first")
+    )
+    given = [
+        f"out={tmp_path / 'run'}",
+        "rollout.engine.kind=vllm",
+        "rollout.quant=fp8",
+        "train.device=cpu",
+    ]
     with pytest.raises(UsageError, match=reason):
         build_pair(resolve(MINIMAL, given), ModelConfig(path="/nowhere"), 96)
 
@@ -109,10 +147,14 @@ class Worker(nn.Module):
             "model.layers.0.mlp.experts.routed_experts.w2_weight": (4, 8, 4),
             "model.layers.0.mlp.experts.routed_experts.w13_bias": (4, 8),
         }
-        made = ("w13_weight", "w2_weight") + (("qkv_proj", "down_proj") if codes == torch.float8_e4m3fn else ())
+        made = ("w13_weight", "w2_weight") + (
+            ("qkv_proj", "down_proj") if codes == torch.float8_e4m3fn else ()
+        )
         self.tensors = {}
         for name, shape in shapes.items():
-            quantised = any(part in name for part in made) and not any(part in name for part in left)
+            quantised = any(part in name for part in made) and not any(
+                part in name for part in left
+            )
             tensor = torch.zeros(shape, dtype=codes if quantised else torch.bfloat16)
             self.tensors[name] = tensor
             if quantised:
@@ -138,18 +180,39 @@ def test_bytes_per_part_are_those_of_the_kernels_tensors():
     for part in ("router", "embeddings", "norms"):
         assert found[part].bytes_after == found[part].bytes_before == 2 * found[part].parameters
     int8 = sizes(Int8(), Worker(torch.int8))
-    assert {part.part: part.bytes_after for part in int8.parts}["attention"] == 2 * (16 * 8 + 16)  # as it was
-    assert "rollout.quant int8 (int8_per_channel_weight_only), bytes in the engine: experts 832 to 704" in int8.words()
+    assert {part.part: part.bytes_after for part in int8.parts}["attention"] == 2 * (
+        16 * 8 + 16
+    )  # as it was
+    assert (
+        "rollout.quant int8 (int8_per_channel_weight_only), bytes in the engine: experts 832 to 704"
+        in int8.words()
+    )
     assert int8.report()["method"] == "int8_per_channel_weight_only"
 
 
 @pytest.mark.parametrize(
     ("quant", "model", "message"),
     [
-        (Fp8(), Worker(torch.float8_e4m3fn, left=("w2_weight",)), "left 128 weights of experts in torch.bfloat16"),
-        (Fp8(), Worker(torch.float8_e4m3fn, left=("qkv_proj",)), r"left 144 weights of attention in torch\.bfloat16"),
-        (Fp8(), Worker(torch.int8), "left 384 weights of experts in torch.int8|weights of attention in torch.bf"),
-        (Int8(), Worker(torch.int8, left=("w13_weight", "w2_weight")), "left 384 weights of experts"),
+        (
+            Fp8(),
+            Worker(torch.float8_e4m3fn, left=("w2_weight",)),
+            "left 128 weights of experts in torch.bfloat16",
+        ),
+        (
+            Fp8(),
+            Worker(torch.float8_e4m3fn, left=("qkv_proj",)),
+            r"left 144 weights of attention in torch\.bfloat16",
+        ),
+        (
+            Fp8(),
+            Worker(torch.int8),
+            "left 384 weights of experts in torch.int8|weights of attention in torch.bf",
+        ),
+        (
+            Int8(),
+            Worker(torch.int8, left=("w13_weight", "w2_weight")),
+            "left 384 weights of experts",
+        ),
         (Int8(), nn.Linear(4, 4), "quantises experts, which this model does not have"),
     ],
 )
@@ -176,7 +239,9 @@ def test_a_server_must_hold_what_the_run_asks_for(tmp_path):
                 asyncio.run(engine.connect())
             return engine
 
-        with pytest.raises(UsageError, match=r"quant: fp8, but .* not quantised; .*engine serve MODEL` quant=fp8"):
+        with pytest.raises(
+            UsageError, match=r"quant: fp8, but .* not quantised; .*engine serve MODEL` quant=fp8"
+        ):
             connect(Fp8())
         fake.told |= {"quantization": "fp8_per_channel"}
         assert connect(Fp8()).caps.sizes.parts[0].part == "experts"

@@ -27,7 +27,10 @@ def entry(token, logp, others=()):
 
 
 def good(tokens=TOKENS, finish="stop", first=0, path=PROMPT):
-    content = [entry(t, -0.5 * i, [entry(20, -2.0), entry(21, -9999.0)]) for i, t in enumerate(tokens, start=1)]
+    content = [
+        entry(t, -0.5 * i, [entry(20, -2.0), entry(21, -9999.0)])
+        for i, t in enumerate(tokens, start=1)
+    ]
     return {
         "choices": [
             {
@@ -101,7 +104,13 @@ def test_an_abort_that_came_too_late_changes_nothing(tokens, reason, finish):
 
 @pytest.mark.parametrize(
     ("tokens", "reason"),
-    [([7, 8], "length"), ([7, 8, 9, 9], "stop"), ([1, 7, 8, 9], "length"), ([7] * 5, "length"), ([7, 1], "error")],
+    [
+        ([7, 8], "length"),
+        ([7, 8, 9, 9], "stop"),
+        ([1, 7, 8, 9], "length"),
+        ([7] * 5, "length"),
+        ([7, 1], "error"),
+    ],
 )
 def test_an_end_that_does_not_fit_the_tokens_is_refused(tokens, reason):
     with pytest.raises(Malformed, match=r"finish_reason|goes on after its end"):
@@ -110,7 +119,13 @@ def test_an_end_that_does_not_fit_the_tokens_is_refused(tokens, reason):
 
 def places(tree, path=()):
     yield path
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for name, value in items:
         yield from places(value, (*path, name))
 
@@ -118,7 +133,9 @@ def places(tree, path=()):
 PLACES = list(places(good()))[1:]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
@@ -134,7 +151,9 @@ def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
     if gone:
         del parent[last]
     else:
-        parent[last] = json.loads(json.dumps(value))  # as it comes off the wire: NaN and infinity too
+        parent[last] = json.loads(
+            json.dumps(value)
+        )  # as it comes off the wire: NaN and infinity too
     try:
         done = read(reply)
     except Malformed:
@@ -153,6 +172,7 @@ def test_seeds_of_a_rest_are_other_seeds():
 
 def test_one_more_of_the_likeliest_tokens_is_asked_for_up_to_the_vocabulary():
     asked = {
-        k: parameters(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"] for k in (0, 1, 5, 32)
+        k: parameters(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
+        for k in (0, 1, 5, 32)
     }
     assert asked == {0: 0, 1: 2, 5: 6, 32: 32}

@@ -88,16 +88,28 @@ def test_servers_that_must_not_start(monkeypatch, settings, message):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = settings.get("port", 8000) or taken.getsockname()[1]
         with pytest.raises(UsageError, match=message):
-            serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, **settings | {"port": port})
+            serve.serve(
+                ServeConfig(),
+                "m",
+                max_len=8,
+                vocab=8,
+                routes=True,
+                cpu=True,
+                **settings | {"port": port},
+            )
 
 
 def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve, "command_line", lambda *_, **__: [sys.executable, "-c", "import sys; sys.exit(3)"])
+    monkeypatch.setattr(
+        serve, "command_line", lambda *_, **__: [sys.executable, "-c", "import sys; sys.exit(3)"]
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     said = []
-    found = serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append)
+    found = serve.serve(
+        ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=said.append
+    )
     assert (found, [text for text in said if "ready" in text]) == (3, [])
     assert left_for("127.0.0.1", port) is None
 
@@ -124,7 +136,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def test_without_a_token_one_is_made_and_a_run_of_this_machine_finds_it(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve, "command_line", lambda _, host, port: [sys.executable, "-c", SERVER, str(port)])
+    monkeypatch.setattr(
+        serve, "command_line", lambda _, host, port: [sys.executable, "-c", SERVER, str(port)]
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     said, found = [], {}
@@ -136,7 +150,9 @@ def test_without_a_token_one_is_made_and_a_run_of_this_machine_finds_it(monkeypa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serve.serve(ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=say)
+        serve.serve(
+            ServeConfig(), "m", max_len=8, vocab=8, routes=True, cpu=True, port=port, say=say
+        )
     assert f"127.0.0.1.{port}" in said[0]
     assert len(found["token"]) >= 32
     assert found["token"] not in "".join(said)
@@ -144,7 +160,9 @@ def test_without_a_token_one_is_made_and_a_run_of_this_machine_finds_it(monkeypa
 
 
 def test_the_servers_process_does_not_outlive_ours():
-    with serve._running([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)) as process:
+    with serve._running(
+        [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ)
+    ) as process:
         assert process.poll() is None
     assert process.returncode == -15
 
@@ -188,7 +206,9 @@ def tree(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
+)
 def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
     wrapper, pids = tree
     wrapper.send_signal(number)
@@ -258,11 +278,16 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(weight_files, "save_file", full)
-    with pytest.raises(TrainingError, match=r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"):
+    with pytest.raises(
+        TrainingError, match=r"version 2: .*No space left.*sync_dir|sync_dir.*No space left"
+    ):
         files.write(weights(2), 2)
     assert first.exists()
     assert not (files.folder / "version_2").exists()
-    with pytest.raises(TrainingError, match=r"^cluster\.shared_dir: .* set cluster\.shared_dir to a folder with room"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^cluster\.shared_dir: .* set cluster\.shared_dir to a folder with room",
+    ):
         WeightFiles(str(tmp_path), "cluster.shared_dir").write(weights(2), 2)
 
 
@@ -270,7 +295,12 @@ def test_folders_of_processes_that_are_no_more_are_removed(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     host = socket.gethostname()
-    for name in (f"{host}.{ended.pid}.x1", f"{host}.{os.getpid()}.x2", f"another-host.{ended.pid}.x3", "mine"):
+    for name in (
+        f"{host}.{ended.pid}.x1",
+        f"{host}.{os.getpid()}.x2",
+        f"another-host.{ended.pid}.x3",
+        "mine",
+    ):
         (tmp_path / name).mkdir()
     files = WeightFiles(str(tmp_path))
     left = {path.name for path in tmp_path.iterdir()} - {files.folder.name}

@@ -47,7 +47,10 @@ def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake,
     prompts = [[3, 4, i] for i in range(8)]
 
     async def interrupted():
-        tasks = [asyncio.create_task(engine.generate(p, Sampling(1.0, 40), seed=i)) for i, p in enumerate(prompts)]
+        tasks = [
+            asyncio.create_task(engine.generate(p, Sampling(1.0, 40), seed=i))
+            for i, p in enumerate(prompts)
+        ]
         await fake.sampling(20)  # by all of the four that may run
         await engine.load_weights(checkpoints[1][1].state_dict().items(), 5)
         return await asyncio.gather(*tasks)
@@ -66,14 +69,22 @@ def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake,
             logp = torch.log_softmax(table[fed[t]] @ table.T, -1)[tokens[t]]
             torch.testing.assert_close(completion.logp[t], logp, atol=1e-5, rtol=0)
         check_completion(completion, prompt, RULES, "sample")
-        assert torch.equal(completion.routing.ids, torch.from_numpy(routes_of([*prompt, *tokens.tolist()])[:-1]))
+        assert torch.equal(
+            completion.routing.ids, torch.from_numpy(routes_of([*prompt, *tokens.tolist()])[:-1])
+        )
         kept = int((versions == 0).sum())
         spans = completion.routing.spans
-        assert sum(s.length for s in spans if s.version == 0) == (2 + kept if kept else 0)  # its last token was not fed
+        assert sum(s.length for s in spans if s.version == 0) == (
+            2 + kept if kept else 0
+        )  # its last token was not fed
         assert sum(s.length for s in spans) == 42
     assert split == 4
     assert engine.take_metrics()["rollout/requests_resumed"] >= 4
-    seeds = {r.body["sampling_params"]["seed"] for r in fake.server.asked if r.path == GENERATE and r.params == {}}
+    seeds = {
+        r.body["sampling_params"]["seed"]
+        for r in fake.server.asked
+        if r.path == GENERATE and r.params == {}
+    }
     assert {continued(0, int((done[0].version == 0).sum())), 0} <= seeds
 
 
@@ -127,13 +138,17 @@ def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
     assert fake.weights.endswith("-incomplete")
     assert not engine.holds(fake.model)
     fake.spoil.clear()
-    next_run = connected(fake)  # gives it back what it was started with before asking it for anything
+    next_run = connected(
+        fake
+    )  # gives it back what it was started with before asking it for anything
     assert np.array_equal(fake.table, checkpoints[0][1].state_dict()[TABLE].numpy())
     assert len(one(next_run).token_ids) == 6
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
-def test_weights_reach_the_server_and_what_is_altered_is_refused(fake, checkpoints, sync, monkeypatch):
+def test_weights_reach_the_server_and_what_is_altered_is_refused(
+    fake, checkpoints, sync, monkeypatch
+):
     engine = connected(fake, sync=sync)
     asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
     assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
@@ -194,7 +209,9 @@ def test_a_server_serves_one_run_after_another(fake, checkpoints):
 
 def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
     asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))
-    fake.spoil["/collective_rpc"] = lambda reply, number: setattr(fake, "table", fake.table * 1.5) or reply
+    fake.spoil["/collective_rpc"] = lambda reply, number: (
+        setattr(fake, "table", fake.table * 1.5) or reply
+    )
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
         asyncio.run(adopt(connected(fake), checkpoints[1][0], vocab=VOCAB))
     with pytest.raises(TrainingError, match="moved the log-probabilities"):
@@ -203,5 +220,7 @@ def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
 
 def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
     fake.weights = "somebody-3"
-    with pytest.raises(UsageError, match="holds weights 'somebody-3', which another program gave it"):
+    with pytest.raises(
+        UsageError, match="holds weights 'somebody-3', which another program gave it"
+    ):
         asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))

@@ -53,7 +53,9 @@ def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=LIM
     sender = Sender(receivers=receivers, timeout_s=timeout_s)
     with sender, ThreadPoolExecutor(1 + receivers) as pool:
         sending = pool.submit(ended, sender.send, source, sent)
-        got = [pool.submit(ended, receive, sender.invitation, rank + 1) for rank in range(receivers)]
+        got = [
+            pool.submit(ended, receive, sender.invitation, rank + 1) for rank in range(receivers)
+        ]
         return sending.result(), [each.result() for each in got]
 
 
@@ -95,11 +97,17 @@ def dropped(bucket):
 
 
 def zeroed(bucket):
-    return {name: torch.zeros_like(tensor) if name == "half" else tensor for name, tensor in bucket.items()}
+    return {
+        name: torch.zeros_like(tensor) if name == "half" else tensor
+        for name, tensor in bucket.items()
+    }
 
 
 def recast(bucket):
-    return {name: tensor.view(torch.float16) if name == "half" else tensor for name, tensor in bucket.items()}
+    return {
+        name: tensor.view(torch.float16) if name == "half" else tensor
+        for name, tensor in bucket.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,9 @@ def test_a_tensor_that_is_sent_twice_is_named():
 def test_weights_of_another_version_are_refused(sent, promised):
     sender, (receiver,) = update(tensors(), sent=sent, promised=promised)
     for error in (sender, receiver):
-        with pytest.raises(TrainingError, match=f"weights of version {sent} came instead of version {promised}"):
+        with pytest.raises(
+            TrainingError, match=f"weights of version {sent} came instead of version {promised}"
+        ):
             raise error
 
 
@@ -145,7 +155,9 @@ def test_a_failing_source_ends_the_receivers():
     with pytest.raises(TrainingError, match=r"^the learner lost a rank"):
         raise sender
     for error in receivers:
-        with pytest.raises(TrainingError, match="the other side failed: TrainingError: the learner lost a rank"):
+        with pytest.raises(
+            TrainingError, match="the other side failed: TrainingError: the learner lost a rank"
+        ):
             raise error
 
 
@@ -156,7 +168,9 @@ def test_an_engine_that_fails_or_stops_early_is_an_error_at_the_sender():
 
     sender, (receiver,) = update(tensors(), take=fails)
     assert isinstance(receiver, OSError)
-    with pytest.raises(TrainingError, match=r"receiver 1 failed: OSError: no memory left|receiver is gone"):
+    with pytest.raises(
+        TrainingError, match=r"receiver 1 failed: OSError: no memory left|receiver is gone"
+    ):
         raise sender
     sender, (receiver,) = update(tensors(), take=lambda arriving: next(arriving))
     for error in (sender, receiver):
@@ -213,7 +227,9 @@ def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
     monkeypatch.setattr(module, "start_broadcast", start)
     monkeypatch.setattr(Sender, "_gathered", lambda _: object())
     with Sender(receivers=1, host="127.0.0.1", timeout_s=LIMIT_S) as sender:
-        with pytest.raises(TrainingError, match="a receiver is gone or too slow: connection reset") as kept:
+        with pytest.raises(
+            TrainingError, match="a receiver is gone or too slow: connection reset"
+        ) as kept:
             sender.send([("a", torch.ones(1))], 3)
         assert sent[0]() is None, kept
 
@@ -243,7 +259,9 @@ def test_who_has_not_the_key_cannot_alter_an_update():
 def test_the_store_listens_on_the_loopback_only():
     with Sender(receivers=1) as sender:
         port = json.loads(sender.invitation)["port"]
-        with socket.create_server(("127.0.0.2", port)):  # would be taken if it listened on every address
+        with socket.create_server(
+            ("127.0.0.2", port)
+        ):  # would be taken if it listened on every address
             pass
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", port))

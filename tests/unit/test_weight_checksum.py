@@ -15,13 +15,18 @@ from onepolicy.sync.checksum import LEVELS, WIDTH, Checksums, difference
 def by_hand(data: bytes, key: bytes) -> int:
     """Python's integers, row by row."""
     stream = hashlib.shake_128(b"onepolicy weights" + key).digest(8 * LEVELS * WIDTH)
-    table = [int.from_bytes(stream[i : i + 8], "little", signed=True) for i in range(0, len(stream), 8)]
+    table = [
+        int.from_bytes(stream[i : i + 8], "little", signed=True) for i in range(0, len(stream), 8)
+    ]
     data += bytes(-len(data) % 4)
     words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
     for level in range(LEVELS):
         row = table[level * WIDTH : (level + 1) * WIDTH]
         starts = range(0, max(len(words), 1), WIDTH)
-        words = [sum(w * c for w, c in zip(words[s : s + WIDTH], row, strict=False)) % 2**64 for s in starts]
+        words = [
+            sum(w * c for w, c in zip(words[s : s + WIDTH], row, strict=False)) % 2**64
+            for s in starts
+        ]
         if len(words) == 1:
             break
     return (words[0] + 2**63) % 2**64 - 2**63
@@ -29,7 +34,9 @@ def by_hand(data: bytes, key: bytes) -> int:
 
 @pytest.mark.parametrize("count", [0, 1, 5, 4 * WIDTH, 4 * WIDTH + 3, 40 * WIDTH + 1])
 def test_equals_the_sum_computed_by_hand(count):
-    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    data = torch.randint(
+        0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count)
+    )
     assert int(Checksums(b"k").of(data)) == by_hand(bytes(data.tolist()), b"k")
 
 
@@ -87,7 +94,9 @@ def test_the_key_and_every_name_count():
     assert difference(found, dict(found)) is None
     assert difference(found, {"a": found["a"]}) == "1 tensors are missing, first 'b'"
     assert difference({"a": found["a"]}, found) == "1 tensors were never sent, first 'b'"
-    assert "is float32 [4], sent was float32 [3]" in difference(found, found | {"a": ["float32", [4], 0]})
+    assert "is float32 [4], sent was float32 [3]" in difference(
+        found, found | {"a": ["float32", [4], 0]}
+    )
     assert "the bytes of 'a'" in difference(found, found | {"a": ["float32", [3], 0]})
     with pytest.raises(TrainingError, match="'a' came twice"):
         sums.add("a", tensor)

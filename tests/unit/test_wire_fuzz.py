@@ -10,7 +10,13 @@ import torch.distributed as dist
 from test_ranks_parts import batch_with
 
 from onepolicy.config import TrainingError
-from onepolicy.launch.ray.wire import Request, decode_answers, decode_requests, encode_answers, encode_requests
+from onepolicy.launch.ray.wire import (
+    Request,
+    decode_answers,
+    decode_requests,
+    encode_answers,
+    encode_requests,
+)
 from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Bucket, End, likes
 from onepolicy.sync.messages import read_as
@@ -46,18 +52,35 @@ def trace(rows, weights=False):
     ids = torch.rand(rows, 2, 16).topk(3).indices.to(torch.uint8)
     spans = (RouteSpan(0, 2, "cache", 1), RouteSpan(2, rows - 2, "decode", 2))
     return RoutingTrace(
-        ids, torch.ones(rows, dtype=torch.bool), (1, 3), 16, spans, torch.rand(ids.shape) if weights else None
+        ids,
+        torch.ones(rows, dtype=torch.bool),
+        (1, 3),
+        16,
+        spans,
+        torch.rand(ids.shape) if weights else None,
     )
 
 
 def completion(count):
     numbers = torch.arange(count, dtype=torch.int32)
     top = numbers[:, None].expand(count, 2)
-    return Completion(numbers, -numbers.float(), numbers, "stop", trace(count + 3, True), 0, top, -top.float(), "f")
+    return Completion(
+        numbers,
+        -numbers.float(),
+        numbers,
+        "stop",
+        trace(count + 3, True),
+        0,
+        top,
+        -top.float(),
+        "f",
+    )
 
 
 EMPTY = torch.zeros(0, dtype=torch.int32)
-ANSWERS = encode_answers({3: completion(4), 12: Completion(EMPTY, EMPTY.float(), EMPTY, "aborted"), 4: ValueError("x")})
+ANSWERS = encode_answers(
+    {3: completion(4), 12: Completion(EMPTY, EMPTY.float(), EMPTY, "aborted"), 4: ValueError("x")}
+)
 REQUESTS = encode_requests({7: Request(torch.arange(5), Sampling(1.0, 8, stop=(1, 2)), 2**63 + 5)})
 BATCH = batch_message({"do": "score"}, batch_with([5, 3])).encode()
 
@@ -131,7 +154,16 @@ READERS = {
     ),
     "command": (
         lambda data: read_as(Command, json.loads(data), "it"),
-        *in_json({"do": "optimise", "rounds": [[0], [1, 2]], "mini_step": 0, "slots": 3, "version": 1, "traces": {}}),
+        *in_json(
+            {
+                "do": "optimise",
+                "rounds": [[0], [1, 2]],
+                "mini_step": 0,
+                "slots": 3,
+                "version": 1,
+                "traces": {},
+            }
+        ),
     ),
     "rank's answer": (
         lambda data: read_as(Updated, json.loads(data), "it"),
@@ -192,7 +224,13 @@ def altered_value(value, number):
 
 def nodes(value):
     """(parent, key) of every node below this one."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
     for key in keys:
         yield value, key
         yield from nodes(value[key])
@@ -231,7 +269,14 @@ def test_many_altered_messages_are_read_or_refused(name):
     "part", ["logp", "version", "token_ids", "top_ids", "trace.ids", "trace.valid", "trace.weights"]
 )
 @pytest.mark.parametrize(
-    "tensor", [None, torch.zeros(3), torch.zeros(4, 2, 3, 1), torch.zeros(4, dtype=torch.bool), torch.tensor(1)]
+    "tensor",
+    [
+        None,
+        torch.zeros(3),
+        torch.zeros(4, 2, 3, 1),
+        torch.zeros(4, dtype=torch.bool),
+        torch.tensor(1),
+    ],
 )
 def test_an_answer_with_another_tensor_is_refused(part, tensor):
     message = Message.decode(ANSWERS)
@@ -244,9 +289,12 @@ def test_an_answer_with_another_tensor_is_refused(part, tensor):
         decode_answers(Message(message.header, tensors).encode())
 
 
-@pytest.mark.parametrize("name", sorted(Message.decode(BATCH).tensors))  # safetensors has them in any order
 @pytest.mark.parametrize(
-    "tensor", [torch.zeros(3, 1, 1, 1), torch.zeros(0), torch.tensor(1), torch.zeros(99, dtype=torch.int64)]
+    "name", sorted(Message.decode(BATCH).tensors)
+)  # safetensors has them in any order
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3, 1, 1, 1), torch.zeros(0), torch.tensor(1), torch.zeros(99, dtype=torch.int64)],
 )
 def test_a_batch_with_another_tensor_is_refused(name, tensor):
     message = Message.decode(BATCH)
@@ -255,6 +303,13 @@ def test_a_batch_with_another_tensor_is_refused(name, tensor):
 
 
 def test_what_a_stranger_writes_into_the_store_is_refused():
-    for data in (b"", b"\xff" * 80, b"0" * 64 + b"{}", b"\xc3" * 10, signed(b"{}")[:-1], "é".encode() * 64):
+    for data in (
+        b"",
+        b"\xff" * 80,
+        b"0" * 64 + b"{}",
+        b"\xc3" * 10,
+        signed(b"{}")[:-1],
+        "é".encode() * 64,
+    ):
         with pytest.raises(TrainingError, match="not from this run"):
             board(Store(data))._read("name")

@@ -31,13 +31,28 @@ PLAIN = {
     torch.bool,
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
 }
 Part = Callable[[int, int], Array]  # entries [start, stop) of the first axis
 
 
 def read_npz(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
-    broken = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, NotImplementedError, struct.error)
+    broken = (
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        OSError,
+        NotImplementedError,
+        struct.error,
+    )
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -48,8 +63,12 @@ def read_npz(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     except UsageError:
         raise
     except (*broken, ValueError, LookupError, OverflowError, MemoryError) as error:
-        raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({first_line(error)})") from None
-    yield from read_arrays(str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays))
+        raise UsageError(
+            f"{path}: not a readable NPZ file of plain arrays ({first_line(error)})"
+        ) from None
+    yield from read_arrays(
+        str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays)
+    )
 
 
 def check_held(path: Path, size: int) -> None:
@@ -57,7 +76,9 @@ def check_held(path: Path, size: int) -> None:
     on_disk = path.stat().st_size
     if size > MOST_HELD:
         mend = "write it as Parquet or safetensors, which are read in parts, or in several files"
-        raise UsageError(f"{path}: holds {size:,} bytes, more than the {MOST_HELD:,} that are held at once; {mend}")
+        raise UsageError(
+            f"{path}: holds {size:,} bytes, more than the {MOST_HELD:,} that are held at once; {mend}"
+        )
     if size > FREELY_HELD and size > MOST_RATIO * on_disk:
         raise UsageError(
             f"{path}: its {on_disk:,} bytes unpack to {size:,}, more than {MOST_RATIO} times as many, as no dump does; "
@@ -71,7 +92,9 @@ def _member(archive: zipfile.ZipFile, path: Path, name: str, info: zipfile.ZipIn
     try:
         return parse_npy(archive.read(info))
     except NotNpy as error:
-        raise UsageError(f"{path}: not a readable NPZ file of plain arrays ({info.filename}: {error})") from None
+        raise UsageError(
+            f"{path}: not a readable NPZ file of plain arrays ({info.filename}: {error})"
+        ) from None
 
 
 def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
@@ -90,8 +113,23 @@ def read_safetensors(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
 
 def load_pt(path: Path) -> dict[Any, Any]:
     """A torch.save file of a dict. torch.load runs no code with weights_only=True; what it refuses, we do."""
-    damaged = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, ValueError, OSError)
-    of_pickles = (LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, MemoryError)
+    damaged = (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        struct.error,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        OSError,
+    )
+    of_pickles = (
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+        MemoryError,
+    )
     try:
         if zipfile.is_zipfile(path):  # an older file holds its tensors as they are
             with zipfile.ZipFile(path) as archive:
@@ -101,9 +139,13 @@ def load_pt(path: Path) -> dict[Any, Any]:
         raise
     except (*damaged, *of_pickles) as error:
         reason = first_line(error)
-        raise UsageError(f"{path}: not tensors only, or damaged ({reason}); write it as safetensors") from None
+        raise UsageError(
+            f"{path}: not tensors only, or damaged ({reason}); write it as safetensors"
+        ) from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: holds {type(found).__name__}; expected a dict of tensors by column")
+        raise UsageError(
+            f"{path}: holds {type(found).__name__}; expected a dict of tensors by column"
+        )
     return found
 
 
@@ -119,9 +161,13 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     tensors = {name: value for name, value in found.items() if name in wanted}
     for name, value in tensors.items():
         check_plain(f"{path}: column {name}", value)
-    check_held(path, sum(value.numel() * value.itemsize for value in tensors.values()))  # a view may repeat its entries
+    check_held(
+        path, sum(value.numel() * value.itemsize for value in tensors.values())
+    )  # a view may repeat its entries
     arrays = {name: as_numpy(value) for name, value in tensors.items()}
-    yield from read_arrays(str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays))
+    yield from read_arrays(
+        str(path), {name: array.shape for name, array in arrays.items()}, mapping, _of(arrays)
+    )
 
 
 def _of(arrays: Mapping[str, Array]) -> Callable[[str], Part]:
@@ -142,17 +188,24 @@ def check_plain(where: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.is_nested or value.layout != torch.strided:
         raise UsageError(f"{where}: holds {type(value).__name__}; expected a dense tensor")
     if value.dtype not in PLAIN or value.device.type != "cpu":
-        raise UsageError(f"{where}: holds {value.dtype} on {value.device}; expected a tensor of plain numbers")
+        raise UsageError(
+            f"{where}: holds {value.dtype} on {value.device}; expected a tensor of plain numbers"
+        )
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:
     """The numbers of a tensor that `check_plain` lets pass; narrow floats as float32."""
     tensor = tensor.detach().resolve_neg()
-    return (tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor).numpy()
+    return (
+        tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    ).numpy()
 
 
 def read_arrays(
-    source: str, shapes: Mapping[str, tuple[int, ...]], mapping: Mapping[str, str], take: Callable[[str], Part]
+    source: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    mapping: Mapping[str, str],
+    take: Callable[[str], Part],
 ) -> Iterator[Block]:
     chosen = choose(source, [name for name in shapes if name != "length"], mapping)
     for name in (*chosen.values(), *(n for n in ("length",) if n in shapes)):
@@ -182,7 +235,9 @@ def read_arrays(
             if per_row[ours]:
                 raw[ours] = Ragged(take(theirs)(start, stop), None)
             elif flat:
-                raw[ours] = _flat(source, ours, take(theirs), shapes[theirs], span, total, lengths[start:stop])
+                raw[ours] = _flat(
+                    source, ours, take(theirs), shapes[theirs], span, total, lengths[start:stop]
+                )
             else:
                 part = take(theirs)(start, stop)
                 width = part.size // (stop - start)
@@ -192,18 +247,28 @@ def read_arrays(
 
 
 def _flat(
-    source: str, name: str, part: Part, shape: tuple[int, ...], span: tuple[int, int], total: int, lengths: Array
+    source: str,
+    name: str,
+    part: Part,
+    shape: tuple[int, ...],
+    span: tuple[int, int],
+    total: int,
+    lengths: Array,
 ) -> Ragged:
     """Entries of some rows of a flat column; a router column has a fixed number of entries per token."""
     per_token, rest = divmod(shape[0], total) if total else (1, 0)
     if rest:
-        raise UsageError(f"{source}: column {name}: {shape[0]} entries are not a multiple of {total} tokens")
+        raise UsageError(
+            f"{source}: column {name}: {shape[0]} entries are not a multiple of {total} tokens"
+        )
     values = part(span[0] * per_token, span[1] * per_token)
     each = values.size // max(1, span[1] - span[0])
     return Ragged(values.reshape(-1), lengths * each)
 
 
-def _lengths(source: str, shapes: Mapping[str, tuple[int, ...]], tokens: str, take: Callable[[str], Part]) -> Array:
+def _lengths(
+    source: str, shapes: Mapping[str, tuple[int, ...]], tokens: str, take: Callable[[str], Part]
+) -> Array:
     if "length" not in shapes:
         if len(shapes[tokens]) != 2:
             raise UsageError(
@@ -216,8 +281,12 @@ def _lengths(source: str, shapes: Mapping[str, tuple[int, ...]], tokens: str, ta
         return np.full(rows, width, np.int64)
     lengths = take("length")(0, shapes["length"][0])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths.astype(np.int64) < 0).any():
-        raise UsageError(f"{source}: column length: expected whole numbers of at least 0, one per sample")
+        raise UsageError(
+            f"{source}: column length: expected whole numbers of at least 0, one per sample"
+        )
     lengths = lengths.astype(np.int64)
     if lengths.astype(float).sum() != shapes[tokens][0]:
-        raise UsageError(f"{source}: column length: sums to {lengths.sum()}, but {tokens} has {shapes[tokens][0]}")
+        raise UsageError(
+            f"{source}: column length: sums to {lengths.sum()}, but {tokens} has {shapes[tokens][0]}"
+        )
     return lengths

@@ -15,7 +15,20 @@ import torch
 from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import Array
 from onepolicy.correct.histogram import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
-from onepolicy.report.figure import NEUTRAL, RHO, TAU, Absent, Figure, LogScale, Look, Spec, axis, bars, decade, line
+from onepolicy.report.figure import (
+    NEUTRAL,
+    RHO,
+    TAU,
+    Absent,
+    Figure,
+    LogScale,
+    Look,
+    Spec,
+    axis,
+    bars,
+    decade,
+    line,
+)
 from onepolicy.report.words import number
 from onepolicy.verdict.rules import QUIET_F2, QUIET_KL
 
@@ -35,7 +48,13 @@ EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)
 def figures(audited: Sequence[Audited]) -> list[Figure | Absent]:
     looks = (NEUTRAL, SECOND)
     pairs = list(zip(audited, looks[: len(audited)], strict=True))
-    return [*map(_by_row_and_place, audited), _histogram(pairs), _extreme(pairs), *_curves(pairs), _layers(pairs)]
+    return [
+        *map(_by_row_and_place, audited),
+        _histogram(pairs),
+        _extreme(pairs),
+        *_curves(pairs),
+        _layers(pairs),
+    ]
 
 
 def _by_row_and_place(each: Audited) -> Figure | Absent:
@@ -45,7 +64,9 @@ def _by_row_and_place(each: Audited) -> Figure | Absent:
     name = "rows_" + hashlib.sha256(name.encode()).hexdigest()[:8]
     if not rows:
         return Absent(name, "By row and place: no row has a token in the mask.")
-    rows = [rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), PICTURE_ROWS)).astype(int)]
+    rows = [
+        rows[i] for i in np.linspace(0, len(rows) - 1, min(len(rows), PICTURE_ROWS)).astype(int)
+    ]
     gaps = [np.abs(row["logp_trainer"] - row["logp_rollout"])[row["mask"]] for row in rows]
     wide = max(NARROWEST, math.ceil(max(map(len, gaps)) / PICTURE_PLACES))
     means = [[_cell(gap[at : at + wide]) for at in range(0, len(gap), wide)] for gap in gaps]
@@ -57,12 +78,28 @@ def _by_row_and_place(each: Audited) -> Figure | Absent:
     # not the page's own colours: where a row has ended, the ground must not look like a small gap
     scale = {"colorscale": "Viridis", "zmin": low, "zmax": high}
     ticks = list(range(math.ceil(low), math.floor(high) + 1))
-    named = [decade(tick) if tick > math.log10(FLOOR) else f"\u2264{decade(tick)}" for tick in ticks]
+    named = [
+        decade(tick) if tick > math.log10(FLOOR) else f"\u2264{decade(tick)}" for tick in ticks
+    ]
     bar: Spec = {"title": {"text": "nats", "side": "right"}, "tickvals": ticks, "ticktext": named}
     bar |= {"thickness": 12, "outlinewidth": 0}
-    drawn = {"type": "heatmap", "z": cells, "x0": wide / 2, "dx": wide, "y0": 0, "dy": 1, "colorbar": bar} | scale
-    drawn |= {"hovertemplate": "row %{y}, place %{x}: 10^%{z:.1f} nats<extra></extra>", "hoverongaps": False}
-    layout = {"xaxis": axis("place in the response"), "yaxis": axis("row of the sample", autorange="reversed")}
+    drawn = {
+        "type": "heatmap",
+        "z": cells,
+        "x0": wide / 2,
+        "dx": wide,
+        "y0": 0,
+        "dy": 1,
+        "colorbar": bar,
+    } | scale
+    drawn |= {
+        "hovertemplate": "row %{y}, place %{x}: 10^%{z:.1f} nats<extra></extra>",
+        "hoverongaps": False,
+    }
+    layout = {
+        "xaxis": axis("place in the response"),
+        "yaxis": axis("row of the sample", autorange="reversed"),
+    }
     whose = f"{each.label}: mean" if each.label else "Mean"
     note = (
         f"{whose} |log {RHO}| of {len(rows)} rows, {wide} tokens a cell. Mismatch looks alike everywhere; a "
@@ -97,7 +134,9 @@ def _half(row: list[float]) -> tuple[float, float]:
     """Mean of a row's first and of its second half [nats]; of a row of one cell that cell twice."""
     middle = len(row) // 2
     first, second = row[:middle] or row, row[middle:]
-    return float(np.mean([10**cell for cell in first])), float(np.mean([10**cell for cell in second]))
+    return float(np.mean([10**cell for cell in first])), float(
+        np.mean([10**cell for cell in second])
+    )
 
 
 def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
@@ -113,7 +152,10 @@ def _histogram(pairs: list[tuple[Audited, Look]]) -> Figure:
     reach = max(_reach(each.tally.histogram) for each, _ in pairs)
     edges = np.linspace(-reach, reach, SHOWN_BINS + 1)
     middle = (edges[1:] + edges[:-1]) / 2
-    data = [line(a.label, middle.tolist(), _density(a.tally.histogram, edges).tolist(), look) for a, look in pairs]
+    data = [
+        line(a.label, middle.tolist(), _density(a.tally.histogram, edges).tolist(), look)
+        for a, look in pairs
+    ]
     for each in data:
         each["line"] |= {"shape": "hvh"}
     inside = min(float(_cumulative(a.tally.histogram, edges)[[0, -1]] @ [-1, 1]) for a, _ in pairs)
@@ -145,7 +187,9 @@ def _reach(counts: torch.Tensor) -> float:
 
 def _cumulative(counts: torch.Tensor, points: Array) -> Array:
     """Share of tokens with log rho below each point: tokens are spread evenly within their bin."""
-    borders = np.concatenate([-EDGES[:0:-1], EDGES[1:]])  # the middle bin reaches from -SMALLEST to SMALLEST
+    borders = np.concatenate(
+        [-EDGES[:0:-1], EDGES[1:]]
+    )  # the middle bin reaches from -SMALLEST to SMALLEST
     share = np.concatenate([[0.0], counts.double().cumsum(0).numpy()])
     return np.interp(points, borders, share / share[-1])
 
@@ -161,10 +205,15 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
         shown = np.flatnonzero((taus >= 1.001) & (shares > 0))[::4]
         curves[each.label] = (taus[shown].tolist(), shares[shown].tolist())
     scale = LogScale.of(*(shares for _, shares in curves.values()), top=1.0)
-    data = [line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}") for a, look in pairs]
+    data = [
+        line(a.label, *curves[a.label], look, hovertemplate="%{x:.3g}: %{y:.2g}")
+        for a, look in pairs
+    ]
     end = max([2.2, *(taus[-1] for taus, _ in curves.values() if taus)])
     small = (1.0, 1.25, 2.0, 5.0) if end < 50 else (1.0,)  # or they overlap on a phone
-    ticks = [t for t in small if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
+    ticks = [t for t in small if t <= end] + [
+        10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)
+    ]
     x = {
         "type": "log",
         "range": [0, math.log10(end)],
@@ -178,34 +227,71 @@ def _extreme(pairs: list[tuple[Audited, Look]]) -> Figure:
         "shapes": [_level(QUIET_F2)],
     }
     note = f"F({TAU}): share of tokens whose probability differs by more than a factor {TAU}, either way."
-    beyond = [number(a.tally.total.numbers()["f2"], share=True) for a, _ in pairs if a.tally.total is not None]
+    beyond = [
+        number(a.tally.total.numbers()["f2"], share=True)
+        for a, _ in pairs
+        if a.tally.total is not None
+    ]
     title = f"{' and '.join(beyond)} of the tokens are off by more than a factor of 2"
-    return Figure("f_tau", title, f"{note} Dotted: {QUIET_F2:.1%}, below which F(2) is no concern.", data, layout)
+    return Figure(
+        "f_tau",
+        title,
+        f"{note} Dotted: {QUIET_F2:.1%}, below which F(2) is no concern.",
+        data,
+        layout,
+    )
 
 
 def _level(value: float) -> Spec:
     """A dotted line across."""
     stroke = {"color": "@muted", "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": value, "y1": value, "line": stroke}
+    return {
+        "type": "line",
+        "x0": 0,
+        "x1": 1,
+        "xref": "paper",
+        "y0": value,
+        "y1": value,
+        "line": stroke,
+    }
 
 
 def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
     if not any(len(each.tally.steps) > 1 for each, _ in pairs):
-        return [Absent("k3", "Curves over training: the dump has no column step, or one step only.")]
+        return [
+            Absent("k3", "Curves over training: the dump has no column step, or one step only.")
+        ]
     onsets = [each.onset for each, _ in pairs]
-    found = [f"{a.label}: step {onset}" for (a, _), onset in zip(pairs, onsets, strict=True) if onset is not None]
+    found = [
+        f"{a.label}: step {onset}"
+        for (a, _), onset in zip(pairs, onsets, strict=True)
+        if onset is not None
+    ]
     note = f"k3 = mean({RHO} - 1 - log {RHO}). Onset of divergence: {'; '.join(found) or 'none'} ({ONSET_RULE})."
     title = f"k3 diverges ({'; '.join(found)})" if found else _course(pairs)
-    out: list[Figure | Absent] = [_over_steps(pairs, "k3", "k3 (nats per token, log)", title, note, width="wide")]
+    out: list[Figure | Absent] = [
+        _over_steps(pairs, "k3", "k3 (nats per token, log)", title, note, width="wide")
+    ]
     if any(sketch.numbers()["f2"] for each, _ in pairs for sketch in each.tally.steps.values()):
         text = "Share of tokens off by more than a factor of 2."
         out.append(_over_steps(pairs, "f2", "F(2) (log)", "Extreme tokens over training", text))
     else:
-        out.append(Absent("f2", "Extreme tokens over training: no token is off by more than a factor of 2."))
-    marks = [_mark(onset, look) for (_, look), onset in zip(pairs, onsets, strict=True) if onset is not None]
+        out.append(
+            Absent(
+                "f2", "Extreme tokens over training: no token is off by more than a factor of 2."
+            )
+        )
+    marks = [
+        _mark(onset, look)
+        for (_, look), onset in zip(pairs, onsets, strict=True)
+        if onset is not None
+    ]
     for figure in out:
         if isinstance(figure, Figure):
-            figure.layout["shapes"] = [*marks, _level(QUIET_KL if figure.name == "k3" else QUIET_F2)]
+            figure.layout["shapes"] = [
+                *marks,
+                _level(QUIET_KL if figure.name == "k3" else QUIET_F2),
+            ]
     rewards = []
     for a, look in pairs:
         if found_rewards := sorted(a.tally.rewards.items()):
@@ -215,7 +301,9 @@ def _curves(pairs: list[tuple[Audited, Look]]) -> list[Figure | Absent]:
         return [*out, Absent("reward", "Reward: the dump has no column reward.")]
     layout = {"xaxis": axis("step"), "yaxis": axis("mean reward"), "shapes": marks}
     title = (
-        "Mean reward, with the onset of divergence" if marks else "Mean reward; no onset of divergence to compare with"
+        "Mean reward, with the onset of divergence"
+        if marks
+        else "Mean reward; no onset of divergence to compare with"
     )
     return [*out, Figure("reward", title, "Mean over a step's rows.", rewards, layout)]
 
@@ -233,9 +321,17 @@ def _layers(pairs: list[tuple[Audited, Look]]) -> Figure | Absent:
             shares = (routes.per_layer / routes.slots).tolist()
             data.append(bars(each.label, list(range(len(shares))), shares, look))
     if not data:
-        return Absent("layers", "Routers per layer: the dump has no columns routes_rollout and routes_trainer.")
-    note = "Share of tokens for which a layer's router chose another set of experts on the two sides."
-    layout = {"xaxis": axis("MoE layer, in the order of the dump"), "yaxis": axis("share", tickformat=".1%")}
+        return Absent(
+            "layers",
+            "Routers per layer: the dump has no columns routes_rollout and routes_trainer.",
+        )
+    note = (
+        "Share of tokens for which a layer's router chose another set of experts on the two sides."
+    )
+    layout = {
+        "xaxis": axis("MoE layer, in the order of the dump"),
+        "yaxis": axis("share", tickformat=".1%"),
+    }
     most = max((value, at) for bar in data for at, value in enumerate(bar["y"]))
     title = f"Routers would choose otherwise most in layer {most[1]}: for {number(most[0], share=True)} of the tokens"
     return Figure("layers", title, note, data, layout)
@@ -250,7 +346,8 @@ def _over_steps(
     width: Literal["half", "wide"] = "half",
 ) -> Figure:
     series = {
-        a.label: [(step, sketch.numbers()[name]) for step, sketch in sorted(a.tally.steps.items())] for a, _ in pairs
+        a.label: [(step, sketch.numbers()[name]) for step, sketch in sorted(a.tally.steps.items())]
+        for a, _ in pairs
     }
     scale = LogScale.of(*([value for _, value in points] for points in series.values()))
     data = [
@@ -258,9 +355,19 @@ def _over_steps(
         for a, look in pairs
         if (points := series[a.label])
     ]
-    return Figure(name, title, note, data, {"xaxis": axis("step"), "yaxis": scale.axis(unit)}, width)
+    return Figure(
+        name, title, note, data, {"xaxis": axis("step"), "yaxis": scale.axis(unit)}, width
+    )
 
 
 def _mark(step: int, look: Look) -> Spec:
     stroke = {"color": "@bad", "width": 1.5, "dash": look.dash if look.dash != "solid" else "dot"}
-    return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
+    return {
+        "type": "line",
+        "x0": step,
+        "x1": step,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": stroke,
+    }

@@ -50,10 +50,14 @@ class Audited:
 
 def judge(found: Tally, label: str, *, equal_on_purpose: bool = False) -> Audited:
     """equal_on_purpose: both sides are known to have been computed alike, so that equal bits are no copy."""
-    onset = onset_of_divergence({step: sketch.numbers()["k3"] for step, sketch in found.steps.items()})
+    onset = onset_of_divergence(
+        {step: sketch.numbers()["k3"] for step, sketch in found.steps.items()}
+    )
     numbers = _since(found, onset).numbers()
     routes = _misplaced_routes(found, onset)
-    diagnosis = _diagnose(found, onset, "logp_native" if routes and found.native is not None else "logp_trainer")
+    diagnosis = _diagnose(
+        found, onset, "logp_native" if routes and found.native is not None else "logp_trainer"
+    )
     gap = Gap(
         tokens=int(numbers["tokens"]),
         sequences=int(numbers["sequences"]),
@@ -75,7 +79,9 @@ def judge(found: Tally, label: str, *, equal_on_purpose: bool = False) -> Audite
         unchecked=_unchecked(found, gap),
         copies=not equal_on_purpose,
     )
-    missing = [f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns]
+    missing = [
+        f"{what}: no column {name}" for name, what in LOOKS_FOR.items() if name not in found.columns
+    ]
     if "step" in found.columns and len(found.steps) < ONSET_FEWEST:
         missing.append(f"{LOOKS_FOR['step']}: fewer than {ONSET_FEWEST} steps")
     return Audited(label, found, said, tuple(_notes(found, onset)), tuple(missing), onset)
@@ -85,7 +91,9 @@ def _unchecked(found: Tally, gap: Gap) -> list[str]:
     """Causes that could explain the gap, or hide behind a small one, and were not looked for."""
     out = [text for name, text in NEEDED.items() if name not in found.columns]
     if gap.sequences < FEW_ROWS and not gap.quiet:
-        out.append(f"{gap.sequences} rows are too few to see a part of them that is wrong: dump {FEW_ROWS} or more")
+        out.append(
+            f"{gap.sequences} rows are too few to see a part of them that is wrong: dump {FEW_ROWS} or more"
+        )
     return out
 
 
@@ -99,7 +107,9 @@ def _routers(found: Tally) -> float | None:
 def _notes(found: Tally, onset: int | None) -> list[str]:
     notes = _grids(found)
     if found.native is not None:
-        notes.append(f"Without replay k3 is {number(found.native.numbers()['k3'])} nats a token over the whole dump.")
+        notes.append(
+            f"Without replay k3 is {number(found.native.numbers()['k3'])} nats a token over the whole dump."
+        )
     if found.ages.old:
         notes.append(found.ages.text())
     if found.sample.size < found.entries:
@@ -121,7 +131,9 @@ def _grids(found: Tally) -> list[str]:
         values = values[values < -0.01]
         for name, dtype in GRIDS.items():
             if len(values) >= FEWEST and bool((values.to(dtype).double() == values).all()):
-                out.append(f"{side} was rounded to {name}: its values lie on that grid. That is no bug.")
+                out.append(
+                    f"{side} was rounded to {name}: its values lie on that grid. That is no bug."
+                )
                 break
     return out
 
@@ -131,17 +143,28 @@ def _diagnose(found: Tally, onset: int | None, trainer: str) -> Diagnosis:
     rows = found.sample.rows(onset)
     if not any(row.columns["mask"].any() for row in rows):
         return Diagnosis(math.nan, ())
-    tensors = {name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows])) for name in rows[0].columns}
+    tensors = {
+        name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
+        for name in rows[0].columns
+    }
     lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
     segment = torch.arange(len(rows)).repeat_interleave(lengths)
     version, mask = tensors.get("version"), tensors["mask"]
-    group = torch.tensor([row.step for row in rows]).repeat_interleave(lengths) if len(found.steps) > 1 else None
-    if version is not None and "trained_version" in tensors:  # old tokens are declared: bugs show in the newest
+    group = (
+        torch.tensor([row.step for row in rows]).repeat_interleave(lengths)
+        if len(found.steps) > 1
+        else None
+    )
+    if (
+        version is not None and "trained_version" in tensors
+    ):  # old tokens are declared: bugs show in the newest
         newest_weights = mask & (version == tensors["trained_version"])
         if int(newest_weights.sum()) >= FEWEST:
             mask = newest_weights
         else:
-            tensors.pop("entropy", None)  # what updates do to log-probabilities looks like another temperature
+            tensors.pop(
+                "entropy", None
+            )  # what updates do to log-probabilities looks like another temperature
             group = version  # weights of one age have one size of the gap
         version = None
     elif version is not None:  # against the newest of the same step: older steps are no staleness
@@ -171,7 +194,8 @@ def _misplaced_routes(found: Tally, onset: int | None) -> str:
     from onepolicy.replay.checks import RoutingError
 
     rollout, trainer = (
-        np.concatenate([row.columns[name] for row in rows]) for name in ("routes_rollout", "routes_trainer")
+        np.concatenate([row.columns[name] for row in rows])
+        for name in ("routes_rollout", "routes_trainer")
     )
     bounds = np.concatenate([[0], np.cumsum([len(row.columns["routes_rollout"]) for row in rows])])
     valid = torch.from_numpy(~((rollout < 0) | (trainer < 0)).any((1, 2)))
@@ -179,7 +203,11 @@ def _misplaced_routes(found: Tally, onset: int | None) -> str:
         return ""
     experts = int(max(rollout.max(), trainer.max())) + 1
     try:
-        check_alignment(_trace(rollout, valid, experts), _trace(trainer, valid, experts), torch.from_numpy(bounds))
+        check_alignment(
+            _trace(rollout, valid, experts),
+            _trace(trainer, valid, experts),
+            torch.from_numpy(bounds),
+        )
     except RoutingError as error:
         oldest = max(found.ages.found, default=0)
         return f"{error}" + (f". Or they are too old: by up to {oldest} updates" if oldest else "")
@@ -197,7 +225,9 @@ def _since(found: Tally, onset: int | None) -> Sketch:
     assert found.total is not None
     if onset is None:
         return found.total
-    return functools.reduce(Sketch.merge, (sketch for step, sketch in sorted(found.steps.items()) if step >= onset))
+    return functools.reduce(
+        Sketch.merge, (sketch for step, sketch in sorted(found.steps.items()) if step >= onset)
+    )
 
 
 def onset_of_divergence(k3: dict[int, float]) -> int | None:
@@ -206,7 +236,9 @@ def onset_of_divergence(k3: dict[int, float]) -> int | None:
         return None
     steps = sorted(k3)
     first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
-    bound = max(ONSET_FACTOR * statistics.median(first), *first)  # small steps are heavy-tailed: not the median alone
+    bound = max(
+        ONSET_FACTOR * statistics.median(first), *first
+    )  # small steps are heavy-tailed: not the median alone
     high = [k3[step] > bound for step in steps]
     for place in range(len(steps) - ONSET_STEPS + 1):
         if all(high[place : place + ONSET_STEPS]):

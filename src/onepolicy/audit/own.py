@@ -28,7 +28,9 @@ def is_run(path: Path) -> bool:
 def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     """One block a probe, its step that of the probe; logp_trainer is of the scoring that trained."""
     if mapping:
-        raise UsageError(f"{folder}: is a run folder of ours; its columns have one name, leave --columns out")
+        raise UsageError(
+            f"{folder}: is a run folder of ours; its columns have one name, leave --columns out"
+        )
     steps, first = _probes(folder), 0
     for number, (step, path) in enumerate(steps, start=1):
         block = assemble(str(path), 0, _columns(path, step), number / len(steps))
@@ -39,8 +41,14 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
 def bitwise(folder: Path) -> str:
     """How many log-probabilities of a run's probes differ in any bit, and whether equality may be claimed at all."""
     differing, tokens, why = _bits(folder)
-    claim = "rollouts and trainer were computed alike" if why is None else f"cannot claim equality: {why}"
-    return f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+    claim = (
+        "rollouts and trainer were computed alike"
+        if why is None
+        else f"cannot claim equality: {why}"
+    )
+    return (
+        f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
+    )
 
 
 def equal_on_purpose(path: Path) -> bool:
@@ -67,18 +75,28 @@ def _bits(folder: Path) -> tuple[int, int, str | None]:
 def _fingerprints(path: Path, about: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Of the trainer, and of each rollout as text, as a probe's metadata has them."""
     try:
-        ours, theirs = json.loads(about.get("fingerprint", "{}")), json.loads(about.get("rollout", "[]"))
-        right = isinstance(theirs, list) and all(isinstance(json.loads(each), dict) for each in theirs)
+        ours, theirs = (
+            json.loads(about.get("fingerprint", "{}")),
+            json.loads(about.get("rollout", "[]")),
+        )
+        right = isinstance(theirs, list) and all(
+            isinstance(json.loads(each), dict) for each in theirs
+        )
     except (ValueError, TypeError, RecursionError):
         right = False
     if not right or not isinstance(ours, dict):
-        raise UsageError(f"{path}: its fingerprints are damaged; delete the file to leave this probe out")
+        raise UsageError(
+            f"{path}: its fingerprints are damaged; delete the file to leave this probe out"
+        )
     return ours, theirs
 
 
 def _probes(folder: Path) -> list[tuple[int, Path]]:
     """(step, file) of each, by step. UsageError if there is none."""
-    found = {path: re.fullmatch(r"step_([0-9]+)\.safetensors", path.name) for path in (folder / "probes").glob("*")}
+    found = {
+        path: re.fullmatch(r"step_([0-9]+)\.safetensors", path.name)
+        for path in (folder / "probes").glob("*")
+    }
     steps = sorted((int(match[1]), path) for path, match in found.items() if match)
     if not steps:
         mend = "train with log.counterfactual_every=N to write one every N steps"
@@ -95,27 +113,48 @@ def _columns(path: Path, step: int) -> dict[str, Ragged]:
         check_plain(f"{path}: {name}", tensor)
     tensors = {name: as_numpy(tensor) for name, tensor in loaded.items()}
     if lacking := [name for name in (*PER_TOKEN, "segment") if name not in tensors]:
-        raise UsageError(f"{path}: no {', '.join(lacking)}; an older version wrote this probe, train some steps more")
+        raise UsageError(
+            f"{path}: no {', '.join(lacking)}; an older version wrote this probe, train some steps more"
+        )
     sizes = {name: tensors[name].shape for name in (*PER_TOKEN, "segment")}
     if len(set(sizes.values())) > 1 or len(sizes["tokens"]) != 1 or not sizes["tokens"][0]:
-        raise UsageError(f"{path}: its tensors differ in length, or are empty: {sizes}; the file is damaged")
+        raise UsageError(
+            f"{path}: its tensors differ in length, or are empty: {sizes}; the file is damaged"
+        )
     lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
     rows = len(lengths)
     raw = {name: Ragged(tensors[name], lengths) for name in PER_TOKEN}
     if "logp_trainer_native" in tensors:
         if tensors["logp_trainer_native"].shape != sizes["tokens"]:
-            raise UsageError(f"{path}: logp_trainer_native differs in length from the others; the file is damaged")
+            raise UsageError(
+                f"{path}: logp_trainer_native differs in length from the others; the file is damaged"
+            )
         raw["logp_native"] = Ragged(tensors["logp_trainer_native"], lengths)
-    raw |= {"mask": Ragged(np.ones(lengths.sum(), bool), lengths), "step": Ragged(np.full(rows, step), None)}
+    raw |= {
+        "mask": Ragged(np.ones(lengths.sum(), bool), lengths),
+        "step": Ragged(np.full(rows, step), None),
+    }
     raw["trained_version"] = Ragged(np.full(rows, step - 1), None)
     if "routes_rollout" in tensors and "routes_trainer" in tensors:
         both = {name: tensors[name] for name in ("routes_rollout", "routes_trainer")}
         shapes = {each.shape for each in both.values()}
-        if len(shapes) > 1 or both["routes_rollout"].ndim != 3 or len(both["routes_rollout"]) > lengths.sum():
-            raise UsageError(f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged")
+        if (
+            len(shapes) > 1
+            or both["routes_rollout"].ndim != 3
+            or len(both["routes_rollout"]) > lengths.sum()
+        ):
+            raise UsageError(
+                f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged"
+            )
         _, layers, k = both["routes_rollout"].shape
-        raw |= {name: Ragged(_padded(each, int(lengths.sum())), lengths * layers * k) for name, each in both.items()}
-        raw |= {"route_layers": Ragged(np.full(rows, layers), None), "route_top_k": Ragged(np.full(rows, k), None)}
+        raw |= {
+            name: Ragged(_padded(each, int(lengths.sum())), lengths * layers * k)
+            for name, each in both.items()
+        }
+        raw |= {
+            "route_layers": Ragged(np.full(rows, layers), None),
+            "route_top_k": Ragged(np.full(rows, k), None),
+        }
     return raw
 
 

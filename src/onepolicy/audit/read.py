@@ -46,7 +46,9 @@ def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
         for block in READERS[file.suffix](file, mapping):
             columns = columns or set(block.columns)
             if other := sorted(columns ^ block.columns.keys()):
-                raise UsageError(f"{file}: column {other[0]}: in some files of the dump only; all need the same")
+                raise UsageError(
+                    f"{file}: column {other[0]}: in some files of the dump only; all need the same"
+                )
             done = (number + block.done) / len(files)
             yield dataclasses.replace(block, first_row=rows + block.first_row, done=done)
             last = block.first_row + len(block.lengths)
@@ -58,12 +60,16 @@ def read_dump(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
 def _files(path: Path) -> list[Path]:
     known = ", ".join(READERS)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
+        found = sorted(
+            file for file in path.rglob("*") if file.suffix in READERS and file.is_file()
+        )
         if not found:
             raise UsageError(f"{path}: no dump in this folder; a file of one ends in {known}")
         for file in found:
             if not file.resolve().is_relative_to(path.resolve()):
-                raise UsageError(f"{file}: a link out of the dump's folder; name the folder it leads to instead")
+                raise UsageError(
+                    f"{file}: a link out of the dump's folder; name the folder it leads to instead"
+                )
         return found
     if path.suffix not in READERS:
         raise UsageError(f"{path}: unknown kind of dump; the suffix must be one of {known}")
@@ -78,21 +84,29 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
     pa, pq = require_pyarrow()
     damage = (pa.ArrowException, OSError, UnicodeDecodeError)
     try:
-        file = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)  # pre-buffering holds the whole file
+        file = pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=2**20
+        )  # pre-buffering holds the whole file
         names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
     except damage as error:
-        raise UsageError(f"{path}: not a complete Parquet file ({first_line(error)}); was its writer killed?") from None
+        raise UsageError(
+            f"{path}: not a complete Parquet file ({first_line(error)}); was its writer killed?"
+        ) from None
     with file:
         version = about.get(VERSION_KEY)
         if version is not None and version != str(VERSION).encode():
-            raise UsageError(f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}")
+            raise UsageError(
+                f"{path}: schema version {version.decode(errors='replace')}, this is version {VERSION}"
+            )
         chosen = choose(str(path), names, mapping)
         first, total = 0, file.metadata.num_rows
         wanted = list(dict.fromkeys(chosen.values()))
         batches: Iterator[Any] | None = None
         while True:
             try:
-                batches = batches or file.iter_batches(batch_size=_rows_at_once(file, wanted), columns=wanted)
+                batches = batches or file.iter_batches(
+                    batch_size=_rows_at_once(file, wanted), columns=wanted
+                )
                 batch = next(batches, None)
             except damage as error:
                 raise UsageError(
@@ -100,7 +114,10 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
                 ) from None
             if batch is None:
                 return
-            raw = {ours: _from_arrow(pa, path, first, ours, batch.column(name)) for ours, name in chosen.items()}
+            raw = {
+                ours: _from_arrow(pa, path, first, ours, batch.column(name))
+                for ours, name in chosen.items()
+            }
             yield assemble(str(path), first, raw, (first + batch.num_rows) / total)
             first += batch.num_rows
 
@@ -109,12 +126,16 @@ def _rows_at_once(file: Any, wanted: list[str]) -> int:
     """So that rows like the longest of the first ones stay within PARQUET_ENTRIES. Read one by one: the file's own
     counts would be cheaper, but asking for them aborts the process if they are damaged."""
     first = itertools.islice(file.iter_batches(batch_size=1, columns=wanted), PARQUET_ROWS)
-    longest = max((sum(_entries(batch.column(name)) for name in wanted) for batch in first), default=1)
+    longest = max(
+        (sum(_entries(batch.column(name)) for name in wanted) for batch in first), default=1
+    )
     return max(1, min(PARQUET_ROWS, PARQUET_ENTRIES // max(1, longest)))
 
 
 def _entries(column: Any) -> int:
-    while hasattr(column, "flatten") and hasattr(column.type, "value_type"):  # lists, and lists of lists
+    while hasattr(column, "flatten") and hasattr(
+        column.type, "value_type"
+    ):  # lists, and lists of lists
         column = column.flatten()
     return len(column)
 
@@ -125,14 +146,30 @@ def _from_arrow(pa: Any, path: Path, first: int, name: str, column: Any) -> Ragg
         row = first + column.is_null().to_pylist().index(True)
         raise UsageError(f"{path}: row {row}, column {name}: is null; every row needs a value")
     lengths = None
-    if kinds.is_list(column.type) or kinds.is_large_list(column.type) or kinds.is_fixed_size_list(column.type):
+    if (
+        kinds.is_list(column.type)
+        or kinds.is_large_list(column.type)
+        or kinds.is_fixed_size_list(column.type)
+    ):
         import pyarrow.compute
 
-        lengths = pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = (
+            pyarrow.compute.list_value_length(column)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
         column = column.flatten()
-    if not (kinds.is_floating(column.type) or kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
-        raise UsageError(f"{path}: row {first}, column {name}: holds {column.type}; expected numbers or lists of them")
-    return Ragged(column.to_numpy(zero_copy_only=False).astype(_plain(column)), lengths)  # a null entry is NaN
+    if not (
+        kinds.is_floating(column.type)
+        or kinds.is_integer(column.type)
+        or kinds.is_boolean(column.type)
+    ):
+        raise UsageError(
+            f"{path}: row {first}, column {name}: holds {column.type}; expected numbers or lists of them"
+        )
+    return Ragged(
+        column.to_numpy(zero_copy_only=False).astype(_plain(column)), lengths
+    )  # a null entry is NaN
 
 
 def _plain(column: Any) -> Any:
@@ -166,14 +203,20 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also bad UTF-8; thousands of digits or brackets
-        raise UsageError(f"{path}: line {number} is not JSON ({first_line(error)}); was its writer killed?") from None
+        raise UsageError(
+            f"{path}: line {number} is not JSON ({first_line(error)}); was its writer killed?"
+        ) from None
     if not isinstance(row, dict):
         raise UsageError(f"{path}: line {number} holds {type(row).__name__}; expected an object")
     return row
 
 
 def row_arrays(
-    source: str, index: int, row: Mapping[str, Any], chosen: Mapping[str, str], mapping: Mapping[str, str]
+    source: str,
+    index: int,
+    row: Mapping[str, Any],
+    chosen: Mapping[str, str],
+    mapping: Mapping[str, str],
 ) -> dict[str, Array]:
     """One row of lists and numbers -> arrays of rank 1 or 0. Every row must have the columns of the first."""
     for ours in COLUMNS:
@@ -190,11 +233,17 @@ def row_arrays(
             array = np.asarray(value if np.size(value) else np.zeros(np.shape(value)))
         except (ValueError, OverflowError, TypeError):
             array = np.empty(0, object)
-        if array.dtype.kind not in "biuf" or array.ndim > (4 if COLUMNS[ours].per == "router" else 1):
-            raise UsageError(f"{source}: row {index}, column {ours}: expected a number or a flat list of numbers")
+        if array.dtype.kind not in "biuf" or array.ndim > (
+            4 if COLUMNS[ours].per == "router" else 1
+        ):
+            raise UsageError(
+                f"{source}: row {index}, column {ours}: expected a number or a flat list of numbers"
+            )
         arrays[ours] = array.reshape(-1) if array.ndim else array
     if arrays["tokens"].ndim == 0:
-        raise UsageError(f"{source}: row {index}, column tokens: is a number; expected a list of token ids")
+        raise UsageError(
+            f"{source}: row {index}, column tokens: is a number; expected a list of token ids"
+        )
     return arrays
 
 
@@ -210,7 +259,9 @@ def from_rows(source: str, first: int, rows: list[dict[str, Array]], done: float
         if parts[0].ndim == 0:
             raw[name] = Ragged(np.stack(parts), None)
         else:
-            raw[name] = Ragged(np.concatenate(parts), np.array([part.size for part in parts], np.int64))
+            raw[name] = Ragged(
+                np.concatenate(parts), np.array([part.size for part in parts], np.int64)
+            )
     return assemble(source, first, raw, done)
 
 

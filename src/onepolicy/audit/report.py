@@ -36,7 +36,10 @@ def numbers(each: Audited) -> dict[str, float]:
     assert tally.total is not None
     found = tally.total.numbers()
     if tally.routes is not None and tally.routes.slots:
-        found |= {"routers": tally.routes.routers, "tokens_routed": tally.routes.tokens / tally.routes.slots}
+        found |= {
+            "routers": tally.routes.routers,
+            "tokens_routed": tally.routes.tokens / tally.routes.slots,
+        }
     return found
 
 
@@ -58,7 +61,9 @@ def differences(a: Audited, b: Audited) -> dict[str, Difference]:
     first, second = numbers(a), numbers(b)
     found = {}
     for name in first:
-        error = math.hypot(first.get(f"{name}_error", math.nan), second.get(f"{name}_error", math.nan))
+        error = math.hypot(
+            first.get(f"{name}_error", math.nan), second.get(f"{name}_error", math.nan)
+        )
         if math.isfinite(error):
             value = second[name] - first[name]
             found[name] = Difference(value, value - Z95 * error, value + Z95 * error)
@@ -106,7 +111,9 @@ def as_tree(each: Audited) -> dict[str, Any]:
     steps = []
     for step, sketch in sorted(tally.steps.items()):
         total, count = tally.rewards.get(step, (0.0, 0))
-        steps.append({"step": step, **sketch.numbers()} | ({"reward": total / count} if count else {}))
+        steps.append(
+            {"step": step, **sketch.numbers()} | ({"reward": total / count} if count else {})
+        )
     tree: dict[str, Any] = {
         "schema_version": VERSION,
         "dump": str(tally.path),
@@ -118,13 +125,16 @@ def as_tree(each: Audited) -> dict[str, Any]:
         "onset": each.onset,
         "onset_rule": ONSET_RULE,
         "overall": numbers(each),
-        "ratio_quantiles": dict(zip(map(str, QUANTILES), quantiles(tally.histogram, QUANTILES).tolist(), strict=True)),
+        "ratio_quantiles": dict(
+            zip(map(str, QUANTILES), quantiles(tally.histogram, QUANTILES).tolist(), strict=True)
+        ),
         "extreme": {"tau": taus[kept].tolist(), "share": shares[kept].tolist()},
         "steps": steps,
     }
     if tally.ages.found:
         tree["k3_by_age"] = [
-            {"age": age, "tokens": tally.ages.found[age][0], "k3": k3} for age, k3 in tally.ages.k3.items()
+            {"age": age, "tokens": tally.ages.found[age][0], "k3": k3}
+            for age, k3 in tally.ages.k3.items()
         ]
     if tally.routes is not None:
         tree["routers_per_layer"] = (tally.routes.per_layer / max(1, tally.routes.slots)).tolist()
@@ -141,11 +151,16 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
         trees = [as_tree(each) for each in audited]
         tree = trees[0] if len(trees) == 1 else _both(audited, trees)
         text = json.dumps(tree, indent=1, allow_nan=False)
-        written = [write_text(folder / "audit.json", text), write_text(folder / "audit.html", _page(audited))]
+        written = [
+            write_text(folder / "audit.json", text),
+            write_text(folder / "audit.html", _page(audited)),
+        ]
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]
     except OSError as error:
-        raise UsageError(f"{folder}: cannot write the report ({error.strerror}); name another with --out") from None
+        raise UsageError(
+            f"{folder}: cannot write the report ({error.strerror}); name another with --out"
+        ) from None
 
 
 def _both(audited: Sequence[Audited], trees: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,8 +177,18 @@ def _page(audited: Sequence[Audited]) -> str:
         tiles = [
             ("k3", number(found["k3"]), "nats per token", ""),
             ("F(2)", number(found["f2"], share=True), "off by more than a factor of 2", ""),
-            ("Effective sample size", number(found["ess"], share=True), "of token importance weights", ""),
-            ("Tokens", f"{each.tally.total.tokens:,}" if each.tally.total else "", f"{each.tally.rows:,} rows", ""),
+            (
+                "Effective sample size",
+                number(found["ess"], share=True),
+                "of token importance weights",
+                "",
+            ),
+            (
+                "Tokens",
+                f"{each.tally.total.tokens:,}" if each.tally.total else "",
+                f"{each.tally.rows:,} rows",
+                "",
+            ),
         ]
         heading = f"<h2>{escape(each.label)}</h2>" if len(audited) > 1 else ""
         kind = "bad" if verdict.action in ("bug", "unclear") else ""
@@ -176,7 +201,11 @@ def _page(audited: Sequence[Audited]) -> str:
             + (f'<p class="rule">Not looked for: {escape(unchecked)}.</p>' if unchecked else "")
             + f'</div><div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
         )
-    parts.append(section("Mismatch", "How far apart are the engine that samples and the one that learns?", drawn))
+    parts.append(
+        section(
+            "Mismatch", "How far apart are the engine that samples and the one that learns?", drawn
+        )
+    )
     told = f'<p class="lead">{escape(said)}</p>' if (said := compared(audited)) else ""
     parts.append(f"<h2>Numbers</h2>{told}" + _html_table(_cells(audited), ["", *_header(audited)]))
     for each in audited:
@@ -189,18 +218,26 @@ def _page(audited: Sequence[Audited]) -> str:
                 + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
             )
     return document(
-        f"{title}: audit", "\n".join(parts), [f for f in drawn if isinstance(f, Figure)], footer="onepolicy audit."
+        f"{title}: audit",
+        "\n".join(parts),
+        [f for f in drawn if isinstance(f, Figure)],
+        footer="onepolicy audit.",
     )
 
 
 def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _header(audited: Sequence[Audited]) -> list[str]:
-    return [*(each.label for each in audited), *(["difference, 95% interval"] if len(audited) > 1 else [])]
+    return [
+        *(each.label for each in audited),
+        *(["difference, 95% interval"] if len(audited) > 1 else []),
+    ]
 
 
 def _cells(audited: Sequence[Audited]) -> list[list[str]]:
@@ -223,7 +260,11 @@ def _cells(audited: Sequence[Audited]) -> list[list[str]]:
 def _cell(key: str, value: float, *, share: bool) -> str:
     if key in ("tokens", "sequences"):
         return f"{value:,.0f}"
-    return f"{value:.4f}" if key in ("mean_rho", "pearson", "ppl_ratio") else number(value, share=share)
+    return (
+        f"{value:.4f}"
+        if key in ("mean_rho", "pearson", "ppl_ratio")
+        else number(value, share=share)
+    )
 
 
 def show(console: Console, audited: Sequence[Audited]) -> None:
@@ -256,5 +297,7 @@ def _grounds(each: Audited) -> list[str]:
     setting = [f"Set: {said.setting}"] if said.setting else []
     if "correction.preset=" in said.setting:
         name = said.setting.rpartition("=")[2]
-        setting.append(f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and others.")
+        setting.append(
+            f"`onepolicy config preset {name}` says it in the settings of verl, miles, TRL and others."
+        )
     return [*setting, *(f"Because {text.removesuffix('.')}." for text in said.basis), *each.notes]

@@ -28,7 +28,11 @@ def assemble(source: str, first_row: int, raw: Mapping[str, Ragged], done: float
     """Check everything that makes statistics meaningless. Rows are counted from 0 in messages."""
     lengths = raw["tokens"].lengths
     if lengths is None:
-        raise UsageError(_at(source, first_row, "tokens", "holds one value per row; expected a list of token ids"))
+        raise UsageError(
+            _at(
+                source, first_row, "tokens", "holds one value per row; expected a list of token ids"
+            )
+        )
     columns: dict[str, Array] = {}
     for name, ragged in raw.items():
         columns[name] = _column(source, first_row, name, ragged, lengths, raw)
@@ -46,16 +50,31 @@ def assemble(source: str, first_row: int, raw: Mapping[str, Ragged], done: float
     return block
 
 
-def _column(source: str, first_row: int, name: str, ragged: Ragged, lengths: Array, raw: Mapping[str, Ragged]) -> Array:
+def _column(
+    source: str,
+    first_row: int,
+    name: str,
+    ragged: Ragged,
+    lengths: Array,
+    raw: Mapping[str, Ragged],
+) -> Array:
     spec = COLUMNS[name]
     if spec.per == "row":
         if ragged.lengths is not None:
-            raise UsageError(_at(source, first_row, name, "holds a list; expected one number per row"))
-        return _typed(source, first_row, name, spec, ragged.values, np.ones(len(ragged.values), np.int64))
+            raise UsageError(
+                _at(source, first_row, name, "holds a list; expected one number per row")
+            )
+        return _typed(
+            source, first_row, name, spec, ragged.values, np.ones(len(ragged.values), np.int64)
+        )
     if ragged.lengths is None:
         if spec.per != "token or row":
-            raise UsageError(_at(source, first_row, name, "holds one value per row; expected a list"))
-        values = _typed(source, first_row, name, spec, ragged.values, np.ones(len(ragged.values), np.int64))
+            raise UsageError(
+                _at(source, first_row, name, "holds one value per row; expected a list")
+            )
+        values = _typed(
+            source, first_row, name, spec, ragged.values, np.ones(len(ragged.values), np.int64)
+        )
         return np.repeat(values, lengths)
     if spec.per == "router":
         return _routes(source, first_row, name, ragged, lengths, raw)
@@ -63,18 +82,41 @@ def _column(source: str, first_row: int, name: str, ragged: Ragged, lengths: Arr
     return _typed(source, first_row, name, spec, ragged.values, lengths)
 
 
-def _routes(source: str, first_row: int, name: str, ragged: Ragged, lengths: Array, raw: Mapping[str, Ragged]) -> Array:
+def _routes(
+    source: str,
+    first_row: int,
+    name: str,
+    ragged: Ragged,
+    lengths: Array,
+    raw: Mapping[str, Ragged],
+) -> Array:
     shape = []
     for key in ("route_layers", "route_top_k"):
         sizes = _column(source, first_row, key, raw[key], lengths, raw)
         if (bad := np.flatnonzero((sizes < 1) | (sizes > 4096))).size:
-            raise UsageError(_at(source, first_row + int(bad[0]), key, f"is {sizes[bad[0]]}; expected 1 to 4096"))
+            raise UsageError(
+                _at(source, first_row + int(bad[0]), key, f"is {sizes[bad[0]]}; expected 1 to 4096")
+            )
         if (other := np.flatnonzero(sizes != sizes[0])).size:
-            raise UsageError(_at(source, first_row + int(other[0]), key, "differs from earlier rows; one model only"))
+            raise UsageError(
+                _at(
+                    source,
+                    first_row + int(other[0]),
+                    key,
+                    "differs from earlier rows; one model only",
+                )
+            )
         shape.append(int(sizes[0]))
     assert ragged.lengths is not None
     layers, k = shape
-    _same_lengths(source, first_row, name, ragged.lengths, lengths * layers * k, "tokens x route_layers x route_top_k")
+    _same_lengths(
+        source,
+        first_row,
+        name,
+        ragged.lengths,
+        lengths * layers * k,
+        "tokens x route_layers x route_top_k",
+    )
     ids = _typed(source, first_row, name, COLUMNS[name], ragged.values, ragged.lengths)
     if (wrong := np.flatnonzero((ids < -1) | (ids > LARGEST_EXPERT))).size:
         row, entry = _place(ragged.lengths, int(wrong[0]))
@@ -83,14 +125,18 @@ def _routes(source: str, first_row: int, name: str, ragged: Ragged, lengths: Arr
     return ids.astype(np.int32).reshape(-1, layers, k)
 
 
-def _same_lengths(source: str, first_row: int, name: str, found: Array, wanted: Array, of: str) -> None:
+def _same_lengths(
+    source: str, first_row: int, name: str, found: Array, wanted: Array, of: str
+) -> None:
     if (other := np.flatnonzero(found != wanted)).size:
         row = int(other[0])
         text = f"has {found[row]} entries, {of} has {wanted[row]}; one entry per token"
         raise UsageError(_at(source, first_row + row, name, text))
 
 
-def _typed(source: str, first_row: int, name: str, spec: Column, values: Array, lengths: Array) -> Array:
+def _typed(
+    source: str, first_row: int, name: str, spec: Column, values: Array, lengths: Array
+) -> Array:
     """[n] float64, int64 or bool."""
     if values.dtype.kind not in "biuf":
         raise UsageError(_at(source, first_row, name, f"holds {values.dtype}; expected numbers"))
@@ -105,19 +151,27 @@ def _typed(source: str, first_row: int, name: str, spec: Column, values: Array, 
         elif values.dtype.kind == "b":
             wrong, text = np.zeros(len(values), bool), ""
         else:
-            wrong = (values > LARGEST_INT) | ((values < -LARGEST_INT) if values.dtype.kind == "i" else False)
+            wrong = (values > LARGEST_INT) | (
+                (values < -LARGEST_INT) if values.dtype.kind == "i" else False
+            )
             text = "expected whole numbers of 32 bits"
     if wrong.any():
         place = int(np.flatnonzero(wrong)[0])
         row, entry = _place(lengths, place)
-        raise UsageError(_at(source, first_row + row, name, f"entry {entry} is {values[place]}; {text}"))
+        raise UsageError(
+            _at(source, first_row + row, name, f"entry {entry} is {values[place]}; {text}")
+        )
     return values.astype(bool if spec.kind == "bool" else np.int64)
 
 
 def _check_logp(source: str, block: Block, name: str) -> None:
     values, mask = block.columns[name], block.columns["mask"]
     _refuse(
-        source, block, name, mask & ~np.isfinite(values), "not a finite number inside the mask; clear the mask there"
+        source,
+        block,
+        name,
+        mask & ~np.isfinite(values),
+        "not a finite number inside the mask; clear the mask there",
     )
     text = "below any log-probability: the token was masked out of that side's vocabulary; clear the mask there"
     _refuse(source, block, name, mask & (values < SMALLEST_LOGP), text)
@@ -134,7 +188,9 @@ def _refuse(source: str, block: Block, name: str, wrong: Array, text: str) -> No
         place = int(np.flatnonzero(wrong)[0])
         row, entry = _place(block.lengths, place)
         value = block.columns[name][place]
-        raise UsageError(_at(source, block.first_row + row, name, f"entry {entry} is {value:g}: {text}"))
+        raise UsageError(
+            _at(source, block.first_row + row, name, f"entry {entry} is {value:g}: {text}")
+        )
 
 
 def _place(lengths: Array, place: int) -> tuple[int, int]:
@@ -158,7 +214,9 @@ ROW_GROUP_ENTRIES = 2**20
 @dataclass(frozen=True, slots=True)
 class Column:
     kind: Literal["int", "float", "bool"]
-    per: Literal["token", "token or row", "row", "router"]  # router: tokens x route_layers x route_top_k, flat
+    per: Literal[
+        "token", "token or row", "row", "router"
+    ]  # router: tokens x route_layers x route_top_k, flat
     required: bool = False
 
 
@@ -173,9 +231,13 @@ COLUMNS = {
     "trained_version": Column("int", "token or row"),  # of the weights that scored and trained
     "turn": Column("int", "token or row"),
     "entropy": Column("float", "token"),  # of the trainer's distribution [nats]
-    "logp_native": Column("float", "token"),  # the trainer's score without replay, where logp_trainer is with it
+    "logp_native": Column(
+        "float", "token"
+    ),  # the trainer's score without replay, where logp_trainer is with it
     "logp_previous": Column("float", "token"),  # the trainer's score under its previous weights
-    "tokens_rollout": Column("int", "token"),  # what the engine sampled, where it can differ from `tokens`
+    "tokens_rollout": Column(
+        "int", "token"
+    ),  # what the engine sampled, where it can differ from `tokens`
     "routes_rollout": Column("int", "router"),  # expert ids; -1: not recorded
     "routes_trainer": Column("int", "router"),
     "route_layers": Column("int", "row"),
@@ -197,7 +259,9 @@ class Block:
 
     first_row: int
     lengths: Array  # [S] int64
-    columns: dict[str, Array]  # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool
+    columns: dict[
+        str, Array
+    ]  # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool
     done: float  # share of the dump read after this block
 
     @property
@@ -232,7 +296,9 @@ def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
                 f"or {', '.join(KNOWN_NAMES)}"
             )
         if both := sorted(found.keys() & mapping.keys()):
-            raise UsageError(f"--columns {pair}: {both[0]} is already mapped to {mapping[both[0]]}; give it once")
+            raise UsageError(
+                f"--columns {pair}: {both[0]} is already mapped to {mapping[both[0]]}; give it once"
+            )
         mapping |= found
     return mapping
 
@@ -261,7 +327,9 @@ def require_pyarrow() -> tuple[ModuleType, ModuleType]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError("Parquet dumps need pyarrow; pip install 'onepolicy[audit]', or write JSONL") from None
+        raise UsageError(
+            "Parquet dumps need pyarrow; pip install 'onepolicy[audit]', or write JSONL"
+        ) from None
     return pyarrow, pyarrow.parquet
 
 
@@ -272,25 +340,37 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         raise UsageError(f"{path}: no rows to write")
     if unknown := set(rows[0]) - set(COLUMNS):
-        raise UsageError(f"{path}: unknown columns {', '.join(sorted(unknown))}; there are {', '.join(COLUMNS)}")
+        raise UsageError(
+            f"{path}: unknown columns {', '.join(sorted(unknown))}; there are {', '.join(COLUMNS)}"
+        )
     choose(str(path), rows[0].keys(), {})
     types = {"int": pa.int32(), "float": pa.float32(), "bool": pa.bool_()}
     fields = []
     for name, column in COLUMNS.items():
         if name in rows[0]:
-            scalar = column.per == "row" or (column.per == "token or row" and np.ndim(rows[0][name]) == 0)
-            fields.append(pa.field(name, types[column.kind] if scalar else pa.list_(types[column.kind])))
+            scalar = column.per == "row" or (
+                column.per == "token or row" and np.ndim(rows[0][name]) == 0
+            )
+            fields.append(
+                pa.field(name, types[column.kind] if scalar else pa.list_(types[column.kind]))
+            )
     schema = pa.schema(fields, metadata={VERSION_KEY: str(VERSION).encode()})
-    sizes = np.array([sum(np.size(row[field.name]) for field in fields if field.name in row) for row in rows])
+    sizes = np.array(
+        [sum(np.size(row[field.name]) for field in fields if field.name in row) for row in rows]
+    )
     group = (sizes.cumsum() - sizes) // ROW_GROUP_ENTRIES
     starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
     with pq.ParquetWriter(path, schema) as writer:
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
             part = [_values(rows[start:stop], field.name) for field in fields]
             try:
-                arrays = [pa.array(values, field.type) for values, field in zip(part, fields, strict=True)]
+                arrays = [
+                    pa.array(values, field.type) for values, field in zip(part, fields, strict=True)
+                ]
             except (pa.ArrowException, OverflowError, TypeError) as error:
-                raise UsageError(f"{path}: rows {start} to {stop - 1} cannot be written: {error}") from None
+                raise UsageError(
+                    f"{path}: rows {start} to {stop - 1} cannot be written: {error}"
+                ) from None
             writer.write_table(pa.table(arrays, schema=schema))
 
 

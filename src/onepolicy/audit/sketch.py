@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 TAUS = (1.25, 2.0, 5.0)
-MEANS = ("k1", "k2", "k3", "chi2", "mean_dlogp", "mean_dp", "excess", *(f"f{tau:g}" for tau in TAUS))
+MEANS = (
+    "k1",
+    "k2",
+    "k3",
+    "chi2",
+    "mean_dlogp",
+    "mean_dp",
+    "excess",
+    *(f"f{tau:g}" for tau in TAUS),
+)
 WITH_ERROR = ("k1", "k3", "f2", "excess")
 """Means whose standard error is kept; excess is mean rho - 1."""
 
@@ -24,14 +33,18 @@ class Sketch:
     differing: int  # tokens whose log-probabilities are not the same number
     sequences: int
     sums: tuple[float, ...]  # over tokens, of MEANS
-    moments: tuple[float, ...]  # over sequences: of n^2, and of s^2 and s n, s each of WITH_ERROR summed over n tokens
+    moments: tuple[
+        float, ...
+    ]  # over sequences: of n^2, and of s^2 and s n, s each of WITH_ERROR summed over n tokens
     ppl: float  # sum over sequences of exp(mean(-l))
     largest_l: float
     scaled: tuple[float, float]  # sums of exp(l - largest_l) and of its square: cannot overflow
     max_dlogp: float
     max_dp: float
     means: tuple[float, float]  # of the trainer's and the rollout's probability
-    comoments: tuple[float, float, float]  # sums of squares and product of deviations from these means
+    comoments: tuple[
+        float, float, float
+    ]  # sums of squares and product of deviations from these means
 
     @classmethod
     def of(cls, trainer: Tensor, rollout: Tensor, segment: Tensor) -> Self:
@@ -100,8 +113,13 @@ class Sketch:
         """Every statistic by the name Mismatch gives it; mean_rho; and NAME_error, the standard error of some."""
         n = self.tokens
         values = {name: total / n for name, total in zip(MEANS, self.sums, strict=True)}
-        errors = {f"{name}_error": self._error(i, values[name]) for i, name in enumerate(WITH_ERROR)}
-        values["mean_rho"], errors["mean_rho_error"] = 1 + values.pop("excess"), errors.pop("excess_error")
+        errors = {
+            f"{name}_error": self._error(i, values[name]) for i, name in enumerate(WITH_ERROR)
+        }
+        values["mean_rho"], errors["mean_rho_error"] = (
+            1 + values.pop("excess"),
+            errors.pop("excess_error"),
+        )
         return {
             "tokens": n,
             "differing": self.differing,

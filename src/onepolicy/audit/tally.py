@@ -27,7 +27,9 @@ OLDEST = 64  # and beyond
 
 @dataclass(slots=True)
 class Ages:
-    found: dict[int, tuple[int, float]] = field(default_factory=dict)  # age: tokens, sum of k3 [nats]
+    found: dict[int, tuple[int, float]] = field(
+        default_factory=dict
+    )  # age: tokens, sum of k3 [nats]
 
     def add(self, age: Array, trainer: Array, rollout: Array) -> None:
         """age [n] int64, in updates; log-probabilities [n] float64."""
@@ -35,7 +37,10 @@ class Ages:
         age = age.clip(0, OLDEST)
         for each in np.unique(age).tolist():
             tokens, total = self.found.get(each, (0, 0.0))
-            self.found[each] = tokens + int((age == each).sum()), total + float(terms[age == each].sum())
+            self.found[each] = (
+                tokens + int((age == each).sum()),
+                total + float(terms[age == each].sum()),
+            )
 
     @property
     def k3(self) -> dict[int, float]:
@@ -58,7 +63,8 @@ class Ages:
     def text(self) -> str:
         tokens = sum(count for count, _ in self.found.values())
         of_age = (
-            f"{number(k3)} at {age} ({self.found[age][0] / tokens:.0%} of the tokens)" for age, k3 in self.k3.items()
+            f"{number(k3)} at {age} ({self.found[age][0] / tokens:.0%} of the tokens)"
+            for age, k3 in self.k3.items()
         )
         return f"k3 by age, in updates: {', '.join(of_age)}."
 
@@ -110,8 +116,15 @@ class RowSample:
             if priorities[row] >= self.limit or not block.lengths[row]:
                 continue
             span = slice(int(ends[row] - block.lengths[row]), int(ends[row]))
-            kept = {name: block.columns[name][span].copy() for name in self.names if name in block.columns}
-            heapq.heappush(self.heap, Row(-float(priorities[row]), block.first_row + int(row), int(steps[row]), kept))
+            kept = {
+                name: block.columns[name][span].copy()
+                for name in self.names
+                if name in block.columns
+            }
+            heapq.heappush(
+                self.heap,
+                Row(-float(priorities[row]), block.first_row + int(row), int(steps[row]), kept),
+            )
             self.size += kept[self.names[0]].size
             while self.size > self.most and len(self.heap) > 1:
                 evicted = heapq.heappop(self.heap)
@@ -134,7 +147,11 @@ class Routes:
 
     @property
     def routers(self) -> float:
-        return float(self.per_layer.sum()) / (self.slots * len(self.per_layer)) if self.slots else float("nan")
+        return (
+            float(self.per_layer.sum()) / (self.slots * len(self.per_layer))
+            if self.slots
+            else float("nan")
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +169,9 @@ class Tally:
     rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     ages: Ages = field(default_factory=Ages)  # empty where the dump does not declare them
-    lengths: list[int] = field(default_factory=lambda: [0, 0])  # masked-in tokens, rows that have some
+    lengths: list[int] = field(
+        default_factory=lambda: [0, 0]
+    )  # masked-in tokens, rows that have some
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
     routes_sample: RowSample = field(
         default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
@@ -173,14 +192,18 @@ class Tally:
                     self.newest[int(step)] = max(newest, self.newest.get(int(step), newest))
         if not mask.any():
             return
-        trainer, rollout = (torch.from_numpy(columns[name][mask]) for name in ("logp_trainer", "logp_rollout"))
+        trainer, rollout = (
+            torch.from_numpy(columns[name][mask]) for name in ("logp_trainer", "logp_rollout")
+        )
         row = segment[mask]
         if "version" in columns and "trained_version" in columns:
             age = columns["trained_version"][mask] - columns["version"][mask]
             self.ages.add(age, columns["logp_trainer"][mask], columns["logp_rollout"][mask])
         self.histogram += histogram(trainer - rollout)
         if "logp_native" in columns:
-            native = Sketch.of(torch.from_numpy(columns["logp_native"][mask]), rollout, torch.from_numpy(row))
+            native = Sketch.of(
+                torch.from_numpy(columns["logp_native"][mask]), rollout, torch.from_numpy(row)
+            )
             self.native = native if self.native is None else self.native.merge(native)
         self._sketches(trainer, rollout, row, steps if "step" in columns else None)
         self.lengths[0] += len(row)
@@ -208,7 +231,9 @@ class Tally:
     def _step(self, step: int, found: Sketch) -> None:
         self.steps[step] = self.steps[step].merge(found) if step in self.steps else found
         if len(self.steps) > MAX_STEPS:
-            raise UsageError(f"{self.path}: column step: more than {MAX_STEPS} different values; is it another column?")
+            raise UsageError(
+                f"{self.path}: column step: more than {MAX_STEPS} different values; is it another column?"
+            )
 
     def _rewards(self, steps: Array, reward: Array | None) -> None:
         if reward is None:
@@ -222,14 +247,19 @@ class Tally:
         layers = rollout.shape[1]
         known = ~((rollout < 0) | (trainer < 0)).any((1, 2))
         differ = [
-            differing_experts(torch.from_numpy(rollout[known, i]), torch.from_numpy(trainer[known, i])).numpy() > 0
+            differing_experts(
+                torch.from_numpy(rollout[known, i]), torch.from_numpy(trainer[known, i])
+            ).numpy()
+            > 0
             for i in range(layers)
         ]
         differs = np.stack(differ, axis=1) if layers else np.zeros((0, 0), bool)
         if self.routes is None:
             self.routes = Routes(0, 0, np.zeros(layers, np.int64))
         if len(self.routes.per_layer) != layers:
-            raise UsageError(f"{self.path}: column route_layers: changes inside the dump; one model only")
+            raise UsageError(
+                f"{self.path}: column route_layers: changes inside the dump; one model only"
+            )
         self.routes.slots += int(known.sum())
         self.routes.tokens += int(differs.any(1).sum())
         self.routes.per_layer += differs.sum(0)
@@ -240,7 +270,9 @@ class Tally:
         return max(1, round(self.lengths[0] / max(1, self.lengths[1])))
 
 
-def tally(path: Path, mapping: Mapping[str, str], progress: Callable[[float], None] = lambda done: None) -> Tally:
+def tally(
+    path: Path, mapping: Mapping[str, str], progress: Callable[[float], None] = lambda done: None
+) -> Tally:
     """Read a whole dump. UsageError: anything wrong with it, or not one token inside the mask."""
     blocks: Iterable[Block] = read_dump(path, mapping)
     result: Tally | None = None
@@ -251,5 +283,7 @@ def tally(path: Path, mapping: Mapping[str, str], progress: Callable[[float], No
         progress(block.done)
     assert result is not None, "read_dump refuses an empty dump"
     if result.total is None:
-        raise UsageError(f"{path}: column mask: selects none of {result.entries} tokens; there is nothing to compare")
+        raise UsageError(
+            f"{path}: column mask: selects none of {result.entries} tokens; there is nothing to compare"
+        )
     return result

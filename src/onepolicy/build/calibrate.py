@@ -18,7 +18,11 @@ EPISODES = 32
 
 
 async def calibrate(
-    config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...], run: Path | None
+    config: RunConfig,
+    engine: RolloutEngine,
+    environment: Environment,
+    stop: tuple[int, ...],
+    run: Path | None,
 ) -> None:
     """Give the engine's static activations their scales, if it has any: those of the run folder, or new ones.
 
@@ -45,10 +49,18 @@ async def play_episodes(
     config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
 ) -> None:
     """The first EPISODES training problems, for what the engine notes meanwhile."""
-    sampling = Sampling(config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop)
+    sampling = Sampling(
+        config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop
+    )
 
     async def episode(index: int) -> None:
         problem = environment.train_problem(index)
-        await play(engine, environment, problem, sampling, functools.partial(seed_of, config.seed, problem.id, -2, 0))
+        await play(
+            engine,
+            environment,
+            problem,
+            sampling,
+            functools.partial(seed_of, config.seed, problem.id, -2, 0),
+        )
 
     await asyncio.gather(*map(episode, range(EPISODES)))

@@ -55,11 +55,15 @@ def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTok
     reserved = SGLangConfig.reserved if isinstance(config.rollout.engine, SGLangConfig) else 0
     max_len = config.rollout.engine.max_len or context - reserved
     if max_len > context:
-        raise UsageError(f"rollout.engine.max_len: {max_len} is more than the model's context of {context}")
+        raise UsageError(
+            f"rollout.engine.max_len: {max_len} is more than the model's context of {context}"
+        )
     return load_tokenizer(model), max_len
 
 
-def open_environment(config: RunConfig, model: ModelConfig) -> tuple[Environment, PreTrainedTokenizerBase, int]:
+def open_environment(
+    config: RunConfig, model: ModelConfig
+) -> tuple[Environment, PreTrainedTokenizerBase, int]:
     """Tokenizer, task and the longest sequence allowed, all checked against each other."""
     tokenizer, max_len = open_tokenizer(config, model)
     rows = config.replay.rows if isinstance(config.replay, FromRollout) else "as-sampled"
@@ -97,7 +101,9 @@ class Components(SamplingComponents):
     """The objects of a run, built once."""
 
     learner: Learner
-    evaluator: RolloutEngine | None = None  # unquantised; given the learner's weights before each evaluation
+    evaluator: RolloutEngine | None = (
+        None  # unquantised; given the learner's weights before each evaluation
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +134,24 @@ def build_parts(
     engine_builder: of the engine that samples; None: `build_engine`.
     """
     _check_extras(config)
-    model = resolve_model(config.model) if weights is None else config.model.model_copy(update={"path": str(weights)})
+    model = (
+        resolve_model(config.model)
+        if weights is None
+        else config.model.model_copy(update={"path": str(weights)})
+    )
     refuse_unreplayable(config, model)
     environment, tokenizer, max_len = open_environment(config, model)
     _refuse_elsewhere(config, ranks, engine_builder)
     refuse_quant(config)
     learner = build_learner(config, model, ranks)
-    engine, routes = _engine_of(config, model, max_len, learner.scorer, engine_builder or build_engine)
+    engine, routes = _engine_of(
+        config, model, max_len, learner.scorer, engine_builder or build_engine
+    )
     evaluator = build_evaluator(config, model, learner.scorer.device, max_len)
     make = partial(Components, learner=learner, evaluator=evaluator)
-    return _with_sampling(make, config, model, environment, tokenizer, engine, routes, learner.scorer), tokenizer
+    return _with_sampling(
+        make, config, model, environment, tokenizer, engine, routes, learner.scorer
+    ), tokenizer
 
 
 def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
@@ -147,7 +161,9 @@ def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTraine
     environment, tokenizer, max_len = open_environment(config, model)
     pair = build_pair(config, model, max_len)
     make = partial(MeasureComponents, scorer=pair.scorer)
-    return _with_sampling(make, config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer), tokenizer
+    return _with_sampling(
+        make, config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer
+    ), tokenizer
 
 
 def _with_sampling(
@@ -184,17 +200,23 @@ def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device)
     return Reprefill(scorer, tokens=config.train.tokens_per_micro_batch, weights=combine)
 
 
-def build_evaluator(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine | None:
+def build_evaluator(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine | None:
     """An embedded engine with unquantised weights, if evaluations need one."""
     if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
         return None
     return build_unquantised(config, model, device, max_len)
 
 
-def build_unquantised(config: RunConfig, model: ModelConfig, device: torch.device, max_len: int) -> RolloutEngine:
+def build_unquantised(
+    config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
+) -> RolloutEngine:
     """An embedded engine with the settings of the run's engine, but for rollout.quant."""
     engine = config.rollout.engine
-    own = HFEngineConfig(dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len)
+    own = HFEngineConfig(
+        dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len
+    )
     return build_engine(EngineSpec(model, own, device, max_len))
 
 
@@ -207,10 +229,14 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
     return Pair(config, engine, scorer, routes)
 
 
-def _refuse_elsewhere(config: RunConfig, ranks: Ranks | None, engine_builder: BuildEngine | None) -> None:
+def _refuse_elsewhere(
+    config: RunConfig, ranks: Ranks | None, engine_builder: BuildEngine | None
+) -> None:
     """UsageError for settings that only `onepolicy train` can follow: it starts the processes."""
     if config.cluster.kind == "ray" and engine_builder in (None, build_engine):
-        raise UsageError("cluster.kind: ray, but only `onepolicy train` places processes; give cluster.kind=local here")
+        raise UsageError(
+            "cluster.kind: ray, but only `onepolicy train` places processes; give cluster.kind=local here"
+        )
     if config.train.ranks and ranks is None:
         raise UsageError(
             f"train.ranks: {config.train.ranks}, but only `onepolicy train` spreads the learner over processes; give "
@@ -219,7 +245,11 @@ def _refuse_elsewhere(config: RunConfig, ranks: Ranks | None, engine_builder: Bu
 
 
 def _engine_of(
-    config: RunConfig, model: ModelConfig, max_len: int, scorer: PolicyScorer | RankedScorer, build: BuildEngine
+    config: RunConfig,
+    model: ModelConfig,
+    max_len: int,
+    scorer: PolicyScorer | RankedScorer,
+    build: BuildEngine,
 ) -> tuple[RolloutEngine, RouteRules | None]:
     """The engine beside this scorer, and what its routes must be."""
     rules = route_rules(config, scorer.routers) if scorer.routers else None
@@ -268,7 +298,9 @@ def from_reprefill(config: RunConfig) -> bool:
 
 def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
     replay = config.replay
-    missing = replay.missing if isinstance(replay, FromRollout) and replay.source == "engine" else "fine"
+    missing = (
+        replay.missing if isinstance(replay, FromRollout) and replay.source == "engine" else "fine"
+    )
     return RouteRules(routers.layers, routers.num_experts, routers.top_k, missing)
 
 

@@ -36,7 +36,11 @@ def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None
                 f"correction.centering: support needs the log-probabilities of all {top_logprobs} tokens, {most}; use "
                 "head"
             )
-        mend = f"set it to at most {caps.top_logprobs}" if caps.top_logprobs else "choose one without centering"
+        mend = (
+            f"set it to at most {caps.top_logprobs}"
+            if caps.top_logprobs
+            else "choose one without centering"
+        )
         raise UsageError(
             f"correction.head_size: {correction.name} needs the log-probabilities of the {top_logprobs} likeliest "
             f"tokens, {most}; {mend}"
@@ -50,4 +54,6 @@ def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None
             "record them by a second forward (replay.source=reprefill)"
         )
     if isinstance(config.replay, WeightsReplay) and not caps.routing_weights:
-        raise UsageError("replay.mode: weights needs the combine weights, which this engine does not return; use r3")
+        raise UsageError(
+            "replay.mode: weights needs the combine weights, which this engine does not return; use r3"
+        )

@@ -33,17 +33,23 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         return model
     path = cached_path(PolicyConfig())
     if not path.is_dir():
-        raise UsageError("model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once")
+        raise UsageError(
+            "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
+        )
     return model.model_copy(update={"path": str(path)})
 
 
-def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) -> LocalLearner | RankedLearner:
+def build_learner(
+    config: RunConfig, model: ModelConfig, ranks: Ranks | None
+) -> LocalLearner | RankedLearner:
     """With the weights of `model`, its reference and critic too. ranks: that this process drives, of a sharded one."""
     if ranks is None:
         scorer = build_scorer(config, model)
         reference = build_reference(config, scorer.vocabulary, scorer.device)
         critic = build_critic(model, config, scorer.device)
-        return LocalLearner(scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic)
+        return LocalLearner(
+            scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic
+        )
     assert ranks.team is not None, "a rank builds its part by build_rank_learner"
     from onepolicy.train.sharded.learner import RankedLearner
     from onepolicy.train.sharded.wire import Message
@@ -58,10 +64,14 @@ def build_learner(config: RunConfig, model: ModelConfig, ranks: Ranks | None) ->
 
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     """The policy alone, of one process: nothing that only an update needs."""
-    torch.manual_seed(config.seed)  # nothing here draws from it; models with code of their own might
+    torch.manual_seed(
+        config.seed
+    )  # nothing here draws from it; models with code of their own might
     use_threads(config)
     trained = load_trained(model, device_of(config.train.device))
-    return PolicyScorer(trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None)
+    return PolicyScorer(
+        trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
+    )
 
 
 def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
@@ -73,7 +83,9 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     use_threads(config)
     spread = Spread(ranks.mesh, compute_dtype(config))
     trained = load_trained(model, ranks.device, spread)
-    scorer = RankScorer(trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None)
+    scorer = RankScorer(
+        trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
+    )
     like = empty_model(model)
     like.generation_config = trained.generation_config
     reference = build_reference(config, scorer.vocabulary, ranks.device, spread)
@@ -103,8 +115,12 @@ def use_threads(config: RunConfig) -> None:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     elif config.rollout.overlaps and _embedded(config) and not config.train.ranks:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # two teams on the same cores wait for each other
-    elif config.train.ranks and "RANK" not in os.environ:  # torchrun and `ranks.started` have set it for theirs
+        torch.set_num_threads(
+            max(1, (os.cpu_count() or 1) // 2)
+        )  # two teams on the same cores wait for each other
+    elif (
+        config.train.ranks and "RANK" not in os.environ
+    ):  # torchrun and `ranks.started` have set it for theirs
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.train.ranks))
 
 
@@ -127,7 +143,9 @@ def build_reference(
     except UsageError as error:
         raise UsageError(str(error).replace("model.path", "objective.kl.reference", 1)) from error
     if own != vocabulary:
-        raise UsageError(f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}")
+        raise UsageError(
+            f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}"
+        )
     reference = load_trained(model_config, device, spread).requires_grad_(False)
     if config.numerics == ON_POLICY:
         from onepolicy.invariant.probe import start
@@ -136,13 +154,17 @@ def build_reference(
     return reference
 
 
-def load_trained(model: ModelConfig, device: torch.device, spread: Spread | None = None) -> PreTrainedModel:
+def load_trained(
+    model: ModelConfig, device: torch.device, spread: Spread | None = None
+) -> PreTrainedModel:
     """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
     if spread is None:
         loaded = load_model(model, DTYPES[model.dtype], device)
     else:
         host = torch.device("cpu")
-        loaded = spread.load(empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host))
+        loaded = spread.load(
+            empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host)
+        )
     if model.lm_head == "float32":
         from onepolicy.models import fp32_head
 

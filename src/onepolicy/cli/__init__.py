@@ -17,15 +17,30 @@ from onepolicy.cli.common import RUN_ONLY, command, hosts_of, prepare_process, s
 from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.stopped import interrupted, telling_of_sigterm
 from onepolicy.cli.streams import tolerant
-from onepolicy.config import NotThere, RunConfig, TrainingError, UsageError, load, printable, read_recipe, resolve
+from onepolicy.config import (
+    NotThere,
+    RunConfig,
+    TrainingError,
+    UsageError,
+    load,
+    printable,
+    read_recipe,
+    resolve,
+)
 from onepolicy.config.load import parse_value, resolve_as
 from onepolicy.config.place import check_folder, check_new, check_place, check_resumable, claimed
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.config.present import check_model, check_present, check_task
 from onepolicy.config.stored import CONFIG, read_config
 
-CHECKPOINTS, RUN = "checkpoints", "run.json"  # of a run folder: run/run_folder.py, which needs torch
-RESULT_IN_FILES = ("train", "make-policy")  # their exit status does not depend on what could be printed
+CHECKPOINTS, RUN = (
+    "checkpoints",
+    "run.json",
+)  # of a run folder: run/run_folder.py, which needs torch
+RESULT_IN_FILES = (
+    "train",
+    "make-policy",
+)  # their exit status does not depend on what could be printed
 EXIT_CODES = """\
 exit codes:
   0    done (measure, audit and eval: whatever they found)
@@ -59,7 +74,12 @@ def main(argv: list[str] | None = None) -> int:
         with telling_of_sigterm(arguments):
             status = _run(arguments)
         why = streams.lost()
-        if why is not None and status == 0 and _lost(why) and arguments.command not in RESULT_IN_FILES:
+        if (
+            why is not None
+            and status == 0
+            and _lost(why)
+            and arguments.command not in RESULT_IN_FILES
+        ):
             return 1
         return status
 
@@ -78,7 +98,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if error.filename is None or error.errno is None:
             raise
         mend = "check that the path is right, and who may read and write it"
-        print(f"onepolicy: {printable(str(error.filename))}: {error.strerror}; {mend}", file=sys.stderr)
+        print(
+            f"onepolicy: {printable(str(error.filename))}: {error.strerror}; {mend}",
+            file=sys.stderr,
+        )
         return 2 if error.errno in WRONG_PLACE else 1
     except KeyboardInterrupt:
         return interrupted(arguments)
@@ -95,7 +118,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if any("\0" in word for word in argv or ()):
         top.error("an argument has a NUL character in it")
     arguments, rest = top.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(w.startswith("-") or "=" not in w for w in rest)):
+    if rest and (
+        not hasattr(arguments, "overrides") or any(w.startswith("-") or "=" not in w for w in rest)
+    ):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
@@ -108,7 +133,9 @@ def parser() -> Parser:
         description="RL for LLMs with one policy: measure, remove and correct the rollout/training mismatch.",
         epilog=f"{SETTINGS}\n{EXIT_CODES}",
     )
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    commands = top.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command"
+    )
 
     train = command(
         commands,
@@ -124,19 +151,32 @@ def parser() -> Parser:
         settings=RunConfig,
     )
     train.add_argument(
-        "recipe", nargs="?", help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)"
+        "recipe",
+        nargs="?",
+        help="TOML recipe, e.g. recipes/quickstart.toml (not with --resume or --from)",
     )
     origin = train.add_mutually_exclusive_group()
     origin.add_argument(
-        "--resume", metavar="RUN", help="continue this run folder after its newest checkpoint (steps=N trains on)"
+        "--resume",
+        metavar="RUN",
+        help="continue this run folder after its newest checkpoint (steps=N trains on)",
     )
     origin.add_argument(
-        "--from", dest="fork", metavar="RUN/STEP", help="new run from a checkpoint of another, with changed settings"
+        "--from",
+        dest="fork",
+        metavar="RUN/STEP",
+        help="new run from a checkpoint of another, with changed settings",
     )
     train.add_argument(
-        "--restarts", type=int, default=0, metavar="N", help="resume the run when it dies, at most N times"
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="resume the run when it dies, at most N times",
     )
-    train.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
+    train.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe"
+    )
 
     evaluate = command(
         commands,
@@ -151,11 +191,18 @@ def parser() -> Parser:
         settings=RunConfig,
         ignored=RUN_ONLY,
     )
-    evaluate.add_argument("recipe", help="TOML recipe whose task, sampling and eval settings are used, or a run folder")
     evaluate.add_argument(
-        "--step", type=int, help="with a run folder: the checkpoint of this step (default: the newest)"
+        "recipe",
+        help="TOML recipe whose task, sampling and eval settings are used, or a run folder",
     )
-    evaluate.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200")
+    evaluate.add_argument(
+        "--step",
+        type=int,
+        help="with a run folder: the checkpoint of this step (default: the newest)",
+    )
+    evaluate.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="e.g. eval.k=16 eval.problems=200"
+    )
 
     policy = command(
         commands,
@@ -170,7 +217,10 @@ def parser() -> Parser:
     )
     policy.add_argument("--out", help="folder to write to (default: the user's cache)")
     policy.add_argument(
-        "overrides", nargs="*", metavar="a=value", help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1"
+        "overrides",
+        nargs="*",
+        metavar="a=value",
+        help="e.g. task.kind=gym task.name=chain_sum steps=400 seed=1",
     )
 
     measure.add(commands)
@@ -186,7 +236,11 @@ def parser() -> Parser:
             "onepolicy audit before.jsonl after.jsonl",
         ),
     )
-    audit.add_argument("dump", type=Path, help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md")
+    audit.add_argument(
+        "dump",
+        type=Path,
+        help=".parquet, .jsonl, .npz, .safetensors, .pt or a folder; docs/audit.md",
+    )
     audit.add_argument("other", type=Path, nargs="?", help="a second dump, shown side by side")
     audit.add_argument(
         "--columns",
@@ -196,9 +250,16 @@ def parser() -> Parser:
         help="a column of ours under another name (repeatable); or prime-rl: the names of its token export",
     )
     audit.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="write FOLDER/audit.html, audit.json and figures/*.json"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write FOLDER/audit.html, audit.json and figures/*.json",
     )
-    audit.add_argument("--png", action="store_true", help="and figures/*.png (with kaleido, in the system's Chromium)")
+    audit.add_argument(
+        "--png",
+        action="store_true",
+        help="and figures/*.png (with kaleido, in the system's Chromium)",
+    )
 
     engine.add(commands)
     plan.add(commands)
@@ -215,7 +276,10 @@ def parser() -> Parser:
         ),
         settings=RunConfig,
     )
-    config.add_argument("recipe", help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective")
+    config.add_argument(
+        "recipe",
+        help="TOML recipe; or `preset [NAME]`, `objective [NAME]`: a correction or objective",
+    )
     config.add_argument("overrides", nargs="*", metavar="a.b=value")
     return top
 
@@ -232,7 +296,9 @@ def run_train(arguments: argparse.Namespace) -> int:
             [arguments.recipe, *overrides] if arguments.recipe else overrides
         )  # argparse put the first one there
     elif not arguments.recipe:
-        raise UsageError("train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP")
+        raise UsageError(
+            "train: give a recipe (e.g. recipes/quickstart.toml), --resume RUN or --from RUN/STEP"
+        )
     if arguments.restarts:
         return _supervise(arguments, overrides)
     if arguments.resume:
@@ -259,7 +325,9 @@ def _rank() -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
             value = os.environ[name]
-            raise UsageError(f"{name}: {value!r} in the environment is no number; torchrun sets it, or unset it")
+            raise UsageError(
+                f"{name}: {value!r} in the environment is no number; torchrun sets it, or unset it"
+            )
     return int(os.environ.get("RANK", "0"))
 
 
@@ -291,7 +359,11 @@ def _supervise(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from onepolicy.launch.restarts import supervise
 
     if arguments.restarts < 0 or "WORLD_SIZE" in os.environ:
-        mend = "torchrun starts its processes again itself (--max-restarts)" if arguments.restarts > 0 else "0 or more"
+        mend = (
+            "torchrun starts its processes again itself (--max-restarts)"
+            if arguments.restarts > 0
+            else "0 or more"
+        )
         raise UsageError(f"--restarts: {arguments.restarts}; {mend}")
     if arguments.resume:
         out, first = Path(arguments.resume), ["train", "--resume", arguments.resume, *overrides]
@@ -316,7 +388,10 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     moved: list[str] = []
     for override in overrides:
         name, _, value = override.partition("=")
-        if name.startswith("cluster.") or name in ("rollout.engine.url", "rollout.engine.token_env"):
+        if name.startswith("cluster.") or name in (
+            "rollout.engine.url",
+            "rollout.engine.token_env",
+        ):
             moved.append(override)
             continue
         number = int(value) if value.isascii() and value.isdigit() else -1
@@ -367,7 +442,10 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from onepolicy.run.progress import terminal_progress
 
     _, origin = run_folder.fork_origin(source)
-    with terminal_progress(config.steps, origin.step) as progress, hosts_of(config, progress) as hosts:
+    with (
+        terminal_progress(config.steps, origin.step) as progress,
+        hosts_of(config, progress) as hosts,
+    ):
         summary = run.start(config, progress, origin, hosts)
     return _show(summary)
 
@@ -400,12 +478,16 @@ def run_eval(arguments: argparse.Namespace) -> None:
         _refuse_other_weights(arguments.overrides, f"eval {path}")
     config = resolve({"out": "unused", "steps": 1, **tree}, arguments.overrides)
     if arguments.step is not None and not path.is_dir():
-        raise UsageError(f"--step: {path} is a recipe, not a run folder; set model.path=... instead")
+        raise UsageError(
+            f"--step: {path} is a recipe, not a run folder; set model.path=... instead"
+        )
     if not path.is_dir():
         check_model(config.model.path)
     check_task(config.task, config.eval.problems)
     prepare_process(config.train.threads)
-    say(f"loading {'a checkpoint of ' if path.is_dir() else ''}{path if path.is_dir() else config.model.path}")
+    say(
+        f"loading {'a checkpoint of ' if path.is_dir() else ''}{path if path.is_dir() else config.model.path}"
+    )
     from onepolicy.run.eval_command import evaluate_model
 
     evaluate_model(config, path if path.is_dir() else None, arguments.step)
@@ -414,9 +496,18 @@ def run_eval(arguments: argparse.Namespace) -> None:
 def _refuse_no_run(path: Path) -> None:
     """UsageError for what is neither a run folder nor a recipe, with the command for a checkpoint."""
     named = re.fullmatch(r"(?:step_)?0*([0-9]{1,15})", path.name)
-    if named and (run := next((each for each in path.parents[:2] if (each / CHECKPOINTS).is_dir()), None)):
-        raise UsageError(f"{path}: eval takes a run folder; for its checkpoint give {run} --step {named[1]}")
-    if path.is_dir() and (path / CONFIG).is_file() and not (path / RUN).is_file() and not (path / CHECKPOINTS).is_dir():
+    if named and (
+        run := next((each for each in path.parents[:2] if (each / CHECKPOINTS).is_dir()), None)
+    ):
+        raise UsageError(
+            f"{path}: eval takes a run folder; for its checkpoint give {run} --step {named[1]}"
+        )
+    if (
+        path.is_dir()
+        and (path / CONFIG).is_file()
+        and not (path / RUN).is_file()
+        and not (path / CHECKPOINTS).is_dir()
+    ):
         raise UsageError(f"{path}: a model, not a run; give a recipe and model.path={path}")
     if (path.is_dir() and (path / CONFIG).is_file()) or path.is_file() or path.suffix == ".toml":
         return
@@ -452,7 +543,9 @@ def run_audit(arguments: argparse.Namespace) -> None:
 
     from onepolicy.audit import run, schema
 
-    run.run_audit(paths, schema.parse_columns(arguments.columns), arguments.out, Console(), png=arguments.png)
+    run.run_audit(
+        paths, schema.parse_columns(arguments.columns), arguments.out, Console(), png=arguments.png
+    )
 
 
 def run_config(arguments: argparse.Namespace) -> None:
@@ -480,7 +573,9 @@ def _settings(arguments: argparse.Namespace) -> str:
 def _refuse_other_weights(overrides: list[str], command: str) -> None:
     for override in overrides:
         if override.startswith("model.path="):
-            raise UsageError(f"{override}: has no effect, {command} uses the weights of its checkpoint; leave it out")
+            raise UsageError(
+                f"{override}: has no effect, {command} uses the weights of its checkpoint; leave it out"
+            )
 
 
 def _show(summary: dict) -> int:

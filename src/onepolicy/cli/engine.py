@@ -31,9 +31,13 @@ def add(commands: argparse._SubParsersAction) -> None:
         ignored=RUN_ONLY,
     )
     check.add_argument("model", help="TOML recipe; or a folder, a hub id, or `tiny`")
-    check.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.engine.dtype=float32")
+    check.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.engine.dtype=float32"
+    )
     check.add_argument("--engine", choices=ENGINE_KINDS, help="short for rollout.engine.kind=...")
-    check.add_argument("--url", help="of a server that is running: short for rollout.engine.url=...")
+    check.add_argument(
+        "--url", help="of a server that is running: short for rollout.engine.url=..."
+    )
 
     serve = command(
         actions,
@@ -50,17 +54,26 @@ def add(commands: argparse._SubParsersAction) -> None:
     settings = "of rollout.engine of kind vllm: slots=256; and quant=fp8"
     serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)
     serve.add_argument("--port", type=int, default=8000)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine's own)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine's own)"
+    )
     serve.add_argument(
         "--token-env",
         metavar="NAME",
         help="variable with the token every request must bring (default: one is made, for runs of this machine)",
     )
     serve.add_argument(
-        "--name", action="append", default=[], help="another name that requests call the server by, e.g. of a proxy"
+        "--name",
+        action="append",
+        default=[],
+        help="another name that requests call the server by, e.g. of a proxy",
     )
-    serve.add_argument("--no-routes", action="store_true", help="do not return the experts of a MoE model")
-    serve.add_argument("--vllm", action="append", default=[], metavar="ARGUMENT", help="passed on: --vllm=--x=1")
+    serve.add_argument(
+        "--no-routes", action="store_true", help="do not return the experts of a MoE model"
+    )
+    serve.add_argument(
+        "--vllm", action="append", default=[], metavar="ARGUMENT", help="passed on: --vllm=--x=1"
+    )
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

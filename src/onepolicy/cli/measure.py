@@ -35,12 +35,22 @@ def add(commands: argparse._SubParsersAction) -> None:
         settings=RunConfig,
         ignored=(*RUN_ONLY, "model.path"),
     )
-    measure.add_argument("model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)")
-    measure.add_argument("overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=512")
-    measure.add_argument("--tiny", action="store_true", help="the tiny policy, or a random one if none was made")
-    measure.add_argument("--recipe", help="TOML recipe whose task, sampling, engine and train settings are used")
     measure.add_argument(
-        "--engine", metavar="KIND[:URL]", help="hf (default), vllm, or a server's kind and address, as in sglang:URL"
+        "model", nargs="?", help="folder or hub id (default: the recipe's; not with --tiny)"
+    )
+    measure.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=512"
+    )
+    measure.add_argument(
+        "--tiny", action="store_true", help="the tiny policy, or a random one if none was made"
+    )
+    measure.add_argument(
+        "--recipe", help="TOML recipe whose task, sampling, engine and train settings are used"
+    )
+    measure.add_argument(
+        "--engine",
+        metavar="KIND[:URL]",
+        help="hf (default), vllm, or a server's kind and address, as in sglang:URL",
     )
     measure.add_argument(
         "--prompts",
@@ -48,26 +58,44 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="lines of text, JSONL with a field prompt, a recipe, or a task (chain, a reasoning-gym name)",
     )
     measure.add_argument(
-        "--quant", metavar="FORMAT", help="quantise the engine's weights: int8, fp8, fp8-weight or simulated"
+        "--quant",
+        metavar="FORMAT",
+        help="quantise the engine's weights: int8, fp8, fp8-weight or simulated",
     )
     measure.add_argument(
         "--numerics",
         choices=get_args(Numerics),
         help="on-policy: how many log-probabilities differ in any bit, where first",
     )
-    measure.add_argument("--dense", metavar="MODEL", help="a dense model to show beside it; `tiny` makes a random one")
-    measure.add_argument("--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's")
     measure.add_argument(
-        "--top", type=int, metavar="N", help="compare whole distributions too, from the engine's N likeliest tokens"
+        "--dense",
+        metavar="MODEL",
+        help="a dense model to show beside it; `tiny` makes a random one",
     )
     measure.add_argument(
-        "--out", metavar="FOLDER", help="write report.html, measure.json and figures/ (plotly JSON) there"
+        "--engine-model", metavar="FOLDER", help="weights for the engine, if not the trainer's"
     )
-    measure.add_argument("--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)")
+    measure.add_argument(
+        "--top",
+        type=int,
+        metavar="N",
+        help="compare whole distributions too, from the engine's N likeliest tokens",
+    )
+    measure.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="write report.html, measure.json and figures/ (plotly JSON) there",
+    )
+    measure.add_argument(
+        "--png", action="store_true", help="every figure as PNG too (needs Chromium or Chrome)"
+    )
 
 
 def run_measure(arguments: argparse.Namespace) -> int:
-    overrides = [*(engine_settings(arguments.engine) if arguments.engine else []), *arguments.overrides]
+    overrides = [
+        *(engine_settings(arguments.engine) if arguments.engine else []),
+        *arguments.overrides,
+    ]
     if arguments.quant:
         overrides = [f"rollout.quant.format={arguments.quant}", *overrides]
     if arguments.numerics:
@@ -78,18 +106,24 @@ def run_measure(arguments: argparse.Namespace) -> int:
     if model and arguments.tiny:
         raise UsageError(f"measure: --tiny is a model of its own; leave out {model} or --tiny")
     if model and Path(model).suffix == ".toml":
-        raise UsageError(f"measure: {model} is a recipe, and a model stands here; give --recipe {model}")
+        raise UsageError(
+            f"measure: {model} is a recipe, and a model stands here; give --recipe {model}"
+        )
     if not (model or arguments.tiny or arguments.recipe):
         raise UsageError("measure: give a model (folder or hub id), --recipe or --tiny")
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         _require_new(out)
     if arguments.png and out is None:
-        raise UsageError("--png: figures are written into the folder of the report; give --out FOLDER too")
+        raise UsageError(
+            "--png: figures are written into the folder of the report; give --out FOLDER too"
+        )
     say(f"reading {arguments.recipe or 'the settings'}")
     tree = read_recipe(arguments.recipe) if arguments.recipe else {}
     if arguments.png and (arguments.numerics or tree.get("numerics")) == ON_POLICY:
-        raise UsageError("--png: numerics = on-policy compares bits and draws no figure; leave it out")
+        raise UsageError(
+            "--png: numerics = on-policy compares bits and draws no figure; leave it out"
+        )
     if arguments.prompts:
         tree["task"] = prompt_settings(arguments.prompts)
     if model:
@@ -139,7 +173,9 @@ def _show_bitwise(found: Bitwise, out: Path | None, console: Console) -> int:
     for part in summary(dataclasses.asdict(found) | {"holds": found.holds}):
         console.print(part, highlight=False)
     if written is not None:
-        console.print(f"written: {written} (bits have no charts, so there is no report.html)", soft_wrap=True)
+        console.print(
+            f"written: {written} (bits have no charts, so there is no report.html)", soft_wrap=True
+        )
     return 0 if found.holds else 1
 
 
@@ -152,4 +188,6 @@ def _require_new(out: Path) -> None:
         out.mkdir(parents=True)
         out.rmdir()
     except OSError as error:
-        raise UsageError(f"--out: {out} cannot be made ({error.strerror}); choose another folder") from None
+        raise UsageError(
+            f"--out: {out} cannot be made ({error.strerror}); choose another folder"
+        ) from None

@@ -32,7 +32,11 @@ class Parser(argparse.ArgumentParser):
         self.examples: tuple[str, ...] = ()
 
     def describe(
-        self, *, examples: Iterable[str], settings: type[Frozen] | None = None, ignored: Iterable[str] = ()
+        self,
+        *,
+        examples: Iterable[str],
+        settings: type[Frozen] | None = None,
+        ignored: Iterable[str] = (),
     ) -> None:
         """Take over the examples of the help, and the kind of settings that `a.b=value` sets."""
         self.examples, self.settings, self.ignored = tuple(examples), settings, tuple(ignored)
@@ -90,7 +94,10 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-") or word == "-" or _is_number(word):
             return False
         long = name.startswith("--")
-        return not any(known.startswith(name) if long else known == name[:2] for known in self._option_string_actions)
+        return not any(
+            known.startswith(name) if long else known == name[:2]
+            for known in self._option_string_actions
+        )
 
     def _setting(self, name: str) -> str | None:
         """The setting that an option of this name was meant for; of a section the one that names what it is."""
@@ -106,7 +113,10 @@ class Parser(argparse.ArgumentParser):
         inside = [each for each in paths if each.startswith(f"{found[0]}.")]
         if not inside:
             return found[0]
-        return next((f"{found[0]}.{each}" for each in (*VARIANT, "path") if f"{found[0]}.{each}" in inside), None)
+        return next(
+            (f"{found[0]}.{each}" for each in (*VARIANT, "path") if f"{found[0]}.{each}" in inside),
+            None,
+        )
 
     def _options(self) -> list[str]:
         return [each[2:] for each in self._option_string_actions if each.startswith("--")]
@@ -117,7 +127,9 @@ class Parser(argparse.ArgumentParser):
     def _no_option(self, option: str) -> str:
         meant = self._option(option.lstrip("-"))
         hint = "" if meant is None else f"; did you mean --{meant}?"
-        text = f"{self.prog} has no option {option}{hint}; options: --{', --'.join(self._options())}"
+        text = (
+            f"{self.prog} has no option {option}{hint}; options: --{', --'.join(self._options())}"
+        )
         return text + ("; settings have no dashes: a.b=value" if self.settings else "")
 
 

@@ -37,26 +37,58 @@ def add(commands: argparse._SubParsersAction) -> None:
         settings=RunConfig,
     )
     plan.description = TEXT
-    plan.add_argument("recipe", help="TOML recipe; model.path may be Qwen3-30B-A3B, Qwen3-235B-A22B or DeepSeek-V3 too")
-    plan.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe")
-    plan.add_argument("--cluster", required=True, metavar="COUNTxDEVICE", help="8xH100, 512xH200, 2xcpu (cores)")
-    plan.add_argument("--prompt-tokens", type=_count, metavar="N", help="of a prompt (default: 512, or what fits)")
+    plan.add_argument(
+        "recipe",
+        help="TOML recipe; model.path may be Qwen3-30B-A3B, Qwen3-235B-A22B or DeepSeek-V3 too",
+    )
+    plan.add_argument(
+        "overrides", nargs="*", metavar="a.b=value", help="settings on top of the recipe"
+    )
+    plan.add_argument(
+        "--cluster", required=True, metavar="COUNTxDEVICE", help="8xH100, 512xH200, 2xcpu (cores)"
+    )
+    plan.add_argument(
+        "--prompt-tokens", type=_count, metavar="N", help="of a prompt (default: 512, or what fits)"
+    )
     plan.add_argument(
         "--response-tokens",
         type=_count,
         metavar="N",
         help="mean of a response (default: rollout.sampling.max_tokens, the worst case)",
     )
-    plan.add_argument("--learners", type=_count, metavar="N", help="learner ranks (default: train.ranks, or the best)")
-    plan.add_argument("--engines", type=_count, metavar="N", help="engines (default: cluster.replicas, or one server)")
-    plan.add_argument("--tensor-parallel", type=_count, metavar="N", help="devices of one engine (default: the best)")
     plan.add_argument(
-        "--sync", choices=("files", "gloo", "nccl"), help="how weights reach a server (default: as its kind does)"
+        "--learners",
+        type=_count,
+        metavar="N",
+        help="learner ranks (default: train.ranks, or the best)",
     )
     plan.add_argument(
-        "--constant", action="append", default=[], metavar="NAME=VALUE", help="of the devices, printed with the plan"
+        "--engines",
+        type=_count,
+        metavar="N",
+        help="engines (default: cluster.replicas, or one server)",
     )
-    plan.add_argument("--json", type=Path, metavar="FILE", help="everything, with every split, as JSON")
+    plan.add_argument(
+        "--tensor-parallel",
+        type=_count,
+        metavar="N",
+        help="devices of one engine (default: the best)",
+    )
+    plan.add_argument(
+        "--sync",
+        choices=("files", "gloo", "nccl"),
+        help="how weights reach a server (default: as its kind does)",
+    )
+    plan.add_argument(
+        "--constant",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the devices, printed with the plan",
+    )
+    plan.add_argument(
+        "--json", type=Path, metavar="FILE", help="everything, with every split, as JSON"
+    )
 
 
 def _count(text: str) -> int:
@@ -94,9 +126,13 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
 
     console = Console()
     if arguments.sync and in_process(config):
-        raise UsageError("--sync: the engine is in the learner's process, so weights are copied; leave it out")
+        raise UsageError(
+            "--sync: the engine is in the learner's process, so weights are copied; leave it out"
+        )
     if arguments.sync and replicated(config):
-        raise UsageError("--sync: is for a server; give cluster.weights=stream or cluster.weights=disk")
+        raise UsageError(
+            "--sync: is for a server; give cluster.weights=stream or cluster.weights=disk"
+        )
     with console.status("running the model without memory"):
         planner = Planner(
             config,

@@ -39,7 +39,9 @@ def words(by: str, run: Path | None) -> str:
     lost = max(0, done - saved)
     steps = "no finished step is lost"
     if lost:
-        steps = f"{lost} finished {'step' if lost == 1 else 'steps'} after it will be computed again"
+        steps = (
+            f"{lost} finished {'step' if lost == 1 else 'steps'} after it will be computed again"
+        )
     return f"stopped by {by}; the last checkpoint of {run} is of step {saved}, {steps}: {resume} continues"
 
 
@@ -63,7 +65,11 @@ def interrupted(arguments: argparse.Namespace | None) -> int:
     """Say what Ctrl-C stopped; the exit status. From here on a second one ends the process at once, without a word."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    print(f"\nonepolicy: {words('Ctrl-C', getattr(arguments, 'folder', None))}", file=sys.stderr, flush=True)
+    print(
+        f"\nonepolicy: {words('Ctrl-C', getattr(arguments, 'folder', None))}",
+        file=sys.stderr,
+        flush=True,
+    )
     return INTERRUPTED
 
 

@@ -15,7 +15,15 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TextIO
 
-PLAIN = {"\u2192": "->", "\u00d7": "x", "\u2013": "-", "\u2014": "-", "\u2212": "-", "\u2026": "...", "\u2022": "*"}
+PLAIN = {
+    "\u2192": "->",
+    "\u00d7": "x",
+    "\u2013": "-",
+    "\u2014": "-",
+    "\u2212": "-",
+    "\u2026": "...",
+    "\u2022": "*",
+}
 POWERS = str.maketrans(
     "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "-0123456789"
 )  # superscripts
@@ -105,7 +113,11 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     """What an encoding lacks, as an ASCII look-alike or else as the escape that JSON and TOML read."""
     assert isinstance(error, UnicodeEncodeError)
     text = error.object[error.start : error.end]
-    text = re.sub("[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+", lambda m: "^" + m[0].translate(POWERS), text)
+    text = re.sub(
+        "[\u207b\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+",
+        lambda m: "^" + m[0].translate(POWERS),
+        text,
+    )
     return "".join(map(_escaped, text)), error.end
 
 
@@ -117,4 +129,6 @@ def _escaped(character: str) -> str:
     if ord(character) in BRAILLE:
         return "*"
     units = character.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True))
+    return "".join(
+        f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)
+    )

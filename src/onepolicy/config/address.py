@@ -24,13 +24,23 @@ def check_url(url: str, setting: str = "rollout.engine.url") -> SplitResult:
         port = parts.port
         host = parts.hostname or ""
     except ValueError as error:
-        raise UsageError(f"{setting}: {url!r} is not the address of a server ({error}); {mend}") from None
+        raise UsageError(
+            f"{setting}: {url!r} is not the address of a server ({error}); {mend}"
+        ) from None
     if parts.scheme not in ("http", "https") or not host or "\\" in url:
-        raise UsageError(f"{setting}: {url!r} is not the address of a server (http:// or https://); {mend}")
-    if "[" in parts.netloc and not re.fullmatch(r"\[[0-9a-f:.]+\](:[0-9]+)?", parts.netloc, re.IGNORECASE):
-        raise UsageError(f"{setting}: {url!r} is not the address of a server (IPv6 reads [::1]:8000); {mend}")
+        raise UsageError(
+            f"{setting}: {url!r} is not the address of a server (http:// or https://); {mend}"
+        )
+    if "[" in parts.netloc and not re.fullmatch(
+        r"\[[0-9a-f:.]+\](:[0-9]+)?", parts.netloc, re.IGNORECASE
+    ):
+        raise UsageError(
+            f"{setting}: {url!r} is not the address of a server (IPv6 reads [::1]:8000); {mend}"
+        )
     if port == 0 or parts.netloc.endswith(":"):
-        raise UsageError(f"{setting}: {url!r} has no port that a server can have, 1 to {LAST_PORT}; {mend}")
+        raise UsageError(
+            f"{setting}: {url!r} has no port that a server can have, 1 to {LAST_PORT}; {mend}"
+        )
     if why := _no_host(host):
         raise UsageError(f"{setting}: {url!r}: {why}; {mend}")
     if any(character.isspace() or not character.isprintable() for character in url):
@@ -69,7 +79,10 @@ def _no_host(host: str) -> str | None:
     """Why this names no machine, as far as that can be said without asking for it."""
     if not host:
         return "no host"
-    if any(character.isspace() or not character.isprintable() or character in '/[]%<>*,;"' for character in host):
+    if any(
+        character.isspace() or not character.isprintable() or character in '/[]%<>*,;"'
+        for character in host
+    ):
         return "a host has no such characters"
     try:
         if ":" in host or re.fullmatch(r"[0-9.]+", host):

@@ -26,7 +26,9 @@ def _fill(table: Any, settings: BaseModel, values: dict[str, Any]) -> None:
     sections = {name for name in values if isinstance(getattr(settings, name), BaseModel)}
     plain = [each for each in fields if each in values and each not in sections]
     for name in sorted(plain, key=lambda each: each not in VARIANT):
-        for line in textwrap.wrap(fields[name].description or "", COLUMNS - 2, break_on_hyphens=False):
+        for line in textwrap.wrap(
+            fields[name].description or "", COLUMNS - 2, break_on_hyphens=False
+        ):
             table.add(tomlkit.comment(line))
         if values[name] is None:
             table.add(tomlkit.comment(f"{name} is unset"))

@@ -44,16 +44,26 @@ class Bounds(Frozen):
     def bounded(self) -> bool:
         return self.low is not None or self.high is not None
 
-    def _check(self, what: str, least: float | None, agree: float | None, most: float | None) -> None:
+    def _check(
+        self, what: str, least: float | None, agree: float | None, most: float | None
+    ) -> None:
         """Refuse bounds that reject everything, nothing, or engines that agree exactly."""
         low, high = self.low, self.high
         if low is not None and high is not None and low > high:
-            raise ValueError(f"{what}: low {low} is above high {high}, so nothing is inside; swap them")
+            raise ValueError(
+                f"{what}: low {low} is above high {high}, so nothing is inside; swap them"
+            )
         if low is not None and least is not None and low <= least:
-            raise ValueError(f"{what}: low {low} has no effect, the value is never below {least:g}; leave it out")
+            raise ValueError(
+                f"{what}: low {low} has no effect, the value is never below {least:g}; leave it out"
+            )
         if high is not None and most is not None and high >= most:
-            raise ValueError(f"{what}: high {high} has no effect, the value is never above {most:g}; leave it out")
-        if agree is not None and ((low is not None and low > agree) or (high is not None and high < agree)):
+            raise ValueError(
+                f"{what}: high {high} has no effect, the value is never above {most:g}; leave it out"
+            )
+        if agree is not None and (
+            (low is not None and low > agree) or (high is not None and high < agree)
+        ):
             raise ValueError(
                 f"{what}: bounds [{low}, {high}] leave out {agree:g}, the value where both engines agree; widen them"
             )
@@ -74,7 +84,9 @@ class Weight(Bounds):
                 "correction.weight: low and high have no effect with level = none; set weight.level or a preset"
             )
         if self.outside == "zero" and not self.bounded:
-            raise ValueError("correction.weight: outside = zero has no effect without low or high; set a bound")
+            raise ValueError(
+                "correction.weight: outside = zero has no effect without low or high; set a bound"
+            )
         self._check("correction.weight", 0, 1, None)
         return self
 
@@ -92,7 +104,16 @@ class Gate(Bounds):
     """
 
     statistic: Literal[
-        "ratio", "k1", "k2", "k3", "exp_abs", "prob_diff", "tv", "binary_kl", "binary_kl_sym", "trainer_prob"
+        "ratio",
+        "k1",
+        "k2",
+        "k3",
+        "exp_abs",
+        "prob_diff",
+        "tv",
+        "binary_kl",
+        "binary_kl_sym",
+        "trainer_prob",
     ]
     aggregate: Literal["none", "mean", "sum", "max", "min", "budget"] = "none"
     """How a turn or sequence is summed up. Budget (M2PO): reject the largest values of the step until the mean of the
@@ -119,11 +140,15 @@ class Gate(Bounds):
         if self.aggregate == "budget" and (
             STATISTICS[self.statistic][0] != 0 or self.low is not None or self.when != "always"
         ):
-            raise ValueError(f"{what}: a budget is a bound `high` on the mean of a non-negative statistic, always")
+            raise ValueError(
+                f"{what}: a budget is a bound `high` on the mean of a non-negative statistic, always"
+            )
         least, agree, most = STATISTICS[self.statistic]
         if self.aggregate == "sum":
             if self.statistic in ("exp_abs", "trainer_prob"):
-                raise ValueError(f"{what}: a sum of {self.statistic} only counts tokens; use mean, max or min")
+                raise ValueError(
+                    f"{what}: a sum of {self.statistic} only counts tokens; use mean, max or min"
+                )
             most = None
         self._check(what, least, agree, most)
         return self
@@ -132,7 +157,11 @@ class Gate(Bounds):
     def label(self) -> str:
         """Unique name of what is compared, used in metrics: k3.mean.sequence."""
         when = "" if self.when == "always" else f".{self.when}"
-        parts = [self.statistic, self.aggregate, self.scope] if self.aggregate != "none" else [self.statistic, "token"]
+        parts = (
+            [self.statistic, self.aggregate, self.scope]
+            if self.aggregate != "none"
+            else [self.statistic, "token"]
+        )
         return ".".join(parts) + when + (".new" if self.ratio == "new/rollout" else "")
 
 
@@ -172,34 +201,50 @@ class CorrectionConfig(Frozen):
         merged = dict(presets()[name].get("settings", {}))
         for key, value in data.items():
             base = merged.get(key)
-            merged[key] = base | value if isinstance(base, dict) and isinstance(value, dict) else value
+            merged[key] = (
+                base | value if isinstance(base, dict) and isinstance(value, dict) else value
+            )
         return merged | {"preset": name}
 
     @model_validator(mode="after")
     def _takes_effect(self) -> Self:
         labels = [gate.label for gate in self.gates]
         if repeated := {label for label in labels if labels.count(label) > 1}:
-            raise ValueError(f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into one gate")
+            raise ValueError(
+                f"correction.gates: {', '.join(repeated)} is there twice; merge the bounds into one gate"
+            )
         if len(set(self.protect)) < len(self.protect):
             raise ValueError(f"correction.protect: {list(self.protect)} names a term twice")
         rejects = bool(self.gates) or self.weight.rejects
         if not rejects and set(self.protect) != set(TERMS):
-            raise ValueError("correction.protect: nothing is rejected, so there is nothing to protect; leave it out")
+            raise ValueError(
+                "correction.protect: nothing is rejected, so there is nothing to protect; leave it out"
+            )
         if not rejects and self.denominator == "kept":
-            raise ValueError("correction.denominator: kept has no effect, nothing is rejected; add a gate or a bound")
+            raise ValueError(
+                "correction.denominator: kept has no effect, nothing is rejected; add a gate or a bound"
+            )
         if self.normalise == "self" and self.weight.level == "none" and not self.gates:
-            raise ValueError("correction.normalise: all weights are 1 already; set weight.level or leave it out")
+            raise ValueError(
+                "correction.normalise: all weights are 1 already; set weight.level or leave it out"
+            )
         if self.normalise == "self" and self.denominator == "kept":
-            raise ValueError("correction.denominator: self-normalised weights already add up to the original count")
+            raise ValueError(
+                "correction.denominator: self-normalised weights already add up to the original count"
+            )
         self._check_live()
         return self
 
     def _check_live(self) -> None:
         """What needs the ratio of the whole step cannot use a ratio that exists one micro-batch at a time."""
         if self.centering != "none" and self.ratio != "new/rollout":
-            raise ValueError("correction.centering: is a term of the score-function loss; it needs ratio = new/rollout")
+            raise ValueError(
+                "correction.centering: is a term of the score-function loss; it needs ratio = new/rollout"
+            )
         if self.head_size is not None and self.centering != "head":
-            raise ValueError(f"correction.head_size: no effect with centering = {self.centering}; it is of head")
+            raise ValueError(
+                f"correction.head_size: no effect with centering = {self.centering}; it is of head"
+            )
         if self.centering != "none" and self.weight.level not in ("none", "token"):
             raise ValueError(
                 f"correction.centering: averages over the vocabulary of a slot; weight.level {self.weight.level} does "
@@ -212,11 +257,17 @@ class CorrectionConfig(Frozen):
                     "to be evaluated too; use weight.low and weight.high with outside = zero, or another scope"
                 )
             if self.ratio == "new/rollout" and gate.ratio == "old/rollout":
-                raise ValueError(f"correction.gates {gate.label}: with ratio = new/rollout there is no old policy")
+                raise ValueError(
+                    f"correction.gates {gate.label}: with ratio = new/rollout there is no old policy"
+                )
             if gate.ratio == self.ratio:
-                raise ValueError(f"correction.gates {gate.label}: ratio is {gate.ratio} anyway; leave it out")
+                raise ValueError(
+                    f"correction.gates {gate.label}: ratio is {gate.ratio} anyway; leave it out"
+                )
             if gate.aggregate == "budget" and self._is_live(gate):
-                raise ValueError(f"correction.gates {gate.label}: a budget ranks the whole step; it needs old/rollout")
+                raise ValueError(
+                    f"correction.gates {gate.label}: a budget ranks the whole step; it needs old/rollout"
+                )
         if self.live and self.scales:
             name = "normalise = self" if self.normalise == "self" else "denominator = kept"
             raise ValueError(
@@ -250,7 +301,9 @@ class CorrectionConfig(Frozen):
 
     def top_logprobs(self, vocabulary: int) -> int:
         """How many of the rollout's likeliest tokens centering needs at every slot."""
-        return {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}[self.centering]
+        return {"none": 0, "head": self.head_size or HEAD_SIZE, "support": vocabulary}[
+            self.centering
+        ]
 
     @property
     def fixed_part(self) -> CorrectionConfig:
@@ -279,7 +332,11 @@ class CorrectionConfig(Frozen):
         """The preset, marked if settings differ from it; custom without one."""
         if self.preset is None:
             return "recompute" if self == CorrectionConfig() else "custom"
-        return self.preset if self == CorrectionConfig(preset=self.preset) else f"{self.preset} (changed)"
+        return (
+            self.preset
+            if self == CorrectionConfig(preset=self.preset)
+            else f"{self.preset} (changed)"
+        )
 
 
 @functools.cache

@@ -138,7 +138,9 @@ class SGLangConfig(ServerEngineConfig):
 def refuse_idle_head(config: HFEngineConfig | VLLMEngineConfig | ServerEngineConfig) -> None:
     """ValueError if lm_head has no effect."""
     if config.lm_head == "float32" and config.dtype == "float32":
-        raise ValueError("rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out")
+        raise ValueError(
+            "rollout.engine.lm_head: float32 has no effect with dtype = float32; leave it out"
+        )
 
 
 def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
@@ -167,4 +169,6 @@ def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
 EngineConfig = Annotated[
     HFEngineConfig | VLLMEngineConfig | VLLMServerConfig | SGLangConfig, Field(discriminator="kind")
 ]
-ENGINE_KINDS = tuple(config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0]))
+ENGINE_KINDS = tuple(
+    config.model_fields["kind"].default for config in get_args(get_args(EngineConfig)[0])
+)

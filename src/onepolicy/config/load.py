@@ -18,8 +18,16 @@ Tree = dict[str, Any]
 Location = tuple[int | str, ...]
 Settings = TypeVar("Settings", bound=Frozen)
 
-VARIANT = ("kind", "mode", "preset", "format")  # the setting that says which variant of a section the others belong to
-NOT_TOML = (ValueError, RecursionError)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
+VARIANT = (
+    "kind",
+    "mode",
+    "preset",
+    "format",
+)  # the setting that says which variant of a section the others belong to
+NOT_TOML = (
+    ValueError,
+    RecursionError,
+)  # a TOMLDecodeError; a number of thousands of digits; brackets as deep
 
 
 def load(recipe: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
@@ -30,13 +38,17 @@ def load(recipe: str | Path | None, overrides: list[str] | tuple[str, ...] = ())
 def read_recipe(recipe: str | Path) -> Tree:
     path = Path(recipe)
     if path.is_dir():
-        raise UsageError(f"{path}: a folder, not a recipe; give the path of a .toml file (see recipes/)")
+        raise UsageError(
+            f"{path}: a folder, not a recipe; give the path of a .toml file (see recipes/)"
+        )
     if not path.is_file():
         raise UsageError(f"{path}: no such recipe; give the path of a .toml file (see recipes/)")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise UsageError(
+            f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     except NOT_TOML as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
 
@@ -45,7 +57,9 @@ def resolve(tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> RunConfi
     return resolve_as(RunConfig, tree, overrides)
 
 
-def resolve_as(kind: type[Settings], tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> Settings:
+def resolve_as(
+    kind: type[Settings], tree: Tree, overrides: list[str] | tuple[str, ...] = ()
+) -> Settings:
     """Settings of another kind than a run's, by the same rules."""
     for override in overrides:
         tree = apply_override(tree, override)
@@ -87,7 +101,9 @@ def apply_override(tree: Tree, override: str) -> Tree:
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key, {})
         if not isinstance(child, dict):
-            raise UsageError(f"{override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section")
+            raise UsageError(
+                f"{override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section"
+            )
         node[key] = dict(child)
         node = node[key]
     value = parse_value(text)
@@ -107,10 +123,16 @@ def parse_value(text: str) -> Any:
 def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
     """One line per problem: field, value, mend."""
     schema, lines = _schema(kind), []
-    problems = [each for each in error.errors() if each["type"] != "default_factory_not_called"]  # follows from another
+    problems = [
+        each for each in error.errors() if each["type"] != "default_factory_not_called"
+    ]  # follows from another
     for item in problems:
         location = item["loc"]
-        inner = [other for other in problems if other["loc"][: len(location)] == location and other is not item]
+        inner = [
+            other
+            for other in problems
+            if other["loc"][: len(location)] == location and other is not item
+        ]
         if item["type"] == "too_short" and inner:
             continue  # pydantic does not count the entries it refused
         where = ".".join(_written(schema, location))
@@ -121,11 +143,15 @@ def describe(error: ValidationError, kind: type[Frozen] = RunConfig) -> str:
             case "union_tag_invalid":
                 lines.append(_wrong_variant(where, item["ctx"]))
             case "union_tag_not_found":
-                lines.append(f"{where}.{_unquoted(item['ctx']['discriminator'])}: required, but not set; give it first")
+                lines.append(
+                    f"{where}.{_unquoted(item['ctx']['discriminator'])}: required, but not set; give it first"
+                )
             case "literal_error" | "enum":
                 lines.append(f"{where}: {_none_of(item['input'], item['ctx']['expected'])}")
             case "missing":
-                lines.append(f"{where}: required, but not set; add it to the recipe{_override(location, where)}")
+                lines.append(
+                    f"{where}: required, but not set; add it to the recipe{_override(location, where)}"
+                )
             case "model_type" | "model_attributes_type":
                 meant = _setting_of(schema, location, where, item["input"])
                 lines.append(f"{where}: {item['input']!r} is a value, but this is a section{meant}")
@@ -151,7 +177,11 @@ def _override(location: Location, where: str) -> str:
 def _variant(schema: Tree, location: Location) -> str:
     """` with mode=off` for a setting that this variant of its section does not have."""
     section = _resolve(schema, _at(schema, location[:-2]))
-    return f" with {section['discriminator']['propertyName']}={location[-2]}" if "discriminator" in section else ""
+    return (
+        f" with {section['discriminator']['propertyName']}={location[-2]}"
+        if "discriminator" in section
+        else ""
+    )
 
 
 def _suggestion(kind: type[Frozen], location: Location, where: str) -> str:
@@ -159,7 +189,9 @@ def _suggestion(kind: type[Frozen], location: Location, where: str) -> str:
     known, paths = _fields_at(_schema(kind), location[:-1]), paths_of(kind)
     section, _, name = where.rpartition(".")
     close = near(name, known)
-    elsewhere = settings_like(where, paths) if where not in paths else []  # it may be of another variant
+    elsewhere = (
+        settings_like(where, paths) if where not in paths else []
+    )  # it may be of another variant
     same = bool(elsewhere) and elsewhere[0].rpartition(".")[2] == name
     if close is not None and not same:
         return offered([f"{section}.{close}" if section else close])
@@ -195,7 +227,9 @@ def _setting_of(schema: Tree, location: Location, where: str, value: Any) -> str
 def _fields_at(schema: Tree, location: Location) -> list[str]:
     """Setting names of the section at this location."""
     node = _resolve(schema, _at(schema, location))
-    return list(node.get("properties", {})) or [node["discriminator"]["propertyName"]] * ("discriminator" in node)
+    return list(node.get("properties", {})) or [node["discriminator"]["propertyName"]] * (
+        "discriminator" in node
+    )
 
 
 def _at(schema: Tree, location: Location) -> Tree:
@@ -224,6 +258,8 @@ def _walk(schema: Tree, location: Location) -> Iterator[tuple[str | None, Tree]]
 
 
 def _resolve(schema: Tree, node: Tree) -> Tree:
-    node = next((each for each in node.get("anyOf", []) if each != {"type": "null"}), node)  # what may be unset
+    node = next(
+        (each for each in node.get("anyOf", []) if each != {"type": "null"}), node
+    )  # what may be unset
     name = node.get("$ref", "").removeprefix("#/$defs/")
     return schema["$defs"].get(name, {}) if name else node

@@ -71,7 +71,9 @@ class TrainConfig(Frozen):
                         "the number of its processes"
                     )
         if self.compute == "bfloat16" and self.autocast == "bfloat16":
-            raise ValueError("train.autocast: has no effect with train.compute = bfloat16; choose one")
+            raise ValueError(
+                "train.autocast: has no effect with train.compute = bfloat16; choose one"
+            )
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(
                 f"train.device: {self.device} is one device, but each of train.ranks = {self.ranks} takes its own; use "

@@ -49,7 +49,9 @@ def settings_like(path: str, paths: Iterable[str]) -> list[str]:
     """Return the same, or else the settings whose name looks alike."""
     paths = [each for each in paths if each != path]
     alike = near(_last(path), {_last(each) for each in paths}, SAME_WORD)
-    return settings_named(path, paths) or _likeliest(path, [each for each in paths if _last(each) == alike])
+    return settings_named(path, paths) or _likeliest(
+        path, [each for each in paths if _last(each) == alike]
+    )
 
 
 def offered(paths: list[str]) -> str:

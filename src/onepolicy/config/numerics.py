@@ -13,7 +13,11 @@ def dependent_defaults(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("numerics") != ON_POLICY:
         return data
     model, rollout = data.get("model", {}), data.get("rollout", {})
-    if isinstance(model, dict) and isinstance(rollout, dict) and isinstance(engine := rollout.get("engine", {}), dict):
+    if (
+        isinstance(model, dict)
+        and isinstance(rollout, dict)
+        and isinstance(engine := rollout.get("engine", {}), dict)
+    ):
         own = {name: model[name] for name in ("dtype", "lm_head") if name in model}
         data = data | {"rollout": rollout | {"engine": {"dtype": "float32"} | own | engine}}
     return {"correction": {"preset": "recompute"}} | data

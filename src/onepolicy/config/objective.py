@@ -70,12 +70,16 @@ class WeightsReplay(FromRollout):
     @model_validator(mode="after")
     def _weights_are_there(self) -> Self:
         if self.missing == "native":
-            raise ValueError("missing: native has no weights to replay; use mode = r3, or missing = error")
+            raise ValueError(
+                "missing: native has no weights to replay; use mode = r3, or missing = error"
+            )
         return self
 
 
 ROLLOUT_ROUTES = ("r3", "soft", "weights")  # modes that are FromRollout
-ReplayConfig = Annotated[ReplayOff | R2 | R3 | SoftReplay | WeightsReplay, Field(discriminator="mode")]
+ReplayConfig = Annotated[
+    ReplayOff | R2 | R3 | SoftReplay | WeightsReplay, Field(discriminator="mode")
+]
 
 
 OBJECTIVES = Path(__file__).with_name("objectives.toml")
@@ -104,15 +108,24 @@ class KLConfig(Frozen):
     @model_validator(mode="after")
     def _takes_effect(self) -> Self:
         changed = [
-            n for n in ("where", "estimator", "importance", "reference") if getattr(self, n) != _default(self, n)
+            n
+            for n in ("where", "estimator", "importance", "reference")
+            if getattr(self, n) != _default(self, n)
         ]
         if not self.coef and changed:
             raise ValueError(
                 f"objective.kl.{changed[0]}: no effect with objective.kl.coef = 0; set coef, or leave it out"
             )
         if self.where == "reward" and self.importance != "none":
-            raise ValueError("objective.kl.importance: a reward has no gradient to mend; it goes with kl.where = loss")
-        if self.coef and self.where == "loss" and self.estimator == "k1" and self.importance == "none":
+            raise ValueError(
+                "objective.kl.importance: a reward has no gradient to mend; it goes with kl.where = loss"
+            )
+        if (
+            self.coef
+            and self.where == "loss"
+            and self.estimator == "k1"
+            and self.importance == "none"
+        ):
             raise ValueError(
                 "objective.kl.estimator: the gradient of k1 in the loss is that of log pi, zero on average, so it only "
                 "adds noise; use k2 or k3, set kl.importance, or kl.where = reward"
@@ -187,8 +200,12 @@ class ObjectiveConfig(Frozen):
         merged = dict(data)
         if isinstance(data.get("preset"), str):
             if data["preset"] not in objective_presets():
-                known = ", ".join(objective_presets()) + did_you_mean(data["preset"], objective_presets())
-                raise ValueError(f"objective.preset: none is called {data['preset']!r}; there are {known}")
+                known = ", ".join(objective_presets()) + did_you_mean(
+                    data["preset"], objective_presets()
+                )
+                raise ValueError(
+                    f"objective.preset: none is called {data['preset']!r}; there are {known}"
+                )
             merged = {**objective_presets()[data["preset"]]["settings"], **data}
         if merged.get("baseline") == "critic" and merged.get("critic") is None:
             merged["critic"] = {}
@@ -198,9 +215,13 @@ class ObjectiveConfig(Frozen):
     def _takes_effect(self) -> Self:
         critic = self.baseline == "critic"
         if self.critic is not None and not critic:
-            raise ValueError(f"objective.critic: no effect with baseline = {self.baseline}; set baseline = critic")
+            raise ValueError(
+                f"objective.critic: no effect with baseline = {self.baseline}; set baseline = critic"
+            )
         if self.lam != 1 and not critic:
-            raise ValueError(f"objective.lam: {self.lam} is of GAE; no effect with baseline = {self.baseline}")
+            raise ValueError(
+                f"objective.lam: {self.lam} is of GAE; no effect with baseline = {self.baseline}"
+            )
         if self.gamma != 1 and self.baseline in ("group", "leave-one-out"):
             raise ValueError(
                 f"objective.gamma: {self.gamma} has no effect with baseline = {self.baseline}, which compares whole "
@@ -212,9 +233,13 @@ class ObjectiveConfig(Frozen):
             )
         self._check_surrogate()
         if self.reduction_length is not None and self.reduction != "sequence-mean-token-constant":
-            raise ValueError(f"objective.reduction_length: no effect with reduction = {self.reduction}")
+            raise ValueError(
+                f"objective.reduction_length: no effect with reduction = {self.reduction}"
+            )
         if self.overlong_penalty != _default(self, "overlong_penalty") and not self.overlong_buffer:
-            raise ValueError("objective.overlong_penalty: no effect with overlong_buffer = 0; set overlong_buffer")
+            raise ValueError(
+                "objective.overlong_penalty: no effect with overlong_buffer = 0; set overlong_buffer"
+            )
         if self.dynamic_sampling and self.baseline not in ("group", "leave-one-out"):
             raise ValueError(
                 f"objective.dynamic_sampling: with baseline = {self.baseline} equal rewards carry a signal; set it to 0"
@@ -229,25 +254,39 @@ class ObjectiveConfig(Frozen):
     def _check_surrogate(self) -> None:
         name, level = self.surrogate, self.ratio_level
         if name not in ("ppo", "cispo", "gmpo") and (self.clip_low, self.clip_high) != CLIP:
-            raise ValueError(f"objective.clip_low, clip_high: no effect with surrogate = {name}, which does not clip")
+            raise ValueError(
+                f"objective.clip_low, clip_high: no effect with surrogate = {name}, which does not clip"
+            )
         if self.dual_clip is not None and name != "ppo":
-            raise ValueError(f"objective.dual_clip: no effect with surrogate = {name}; it is of ppo")
+            raise ValueError(
+                f"objective.dual_clip: no effect with surrogate = {name}; it is of ppo"
+            )
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"objective.dual_clip: {self.dual_clip} is inside the clip range; it starts above it")
-        if name != "sapo" and any(getattr(self, n) != _default(self, n) for n in ("tau_positive", "tau_negative")):
+            raise ValueError(
+                f"objective.dual_clip: {self.dual_clip} is inside the clip range; it starts above it"
+            )
+        if name != "sapo" and any(
+            getattr(self, n) != _default(self, n) for n in ("tau_positive", "tau_negative")
+        ):
             raise ValueError(
                 f"objective.tau_positive, tau_negative: no effect with surrogate = {name}; they are of sapo"
             )
         if level != "token" and name in ("pg", "gmpo"):
-            raise ValueError(f"objective.ratio_level: {level} has no effect with surrogate = {name}")
+            raise ValueError(
+                f"objective.ratio_level: {level} has no effect with surrogate = {name}"
+            )
         if level == "trajectory" and name != "topr":
             raise ValueError(
                 f"objective.ratio_level: a product of ratios leaves every clip range on long responses; {name} takes "
                 "token, sequence or sequence-token"
             )
         if level == "sequence-token" and name in ("cispo", "topr"):
-            raise ValueError(f"objective.ratio_level: {name} takes the ratio without gradient; sequence is the same")
-        if name == "gmpo" and (self.baseline == "critic" or self.kl.where == "reward" or self.gamma != 1):
+            raise ValueError(
+                f"objective.ratio_level: {name} takes the ratio without gradient; sequence is the same"
+            )
+        if name == "gmpo" and (
+            self.baseline == "critic" or self.kl.where == "reward" or self.gamma != 1
+        ):
             raise ValueError(
                 "objective.surrogate: gmpo has one advantage per sample, but baseline = critic, kl.where = reward and "
                 "gamma make it one per token; use a group baseline, kl.where = loss, gamma = 1"
@@ -258,7 +297,11 @@ class ObjectiveConfig(Frozen):
         """The preset, marked if settings differ from it; grpo or custom without one."""
         if self.preset is None:
             return "grpo" if self == ObjectiveConfig() else "custom"
-        return self.preset if self == ObjectiveConfig(preset=self.preset) else f"{self.preset} (changed)"
+        return (
+            self.preset
+            if self == ObjectiveConfig(preset=self.preset)
+            else f"{self.preset} (changed)"
+        )
 
 
 def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
@@ -287,7 +330,9 @@ def check_pair(objective: ObjectiveConfig, correction: CorrectionConfig) -> None
     }
     for term in set(TERMS) - set(correction.protect):
         if not terms[term]:
-            raise ValueError(f"correction.protect: leaves out {term}, but this objective has no such term; add it")
+            raise ValueError(
+                f"correction.protect: leaves out {term}, but this objective has no such term; add it"
+            )
 
 
 @functools.cache

@@ -27,17 +27,27 @@ def check_place(setting: str, path: Path) -> None:
     try:
         absolute = Path(os.path.abspath(path))
         if any(len(os.fsencode(name)) > NAME_BYTES for name in absolute.parts):
-            raise UsageError(f"{setting}: {path} has a name longer than {NAME_BYTES} bytes; choose a shorter one")
+            raise UsageError(
+                f"{setting}: {path} has a name longer than {NAME_BYTES} bytes; choose a shorter one"
+            )
         if len(os.fsencode(absolute)) > PATH_BYTES:
-            raise UsageError(f"{setting}: {path} is longer than {PATH_BYTES} bytes; choose a shorter one")
+            raise UsageError(
+                f"{setting}: {path} is longer than {PATH_BYTES} bytes; choose a shorter one"
+            )
         if absolute.is_symlink() and not absolute.exists():
-            raise UsageError(f"{setting}: {path} is a symbolic link to nothing; remove it, or {mend}")
+            raise UsageError(
+                f"{setting}: {path} is a symbolic link to nothing; remove it, or {mend}"
+            )
         above = next(each for each in absolute.parents if os.path.lexists(each))
         if not stat.S_ISDIR(os.stat(above).st_mode):
-            raise UsageError(f"{setting}: {path} cannot be made: {above} is a file, not a folder; {mend}")
+            raise UsageError(
+                f"{setting}: {path} cannot be made: {above} is a file, not a folder; {mend}"
+            )
         why = unwritable(above)
     except UnicodeEncodeError:
-        raise UsageError(f"{setting}: {str(path)!r} is no name of a file on this system; {mend}") from None
+        raise UsageError(
+            f"{setting}: {str(path)!r} is no name of a file on this system; {mend}"
+        ) from None
     except OSError as error:
         raise UsageError(f"{setting}: {path} cannot be made: {error.strerror}; {mend}") from None
     if why is not None:
@@ -73,7 +83,9 @@ def check_new(out: Path) -> None:
             raise UsageError(f"out: {out} is a file; choose another folder")
         empty = not any(out.iterdir())
     except OSError as error:
-        raise UsageError(f"out: {out} cannot be read: {error.strerror}; choose another folder") from None
+        raise UsageError(
+            f"out: {out} cannot be read: {error.strerror}; choose another folder"
+        ) from None
     if not empty:
         raise UsageError(
             f"out: {out} is not empty; choose another folder, or continue it with `onepolicy train --resume {out}`"
@@ -110,10 +122,15 @@ def _claim(folder: Path) -> tuple[int, bool] | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = _make(folder)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):  # another start has removed or replaced it meanwhile
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # another start has removed or replaced it meanwhile
         return None
     except OSError as error:
-        raise UsageError(f"out: cannot make {folder}: {error.strerror}; choose another folder") from None
+        raise UsageError(
+            f"out: cannot make {folder}: {error.strerror}; choose another folder"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _taken(folder) and os.path.samestat(os.fstat(lock), os.stat(folder)):
@@ -121,7 +138,10 @@ def _claim(folder: Path) -> tuple[int, bool] | None:
     except FileNotFoundError:
         pass  # as above
     except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):  # a file system that has no locks for folders
+        if error.errno not in (
+            errno.EWOULDBLOCK,
+            errno.EAGAIN,
+        ):  # a file system that has no locks for folders
             return lock, made
     os.close(lock)
     return None
@@ -150,11 +170,15 @@ def check_resumable(run: Path) -> None:
             raise UsageError(f"{run}: not a run folder (no {CONFIG})")
         why = unwritable(run)
     except OSError as error:
-        raise UsageError(f"{run}: cannot be read: {error.strerror}; give the folder of a run") from None
+        raise UsageError(
+            f"{run}: cannot be read: {error.strerror}; give the folder of a run"
+        ) from None
     if why is not None:
         raise refused(run, why)
 
 
 def refused(run: Path, why: str | None) -> UsageError:
     """Of a run folder that exists but takes no files."""
-    return UsageError(f"{run}: cannot be written to: {why}; make it writable, or copy it elsewhere and resume the copy")
+    return UsageError(
+        f"{run}: cannot be written to: {why}; make it writable, or copy it elsewhere and resume the copy"
+    )

@@ -48,19 +48,29 @@ class PolicyConfig(Frozen):
     @model_validator(mode="after")
     def _shape_is_possible(self) -> Self:
         if self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} is more than experts={self.experts}; lower it or add experts")
+            raise ValueError(
+                f"top_k: {self.top_k} is more than experts={self.experts}; lower it or add experts"
+            )
         if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads={self.heads}; use a divisor of it")
+            raise ValueError(
+                f"kv_heads: {self.kv_heads} does not divide heads={self.heads}; use a divisor of it"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even number")
+            raise ValueError(
+                f"head_dim: {self.head_dim} is odd, but rotary embeddings turn pairs; use an even number"
+            )
         return self
 
     @model_validator(mode="after")
     def _mistakes_are_planted(self) -> Self:
         if self.mistakes_from and not self.mistakes:
-            raise ValueError(f"mistakes_from: {self.mistakes_from} has no effect with mistakes=0; leave it out")
+            raise ValueError(
+                f"mistakes_from: {self.mistakes_from} has no effect with mistakes=0; leave it out"
+            )
         if self.clean_steps == self.steps:
-            raise ValueError(f"mistakes_from: {self.mistakes_from} leaves none of {self.steps} steps; lower it")
+            raise ValueError(
+                f"mistakes_from: {self.mistakes_from} leaves none of {self.steps} steps; lower it"
+            )
         return self
 
     @property

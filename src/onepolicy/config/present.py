@@ -25,13 +25,19 @@ def check_model(path: str) -> None:
     """UsageError for a folder that holds no model. What may be a hub id passes."""
     if path == "tiny":
         if not cached_path(PolicyConfig()).is_dir():
-            raise UsageError("model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once")
+            raise UsageError(
+                "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
+            )
         return
     folder = Path(path)
     if os.path.lexists(folder) and not (folder / "config.json").is_file():
-        raise UsageError(f"model.path: {path} has no config.json; give a folder saved by transformers' save_pretrained")
+        raise UsageError(
+            f"model.path: {path} has no config.json; give a folder saved by transformers' save_pretrained"
+        )
     if not folder.exists() and not may_be_hub_id(path):
-        raise UsageError(f"model.path: no folder {path}; give a saved model, a hub id (org/name) or `tiny`")
+        raise UsageError(
+            f"model.path: no folder {path}; give a saved model, a hub id (org/name) or `tiny`"
+        )
 
 
 def may_be_hub_id(path: str) -> bool:
@@ -52,4 +58,6 @@ def check_task(task: TaskConfig, evaluated: int = 0) -> None:
             check_held_out(task.problems, evaluated, len(held_out), lines, "task.problems")
         for tool in task.tools:
             if isinstance(tool, SearchTool) and not Path(tool.corpus).is_file():
-                raise UsageError(f"task.tools: search cannot read its corpus {tool.corpus}: no such file")
+                raise UsageError(
+                    f"task.tools: search cannot read its corpus {tool.corpus}: no such file"
+                )

@@ -42,7 +42,9 @@ def read_task(task: JsonlTask, section: str = "task") -> tuple[list[Row], list[R
     return rows, held_out
 
 
-def check_held_out(task: JsonlTask, asked: int, held_out: int, lines: int, section: str = "task") -> None:
+def check_held_out(
+    task: JsonlTask, asked: int, held_out: int, lines: int, section: str = "task"
+) -> None:
     """UsageError, naming both settings, if an evaluation asks for more problems than are held out.
 
     held_out, lines: rows that are held out, and rows of the training file before any were.
@@ -56,20 +58,30 @@ def check_held_out(task: JsonlTask, asked: int, held_out: int, lines: int, secti
         source = f"{held_out} lines of {task.path} are held out ({section}.held_out)"
         more = f"set {section}.held_out={asked}"
         if lines <= asked:
-            more = f"hold out more: {task.path} has {lines} lines, and some must be left to train on"
-    raise UsageError(f"eval.problems: {asked} are asked for, but {source}; set eval.problems={held_out}, or {more}")
+            more = (
+                f"hold out more: {task.path} has {lines} lines, and some must be left to train on"
+            )
+    raise UsageError(
+        f"eval.problems: {asked} are asked for, but {source}; set eval.problems={held_out}, or {more}"
+    )
 
 
 def read_rows(path: str, field: str) -> list[Row]:
     """Return the file's rows in order. UsageError for any line that is none."""
-    return [_row(path, number, line) for number, line in enumerate(read_lines(path, field), start=1)]
+    return [
+        _row(path, number, line) for number, line in enumerate(read_lines(path, field), start=1)
+    ]
 
 
 def read_prompts(path: str) -> list[str]:
     """The file's prompts in order. Its first line says which kind it is: JSON objects start with a brace."""
     lines = read_lines(path, "--prompts")
     if not lines[0].lstrip().startswith(b"{"):
-        return [_decoded(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        return [
+            _decoded(path, number, line)
+            for number, line in enumerate(lines, start=1)
+            if line.strip()
+        ]
     found = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -82,19 +94,26 @@ def read_lines(path: str, field: str) -> list[bytes]:
     """The file's lines, without blank ones at its end; at least one."""
     file = Path(path)
     if not file.is_file():
-        raise UsageError(f"{field}: {path} is not a file; give the path of a JSONL file of prompts and answers")
+        raise UsageError(
+            f"{field}: {path} is not a file; give the path of a JSONL file of prompts and answers"
+        )
     lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise UsageError(f'{field}: {path} is empty; it needs lines of {{"prompt": "...", "answer": "..."}}')
+        raise UsageError(
+            f'{field}: {path} is empty; it needs lines of {{"prompt": "...", "answer": "..."}}'
+        )
     return lines
 
 
 def _row(path: str, number: int, line: bytes) -> Row:
     where = f"{path}:{number}"
     row = parse_line(where, line)
-    prompt, answer = text_field(row, "prompt", where), text_field(row, "answer", where, numbers=True)
+    prompt, answer = (
+        text_field(row, "prompt", where),
+        text_field(row, "answer", where, numbers=True),
+    )
     return Row(number, prompt, answer, where)
 
 
@@ -115,15 +134,24 @@ def parse_line(where: str, line: bytes) -> dict[str, object]:
     try:
         row = json.loads(line, parse_float=WrittenFloat)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from None
+        raise UsageError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{where}: not JSON ({error.msg} at column {error.colno}): {shown!r}; every line is one JSON object"
         ) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets as deep
-        raise UsageError(f"{where}: cannot be read ({error}): {shown!r}; mend or remove the line") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits; brackets as deep
+        raise UsageError(
+            f"{where}: cannot be read ({error}): {shown!r}; mend or remove the line"
+        ) from None
     if not isinstance(row, dict):
-        raise UsageError(f'{where}: {shown!r} is not an object; write {{"prompt": "...", "answer": "..."}}')
+        raise UsageError(
+            f'{where}: {shown!r} is not an object; write {{"prompt": "...", "answer": "..."}}'
+        )
     return row
 
 
@@ -131,7 +159,9 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
     """The field's text. numbers: of a number its text too, an integer in decimal and any other as it is written."""
     if field not in row:
         has = ", ".join(map(repr, row)) or "nothing"
-        raise UsageError(f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field")
+        raise UsageError(
+            f"{where}: field {field!r} is missing (the line has {has}); add it, or rename the field"
+        )
     value = row[field]
     if numbers and type(value) is int:
         return str(value)
@@ -140,9 +170,13 @@ def text_field(row: dict[str, object], field: str, where: str, *, numbers: bool 
     if not isinstance(value, str):
         kind = "float" if isinstance(value, float) else type(value).__name__
         wanted = "a string or a number" if numbers else "a string"
-        raise UsageError(f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not {wanted}; put it in quotes")
+        raise UsageError(
+            f"{where}: field {field!r} is {kind} {str(value)[:SHOWN]}, not {wanted}; put it in quotes"
+        )
     if not value.strip():
-        raise UsageError(f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line")
+        raise UsageError(
+            f"{where}: field {field!r} is empty ({value!r}); fill it in or remove the line"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -168,4 +202,6 @@ def _decoded(path: str, number: int, line: bytes) -> str:
     try:
         return line.decode().rstrip("\r")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise UsageError(
+            f"{path}:{number}: not UTF-8 ({error.reason} at byte {error.start})"
+        ) from None

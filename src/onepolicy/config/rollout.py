@@ -35,7 +35,9 @@ class RolloutConfig(Frozen):
     group_size: Few = 8
     """Completions per prompt (GRPO's G)."""
     sampling: SamplingConfig = SamplingConfig()
-    max_staleness: Annotated[Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)] = None
+    max_staleness: Annotated[
+        Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)
+    ] = None
     """Updates that the policy may have had since any token of a step was sampled: sampling goes on while the trainer
     learns, so many steps ahead (docs/asynchronous.md). 0: it waits for the newest weights after all. Unset or off: one
     after the other."""
@@ -66,7 +68,9 @@ class RolloutConfig(Frozen):
         if not isinstance(engine, HFEngineConfig):
             refuse_unlike_vllm(quant, engine.dtype)
         if "lm_head" in quant.also and engine.lm_head == "float32":
-            raise ValueError("rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out")
+            raise ValueError(
+                "rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out"
+            )
         return self
 
     @model_validator(mode="after")

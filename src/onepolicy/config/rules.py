@@ -85,14 +85,26 @@ def _check_evaluation(config: Sections) -> None:
 def _check_routes(config: Sections) -> None:
     """Refuse routes that the engine cannot return."""
     replay = config.replay
-    if isinstance(replay, FromRollout) and replay.source == "reprefill" and replay.missing != "error":
+    if (
+        isinstance(replay, FromRollout)
+        and replay.source == "reprefill"
+        and replay.missing != "error"
+    ):
         raise ValueError(
             "replay.missing: has no effect with replay.source = reprefill, which records every sample's routes"
         )
     engine = config.rollout.engine
-    other = None if isinstance(engine, HFEngineConfig) else "SGLang" if engine.kind == "sglang" else "vLLM"
+    other = (
+        None
+        if isinstance(engine, HFEngineConfig)
+        else "SGLang"
+        if engine.kind == "sglang"
+        else "vLLM"
+    )
     if other and isinstance(replay, WeightsReplay) and replay.source == "engine":
-        raise ValueError(f"replay.mode: weights needs the combine weights, which {other} does not return; use r3")
+        raise ValueError(
+            f"replay.mode: weights needs the combine weights, which {other} does not return; use r3"
+        )
     if other and (config.model.dtype, engine.dtype) == ("bfloat16", "float32"):
         raise ValueError(
             f"rollout.engine.dtype: a float32 {other} reads the checkpoint unrounded, but model.dtype = bfloat16 "
@@ -126,7 +138,11 @@ def _check_reuse(config: Sections) -> None:
 
 
 def _check_head(config: Sections) -> None:
-    if config.model.lm_head == "float32" and config.model.dtype == "float32" and config.train.autocast == "off":
+    if (
+        config.model.lm_head == "float32"
+        and config.model.dtype == "float32"
+        and config.train.autocast == "off"
+    ):
         raise ValueError(
             "model.lm_head: float32 has no effect with model.dtype = float32 and train.autocast = off; leave it out"
         )
@@ -186,7 +202,9 @@ def _check_on_policy_correction(config: Sections) -> None:
         raise ValueError(f"correction.weight: {correction.name} has no effect {why}")
     for gate in correction.gates:
         if (gate.ratio or correction.ratio) == "old/rollout" and gate.statistic != "trainer_prob":
-            raise ValueError(f"correction.gates: {gate.label} of {correction.name} rejects nothing {why}")
+            raise ValueError(
+                f"correction.gates: {gate.label} of {correction.name} rejects nothing {why}"
+            )
 
 
 def _check_staleness(config: Sections) -> None:
@@ -263,16 +281,22 @@ def _check_anchor(config: Sections) -> None:
         return
     name = config.correction.name
     if config.train.reuse_scoring_forward:
-        raise ValueError(f"train.reuse_scoring_forward: {name} has no scoring forward to reuse; leave it out")
+        raise ValueError(
+            f"train.reuse_scoring_forward: {name} has no scoring forward to reuse; leave it out"
+        )
     if isinstance(config.replay, R2):
-        raise ValueError(f"replay.mode: r2 replays the routes of the scoring forward, which {name} leaves out")
+        raise ValueError(
+            f"replay.mode: r2 replays the routes of the scoring forward, which {name} leaves out"
+        )
     if config.objective.kl.where == "reward":
         raise ValueError(
             "objective.kl.where: reward is set before the update from the trainer's log-probabilities, which "
             f"{name} does not compute; use loss"
         )
     if config.objective.kl.importance == "old":
-        raise ValueError(f"objective.kl.importance: with {name} there is no old policy; use rollout")
+        raise ValueError(
+            f"objective.kl.importance: with {name} there is no old policy; use rollout"
+        )
 
 
 def _check_ranks(config: Sections) -> None:

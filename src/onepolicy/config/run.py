@@ -44,7 +44,9 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
     """By the settings before it, as far as they are valid."""
     replay, rollout = checked.get("replay"), checked.get("rollout")
     stale = isinstance(rollout, RolloutConfig) and rollout.overlaps
-    return CorrectionConfig(preset="recompute" if isinstance(replay, FromRollout) and not stale else "tis")
+    return CorrectionConfig(
+        preset="recompute" if isinstance(replay, FromRollout) and not stale else "tis"
+    )
 
 
 class RunConfig(Frozen):

@@ -25,7 +25,9 @@ SHOWN = 60  # characters of a wrong value, in messages
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
-Text = InstanceOf[str]  # a decoded response may hold half a surrogate pair, which pydantic's own text may not
+Text = InstanceOf[
+    str
+]  # a decoded response may hold half a surrogate pair, which pydantic's own text may not
 Numbers = dict[str, Number | None]
 
 
@@ -147,7 +149,10 @@ def parsed(data: bytes, where: str, mend: str) -> Any:
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{data[error.start]:02x}"
         raise UsageError(f"{where}: not UTF-8 ({byte}), so it is damaged; {mend}") from None
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, brackets as deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also numbers of thousands of digits, brackets as deep
         raise UsageError(f"{where}: not valid JSON: {error}; {mend}") from None
 
 
@@ -163,7 +168,9 @@ def checked(value: Any, kind: type[Shape], where: str, mend: str) -> Row:
         if first["type"] == "missing":
             raise UsageError(f"{where}: lacks {place}; {mend}") from None
         what = first["msg"].removeprefix("Input ")
-        raise UsageError(f"{where}: {place} is {shown(first['input'])}, but {what}; {mend}") from None
+        raise UsageError(
+            f"{where}: {place} is {shown(first['input'])}, but {what}; {mend}"
+        ) from None
     return value
 
 
@@ -193,7 +200,9 @@ def check_step(row: Row, where: str, mend: str) -> None:
 
 def shown(value: Any) -> str:
     """A value in a message, cut short."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < LARGEST**2 else "a huge integer"
+    text = (
+        repr(value) if not isinstance(value, int) or abs(value) < LARGEST**2 else "a huge integer"
+    )
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

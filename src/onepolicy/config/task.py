@@ -138,7 +138,9 @@ class ReActTask(EpisodeTask):
         kinds = [tool.kind for tool in self.tools]
         twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
         if twice is not None:
-            raise ValueError(f"task.tools: {twice} is there {kinds.count(twice)} times; name each tool once")
+            raise ValueError(
+                f"task.tools: {twice} is there {kinds.count(twice)} times; name each tool once"
+            )
         return self
 
 
@@ -167,7 +169,9 @@ class GymnasiumTask(EpisodeTask):
         _check_returns(self.returns)
         names = [name.strip().lower() for name in self.actions or ()]
         if len(set(names)) < len(names) or "" in names:
-            raise ValueError(f"task.actions: {list(self.actions or ())} are not different names; name each action once")
+            raise ValueError(
+                f"task.actions: {list(self.actions or ())} are not different names; name each action once"
+            )
         if "render_mode" in self.params:
             raise ValueError(
                 f"task.params.render_mode: {self.params['render_mode']!r} cannot be set here; leave it out, or set "
@@ -221,10 +225,19 @@ class VerifiersTask(EpisodeTask):
 def _check_returns(returns: tuple[float, float]) -> None:
     low, high = returns
     if low >= high:
-        raise ValueError(f"task.returns: {low:g} is not below {high:g}; give (return worth 0, return worth 1)")
+        raise ValueError(
+            f"task.returns: {low:g} is not below {high:g}; give (return worth 0, return worth 1)"
+        )
 
 
 TaskConfig = Annotated[
-    ChainTask | GymTask | JsonlTask | PromptsTask | ReActTask | GymnasiumTask | TextArenaTask | VerifiersTask,
+    ChainTask
+    | GymTask
+    | JsonlTask
+    | PromptsTask
+    | ReActTask
+    | GymnasiumTask
+    | TextArenaTask
+    | VerifiersTask,
     Field(discriminator="kind"),
 ]

@@ -18,7 +18,9 @@ def histogram(log_ratio: Tensor) -> Tensor:
     values = log_ratio.float()  # a copy, or the next lines would change the argument
     values = values[values.isfinite()]
     sign = values.sign()
-    values.abs_().clamp_(min=SMALLEST / GROWTH).div_(SMALLEST).log_().div_(math.log(GROWTH)).floor_()
+    values.abs_().clamp_(min=SMALLEST / GROWTH).div_(SMALLEST).log_().div_(
+        math.log(GROWTH)
+    ).floor_()
     rank = values.add_(1).clamp_(0, BINS_PER_SIGN)  # 0: too small to matter
     return torch.bincount(rank.mul_(sign).add_(BINS_PER_SIGN).int(), minlength=BINS)
 
@@ -27,7 +29,10 @@ def quantiles(counts: Tensor, shares: tuple[float, ...]) -> Tensor:
     """[len(shares)] float64 of rho: the middle of the bin where each share of the count is reached; NaN if empty."""
     cumulative = counts.cumsum(0)
     wanted = torch.tensor(shares, dtype=torch.float64, device=counts.device) * cumulative[-1]
-    index = torch.searchsorted(cumulative.double(), wanted.clamp(min=0.5)).clamp(max=BINS - 1) - BINS_PER_SIGN
+    index = (
+        torch.searchsorted(cumulative.double(), wanted.clamp(min=0.5)).clamp(max=BINS - 1)
+        - BINS_PER_SIGN
+    )
     middle = SMALLEST * GROWTH ** (index.abs().double() - 0.5)
     values = torch.where(index == 0, 0.0, middle * index.sign()).exp()
     return torch.where(cumulative[-1] > 0, values, torch.nan)

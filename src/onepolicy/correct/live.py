@@ -59,7 +59,8 @@ def live_weights(
     mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,  # `correction.live_part`
     *,
-    segment: Layout | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
+    segment: Layout
+    | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
     turn: Layout | None = None,  # int64
     advantage: Layout | None = None,  # float32
 ) -> Live:
@@ -70,10 +71,16 @@ def live_weights(
     """
     check_config("live_weights", config)
     if config.ratio != "new/rollout":
-        raise UsageError(f"live_weights: correction {config.name} is for reweight; give its `live_part`")
+        raise UsageError(
+            f"live_weights: correction {config.name} is for reweight; give its `live_part`"
+        )
     given = {"logp_new": logp_new, "logp_rollout": logp_rollout, "mask": mask}
-    found = evaluate(config, Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage))
-    weight, keep, centred = (restore(flat, mask) for flat in (found.weight, found.keep, found.passed))
+    found = evaluate(
+        config, Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
+    )
+    weight, keep, centred = (
+        restore(flat, mask) for flat in (found.weight, found.keep, found.passed)
+    )
     return Live(weight, keep, centred, found.sums)
 
 
@@ -97,7 +104,9 @@ def centered_score(
         alpha = tail_q / tail_p
         folded = alpha * _weight_of(1 / alpha, config.weight) * p
         coefficient -= torch.where(torch.minimum(tail_p, tail_q) > SMALLEST_TAIL, folded, 0.0)
-    able = logp_head.masked_fill(logp_head == -math.inf, 0.0)  # a token that the head rules out has no score
+    able = logp_head.masked_fill(
+        logp_head == -math.inf, 0.0
+    )  # a token that the head rules out has no score
     return (coefficient.to(logp_head.dtype) * able).sum(-1)
 
 

@@ -20,7 +20,10 @@ from onepolicy.config import CorrectionConfig, Gate, UsageError
 from onepolicy.correct.presets import check_config
 from onepolicy.correct.statistics import inside
 
-GRID, SPAN = 4001, 10.0  # points, standard deviations: the trapezoid rule on a normal density is exact to 1e-12
+GRID, SPAN = (
+    4001,
+    10.0,
+)  # points, standard deviations: the trapezoid rule on a normal density is exact to 1e-12
 MODELLED = {"ratio", "k1", "k2", "k3", "exp_abs"}
 NOMINAL_KL = 1e-3
 """Nats a slot: the upper end of dense and the lower end of MoE models in the Miles post."""
@@ -42,21 +45,32 @@ def predict(config: CorrectionConfig, kl: float, length: int, *, turns: int = 1)
     check_config("predict", config)
     numbers = isinstance(kl, int | float) and isinstance(length, int) and isinstance(turns, int)
     if not numbers or not (kl > 0 and length >= turns >= 1):
-        raise UsageError(f"predict: kl={kl} length={length} turns={turns}; give kl > 0 and length >= turns >= 1")
+        raise UsageError(
+            f"predict: kl={kl} length={length} turns={turns}; give kl > 0 and length >= turns >= 1"
+        )
     kept, weight = 0.0, 0.0
     for sign in (1, -1):
-        keeps, weighs = _of_sign(config, kl, {"token": 1, "turn": length // turns, "sequence": length}, sign)
+        keeps, weighs = _of_sign(
+            config, kl, {"token": 1, "turn": length // turns, "sequence": length}, sign
+        )
         kept, weight = kept + keeps / 2, weight + weighs / 2
     if config.normalise == "self" and weight > 0:
         weight = 1.0
     elif config.denominator == "kept" and kept > 0:
         weight /= kept
-    skipped = tuple(g.label for g in config.gates if g.statistic not in MODELLED or g.aggregate == "budget")
+    skipped = tuple(
+        g.label for g in config.gates if g.statistic not in MODELLED or g.aggregate == "budget"
+    )
     return Prediction(kept, weight, skipped)
 
 
 def warning(
-    config: CorrectionConfig, length: int, *, turns: int = 1, kl: float = NOMINAL_KL, least: float = 0.5
+    config: CorrectionConfig,
+    length: int,
+    *,
+    turns: int = 1,
+    kl: float = NOMINAL_KL,
+    least: float = 0.5,
 ) -> str | None:
     """A line for the start of a run whose correction would silently shrink the step at an ordinary mismatch."""
     found = predict(config, kl, length, turns=turns)
@@ -69,7 +83,9 @@ def warning(
     )
 
 
-def _of_sign(config: CorrectionConfig, kl: float, lengths: dict[str, int], sign: int) -> tuple[float, float]:
+def _of_sign(
+    config: CorrectionConfig, kl: float, lengths: dict[str, int], sign: int
+) -> tuple[float, float]:
     """(share kept, mean weight) at this sign of the advantage: the slot's own l on a grid, the rest in closed form."""
     z = torch.linspace(-SPAN, SPAN, GRID, dtype=torch.float64)
     density = torch.exp(-z.square() / 2)
@@ -77,12 +93,16 @@ def _of_sign(config: CorrectionConfig, kl: float, lengths: dict[str, int], sign:
     kept, weighed = torch.ones_like(own), torch.ones_like(own)
     level = {"geometric": "sequence"}.get(config.weight.level, config.weight.level)
     for scope, length in lengths.items():
-        gates = [_signed(g, sign) for g in config.gates if g.scope == scope and g.statistic in MODELLED]
+        gates = [
+            _signed(g, sign) for g in config.gates if g.scope == scope and g.statistic in MODELLED
+        ]
         for gate in gates:
             if gate is not None and gate.aggregate != "budget" and not _on_sum(gate):
                 factor = _pass(gate, own, density, kl, length)
                 kept, weighed = kept * factor, weighed * factor
-        band = _meet(_sum_band(gate, length) for gate in gates if gate is not None and _on_sum(gate))
+        band = _meet(
+            _sum_band(gate, length) for gate in gates if gate is not None and _on_sum(gate)
+        )
         keeps, weighs = _on_total(config, own, kl, length, band, weighted=level == scope)
         kept, weighed = kept * keeps, weighed * weighs
     return float(density @ kept), float(density @ weighed)
@@ -105,9 +125,13 @@ def _on_total(
     weighs = _mass(own, kl, length, _meet([keep_band, (low, high)]), power)
     if not weight.rejects:
         if weight.low is not None:
-            weighs = weighs + weight.low * _mass(own, kl, length, _meet([band, (-math.inf, low)]), 0.0)
+            weighs = weighs + weight.low * _mass(
+                own, kl, length, _meet([band, (-math.inf, low)]), 0.0
+            )
         if weight.high is not None:
-            weighs = weighs + weight.high * _mass(own, kl, length, _meet([band, (high, math.inf)]), 0.0)
+            weighs = weighs + weight.high * _mass(
+                own, kl, length, _meet([band, (high, math.inf)]), 0.0
+            )
     return keeps, weighs
 
 
@@ -123,7 +147,10 @@ def _mass(own: Tensor, kl: float, length: int, band: Interval, power: float) -> 
     mean, variance = -rest * kl, 2 * rest * kl
     scale = torch.exp(power * own + power * mean + power**2 * variance / 2)
     centre, deviation = own + mean + power * variance, math.sqrt(variance)
-    return scale * (torch.special.ndtr((high - centre) / deviation) - torch.special.ndtr((low - centre) / deviation))
+    return scale * (
+        torch.special.ndtr((high - centre) / deviation)
+        - torch.special.ndtr((low - centre) / deviation)
+    )
 
 
 def _pass(gate: Gate, own: Tensor, density: Tensor, kl: float, length: int) -> Tensor:
@@ -141,7 +168,9 @@ def _pass(gate: Gate, own: Tensor, density: Tensor, kl: float, length: int) -> T
     low = -math.inf if gate.low is None else gate.low * total
     high = math.inf if gate.high is None else gate.high * total
     centre = value + mean * (length - 1)
-    return torch.special.ndtr((high - centre) / deviation) - torch.special.ndtr((low - centre) / deviation)
+    return torch.special.ndtr((high - centre) / deviation) - torch.special.ndtr(
+        (low - centre) / deviation
+    )
 
 
 def _one_sided(gate: Gate) -> Gate:
@@ -173,7 +202,9 @@ def _signed(gate: Gate, sign: int) -> Gate | None:
     """The gate as slots with this sign of the advantage see it."""
     if gate.when == "toward":
         bound = gate.high if sign > 0 else gate.low
-        return None if bound is None else gate.model_copy(update={"low" if sign > 0 else "high": None})
+        return (
+            None if bound is None else gate.model_copy(update={"low" if sign > 0 else "high": None})
+        )
     seen = {"always": True, "positive": sign > 0, "negative": sign < 0}[gate.when]
     return gate if seen else None
 

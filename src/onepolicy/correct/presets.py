@@ -47,13 +47,17 @@ def check_config(caller: str, config: object) -> None:
     if isinstance(config, CorrectionConfig):
         return
     if isinstance(config, str):
-        raise UsageError(f"{caller}: config is the text {config!r}, expected a correction; pass op.preset({config!r})")
+        raise UsageError(
+            f"{caller}: config is the text {config!r}, expected a correction; pass op.preset({config!r})"
+        )
     if config is None:
         raise UsageError(
             f"{caller}: config is None, expected a correction; one without a live part has none to give "
             "(correction.live says whether it has), and op.preset('recompute') corrects nothing"
         )
-    raise UsageError(f"{caller}: config is {type(config).__name__}, expected a correction as op.preset(name) gives one")
+    raise UsageError(
+        f"{caller}: config is {type(config).__name__}, expected a correction as op.preset(name) gives one"
+    )
 
 
 def equation(config: CorrectionConfig) -> list[str]:
@@ -128,8 +132,15 @@ def show(name: str) -> str:
     assert config.preset is not None
     row = presets()[config.preset]
     settings = config.model_dump(exclude_defaults=True, exclude={"preset"})
-    lines = [f"{config.preset}: {row['source']}", "", "[correction]", f'preset = "{config.preset}"  # which is']
-    lines += [f"# {key} = {_toml(value)}" for key, value in settings.items()] or ["# nothing weighted or rejected"]
+    lines = [
+        f"{config.preset}: {row['source']}",
+        "",
+        "[correction]",
+        f'preset = "{config.preset}"  # which is',
+    ]
+    lines += [f"# {key} = {_toml(value)}" for key, value in settings.items()] or [
+        "# nothing weighted or rejected"
+    ]
     lines += ["", *equation(config), ""]
     if config.live:
         lines += [f"evaluated in the loss, with surrogate: {config.surrogate}", ""]
@@ -140,7 +151,11 @@ def show(name: str) -> str:
 
 def _foreign(text: str) -> str:
     reason = text.removeprefix("cannot").removeprefix(":").strip()
-    return text if not text.startswith("cannot") else "cannot express it" + (f": {reason}" if reason else "")
+    return (
+        text
+        if not text.startswith("cannot")
+        else "cannot express it" + (f": {reason}" if reason else "")
+    )
 
 
 def show_all() -> str:
@@ -151,7 +166,11 @@ def show_all() -> str:
 def _toml(value: Any) -> str:
     match value:
         case dict():
-            return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None) + " }"
+            return (
+                "{ "
+                + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
+                + " }"
+            )
         case list() | tuple():
             return "[" + ", ".join(map(_toml, value)) + "]"
         case str():
@@ -162,7 +181,10 @@ def _toml(value: Any) -> str:
 
 def markdown_table() -> str:
     """The preset table of docs/corrections.md."""
-    lines = ["| preset | correction | surrogate | same in verl | source |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| preset | correction | surrogate | same in verl | source |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, row in presets().items():
         config = preset(name)
         parts = equation(config)[1:-1]

@@ -58,14 +58,22 @@ def combine(parts: Iterable[Sums]) -> Sums:
     parts = list(parts)
     if not parts or not all(isinstance(part, Sums) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise UsageError(f"combine: expected the `sums` of parts (op.partials, op.live_weights), got {kinds}")
+        raise UsageError(
+            f"combine: expected the `sums` of parts (op.partials, op.live_weights), got {kinds}"
+        )
     return functools.reduce(_combine_two, parts)
 
 
 def _combine_two(one: Sums, other: Sums) -> Sums:
     result = {}
     for name in _NAMES:
-        how = torch.maximum if name.endswith("_max") else torch.minimum if name.endswith("_min") else torch.add
+        how = (
+            torch.maximum
+            if name.endswith("_max")
+            else torch.minimum
+            if name.endswith("_min")
+            else torch.add
+        )
         result[name] = how(getattr(one, name), getattr(other, name))
     return Sums(**result)
 
@@ -88,7 +96,9 @@ def sums(
         slots=count(len(log_ratio)),
         kept=kept,
         nonfinite=(~finite).sum().double(),
-        rejected=torch.stack([(~gate).sum() for gate in gates]).double() if gates else weight.new_zeros(0),
+        rejected=torch.stack([(~gate).sum() for gate in gates]).double()
+        if gates
+        else weight.new_zeros(0),
         weighted=(keep & (weight != 1)).sum().double(),
         clipped=clipped.double(),
         ratio=rho.sum(),

@@ -30,7 +30,9 @@ class Slots:
 
     where: Tensor  # [n] int64, index of each among the size slots of the batch
     size: int  # T
-    log_ratio: Tensor  # [n] float64, log(pi_trainer / pi_rollout), clamped; NaN where it is not finite
+    log_ratio: (
+        Tensor  # [n] float64, log(pi_trainer / pi_rollout), clamped; NaN where it is not finite
+    )
     logp_trainer: Tensor  # [n], numerator
     logp_rollout: Tensor  # [n], denominator
     segment: Tensor | None  # [n] int64, sequence of each slot
@@ -91,7 +93,9 @@ def _slots(given: Fields, most: _Extent) -> Slots:
     where = given.mask.nonzero()[:, 0]
     trainer, rollout = given.logp_trainer.detach()[where], given.logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
-    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan).clamp(
+        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
+    )
     return Slots(
         where,
         given.mask.numel(),
@@ -114,9 +118,13 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
     def flat(*args: Any, **kwargs: Any) -> Result:
         bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
         given = arguments(name, bound)
-        fields = Fields.of(name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"])
+        fields = Fields.of(
+            name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
+        )
         if fields.segment is None:
-            raise UsageError(f"{name}: [T] fields need the `segment` of each slot, the sequence that it belongs to")
+            raise UsageError(
+                f"{name}: [T] fields need the `segment` of each slot, the sequence that it belongs to"
+            )
         numbered, _ = fields.numbered()
         return function(**{**given, "segment": numbered.segment})
 
@@ -141,7 +149,9 @@ class Fields(NamedTuple):
         assert trainer is not None
         assert rollout is not None
         assert mask is not None
-        return cls(trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage"))
+        return cls(
+            trainer, rollout, mask, flat.get("segment"), flat.get("turn"), flat.get("advantage")
+        )
 
     def check(self) -> None:
         """Raises UsageError if shapes differ."""
@@ -149,7 +159,9 @@ class Fields(NamedTuple):
         for name in ("logp_rollout", "segment", "turn", "advantage"):
             field = getattr(self, name)
             if field is not None and field.shape != shape:
-                raise UsageError(f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}")
+                raise UsageError(
+                    f"{name} has shape {list(field.shape)}, the trainer's {list(shape)}"
+                )
         if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
             raise UsageError(
                 f"log-probabilities {list(shape)} and mask {list(mask.shape)} {mask.dtype} must have one shape, the "
@@ -168,7 +180,9 @@ class Fields(NamedTuple):
                 f"{name} is {int(ids[slot])} at slot {slot}, which the mask selects; they count from 0. Clear the mask "
                 f"there, or say which {name} the slot belongs to"
             )
-        return 1 + int(torch.stack([torch.where(mask, own, -1).amax() for own, mask in parts]).amax())
+        return 1 + int(
+            torch.stack([torch.where(mask, own, -1).amax() for own, mask in parts]).amax()
+        )
 
     def numbered(self) -> tuple[Fields, _Extent]:
         """With sequences, and turns, numbered anew if their ids reach further than there are slots."""

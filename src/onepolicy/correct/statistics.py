@@ -78,7 +78,10 @@ def _prob_diff(slots: Slots) -> Tensor:
 def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
     """KL(Bernoulli(p) || Bernoulli(other)): the sampled token against all others. NaN where the ratio is not finite,
     which the margin would hide."""
-    p, q = (x.double().exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN) for x in (logp, logp_other))
+    p, q = (
+        x.double().exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
+        for x in (logp, logp_other)
+    )
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     return torch.where(slots.log_ratio.isfinite(), divergence, torch.nan)
 
@@ -86,7 +89,9 @@ def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
 def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
     """[n] int64 index of the turn or sequence each slot belongs to, and how many there are."""
     if slots.segment is None:
-        raise UsageError(f"correction: a statistic of a whole {scope} needs the `segment` of each slot")
+        raise UsageError(
+            f"correction: a statistic of a whole {scope} needs the `segment` of each slot"
+        )
     if scope == "sequence":
         return slots.segment, slots.sequences
     if slots.turn is None:
@@ -113,7 +118,9 @@ def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
             index, count = unit_index(slots, gate.scope)
             units[key] = _sums(advantage_of(slots).double(), index, count)
     if slots.segment is not None:
-        units["slots/sequence"] = _sums(torch.zeros_like(slots.log_ratio), slots.segment, slots.sequences)
+        units["slots/sequence"] = _sums(
+            torch.zeros_like(slots.log_ratio), slots.segment, slots.sequences
+        )
     return units
 
 
@@ -140,7 +147,11 @@ def needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
     if config.weight.level not in ("none", "token"):
         scope = "turn" if config.weight.level == "turn" else "sequence"
         needed.append((f"ratio/{scope}", "ratio", scope))
-    return needed + [(f"{g.statistic}/{g.scope}", g.statistic, g.scope) for g in config.gates if g.scope != "token"]
+    return needed + [
+        (f"{g.statistic}/{g.scope}", g.statistic, g.scope)
+        for g in config.gates
+        if g.scope != "token"
+    ]
 
 
 def _sums(values: Tensor, index: Tensor, count: int) -> UnitSums:
@@ -150,7 +161,8 @@ def _sums(values: Tensor, index: Tensor, count: int) -> UnitSums:
     return UnitSums(
         total,
         zeros.index_add(0, index, torch.ones_like(values)),
-        high.scatter_reduce(0, index, values, "amax") + 0 * total,  # + 0 * total: NaN marks a unit with a bad slot
+        high.scatter_reduce(0, index, values, "amax")
+        + 0 * total,  # + 0 * total: NaN marks a unit with a bad slot
         low.scatter_reduce(0, index, values, "amin") + 0 * total,
     )
 
@@ -165,7 +177,9 @@ def value_of(gate: Gate, slots: Slots, units: Units) -> Tensor:
     """[n] float64: what the gate compares at each slot; a ratio in log space."""
     if gate.scope == "token":
         return statistic(gate.statistic, slots)
-    return units[f"{gate.statistic}/{gate.scope}"].aggregate(gate.aggregate)[unit_index(slots, gate.scope)[0]]
+    return units[f"{gate.statistic}/{gate.scope}"].aggregate(gate.aggregate)[
+        unit_index(slots, gate.scope)[0]
+    ]
 
 
 def weight_log_ratio(config: CorrectionConfig, slots: Slots, units: Units) -> Tensor:
@@ -204,7 +218,9 @@ def budget_edges(config: CorrectionConfig, parts: Callable[[], Iterable[Slots]])
     for gate in config.gates:
         if gate.aggregate == "budget":
             assert gate.high is not None
-            edges[gate.label] = budget_edge(torch.cat([statistic(gate.statistic, p) for p in parts()]), gate.high)
+            edges[gate.label] = budget_edge(
+                torch.cat([statistic(gate.statistic, p) for p in parts()]), gate.high
+            )
     return edges
 
 

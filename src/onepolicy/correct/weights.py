@@ -82,7 +82,8 @@ def reweight(
     mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,
     *,
-    segment: Layout | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
+    segment: Layout
+    | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
     turn: Layout | None = None,  # int64, turn of each slot
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
@@ -105,7 +106,9 @@ def reweight(
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = Fields.of("reweight", given, segment=segment, turn=turn, advantage=advantage)
     if not (count := int(flat.mask.sum())):
-        raise UsageError(f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to train on")
+        raise UsageError(
+            f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to train on"
+        )
     found = evaluate(config, flat, average=average)
     numbers = _checked_report(config, found.sums)
     weight = found.weight.mul_(found.sums.scale(config)).float()
@@ -143,7 +146,11 @@ def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "sl
 
 @torch.no_grad()
 def partials(
-    config: CorrectionConfig, slots: Slots, units: Units | None = None, *, average: Average = "slots"
+    config: CorrectionConfig,
+    slots: Slots,
+    units: Units | None = None,
+    *,
+    average: Average = "slots",
 ) -> Partial:
     """Weights of a part of the step: whole sequences, or with `units` of the whole (`combine_units`) a chunk of some.
 
@@ -156,12 +163,18 @@ def partials(
             f"partials: slots is {type(slots).__name__}; pass op.slots(logp_old, logp_rollout, mask, segment=..)"
         )
     if any(gate.aggregate == "budget" for gate in config.gates):
-        raise UsageError("partials: a budget gate ranks all slots of the step against each other; use reweight")
-    return _evaluate(config, slots, unit_sums(config, slots) if units is None else units, {}, average)
+        raise UsageError(
+            "partials: a budget gate ranks all slots of the step against each other; use reweight"
+        )
+    return _evaluate(
+        config, slots, unit_sums(config, slots) if units is None else units, {}, average
+    )
 
 
 @torch.no_grad()
-def finish(config: CorrectionConfig, part: Partial, total: Sums) -> tuple[Tensor, Tensor, dict[str, float]]:
+def finish(
+    config: CorrectionConfig, part: Partial, total: Sums
+) -> tuple[Tensor, Tensor, dict[str, float]]:
     """weight [T] float32 and keep [T] bool of this part, and the report of the step whose sums are `total`."""
     check_config("finish", config)
     if not isinstance(part, Partial) or not isinstance(total, Sums):
@@ -176,7 +189,9 @@ def finish(config: CorrectionConfig, part: Partial, total: Sums) -> tuple[Tensor
 
 def _check_average(caller: str, average: object) -> None:
     if average not in get_args(Average):
-        raise UsageError(f"{caller}: average is {average!r}, expected {' or '.join(map(repr, get_args(Average)))}")
+        raise UsageError(
+            f"{caller}: average is {average!r}, expected {' or '.join(map(repr, get_args(Average)))}"
+        )
 
 
 def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
@@ -190,7 +205,9 @@ def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
     return numbers
 
 
-def _evaluate(config: CorrectionConfig, slots: Slots, units: Units, edges: Edges, average: Average) -> Partial:
+def _evaluate(
+    config: CorrectionConfig, slots: Slots, units: Units, edges: Edges, average: Average
+) -> Partial:
     raw = weight_log_ratio(config, slots, units)
     gates = [gate_keeps(gate, slots, units, edges) for gate in config.gates]
     bounds = config.weight
@@ -212,5 +229,7 @@ def _evaluate(config: CorrectionConfig, slots: Slots, units: Units, edges: Edges
         if slots.segment is None:
             raise UsageError("reweight: average = sequences needs the `segment` of each slot")
         mass = 1 / units["slots/sequence"].slots[slots.segment]
-    measured = sums(log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass)
+    measured = sums(
+        log_ratio=slots.log_ratio, weight=weight, keep=keep, clipped=clipped, gates=gates, mass=mass
+    )
     return Partial(slots, weight, keep, passed, measured)

@@ -41,7 +41,9 @@ class Level:
     sequence: Tensor  # [n] int64; the same number is the same problem at every level
 
     @classmethod
-    def of(cls, name: str, how: str, logp: Tensor, rollout: Tensor, mask: Tensor, segment: Tensor) -> Level:
+    def of(
+        cls, name: str, how: str, logp: Tensor, rollout: Tensor, mask: Tensor, segment: Tensor
+    ) -> Level:
         """logp, rollout [T] float32; mask [T] bool, the tokens compared; segment [T] int64, sequence of each slot."""
         return cls(name, how, k3_terms(logp, rollout)[mask], segment[mask])
 
@@ -69,7 +71,8 @@ def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
     kept = bootstrap([(level.terms, level.sequence) for level in (start, *steps)])
     removed = kept[:, :-1] - kept[:, 1:]
     bars = [
-        Bar(step.name, step.how, _estimate(removed[:, i]), _estimate(kept[:, i + 1])) for i, step in enumerate(steps)
+        Bar(step.name, step.how, _estimate(removed[:, i]), _estimate(kept[:, i + 1]))
+        for i, step in enumerate(steps)
     ]
     return Waterfall(_estimate(kept[:, 0]), tuple(bars))
 
@@ -91,7 +94,9 @@ def k3_terms(logp: Tensor, rollout: Tensor) -> Tensor:
     return log_rho.expm1() - log_rho
 
 
-def bootstrap(series: Sequence[tuple[Tensor, Tensor]], *, draws: int = DRAWS, seed: int = 0) -> Tensor:
+def bootstrap(
+    series: Sequence[tuple[Tensor, Tensor]], *, draws: int = DRAWS, seed: int = 0
+) -> Tensor:
     """[draws + 1, B] float64: mean of each of B series, first over all sequences, then over sequences redrawn.
 
     A series is values [n] float64 and their sequences [n] int64; n may differ. Sequences are drawn whole, because their
@@ -102,11 +107,17 @@ def bootstrap(series: Sequence[tuple[Tensor, Tensor]], *, draws: int = DRAWS, se
     index = torch.cat([sequence for _, sequence in series]).unique(return_inverse=True)[1]
     count = int(index.max()) + 1
     generator = torch.Generator().manual_seed(seed)
-    times = torch.ones(draws + 1, count, dtype=torch.float64)  # how often each sequence is in each draw
+    times = torch.ones(
+        draws + 1, count, dtype=torch.float64
+    )  # how often each sequence is in each draw
     drawn = torch.randint(count, (draws, count), generator=generator)
-    times[1:] = torch.zeros(draws, count, dtype=torch.float64).scatter_add(1, drawn, torch.ones_like(times[1:]))
+    times[1:] = torch.zeros(draws, count, dtype=torch.float64).scatter_add(
+        1, drawn, torch.ones_like(times[1:])
+    )
     means = []
-    for (values, _), own in zip(series, index.split([len(values) for values, _ in series]), strict=True):
+    for (values, _), own in zip(
+        series, index.split([len(values) for values, _ in series]), strict=True
+    ):
         sums = torch.zeros(count, dtype=torch.float64).index_add(0, own, values.double())
         sizes = torch.bincount(own, minlength=count).double()
         means.append((times @ sums) / (times @ sizes).clamp(min=1))

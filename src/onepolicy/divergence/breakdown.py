@@ -20,7 +20,8 @@ TURNS = (*range(8), 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers, from 
 CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
 ECHO = 4  # tokens in a row, as they stand earlier in what was given to the policy, that make the last one an echo
 CALL = re.compile(
-    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)|^Action:[^\n]*", re.MULTILINE
+    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)|^Action:[^\n]*",
+    re.MULTILINE,
 )
 """A tool call in a response: markup of chat templates (never closed, it reaches to the end), or a ReAct action line."""
 
@@ -120,5 +121,6 @@ def inside_calls(texts: Sequence[str]) -> list[bool]:
     joined, ends = "".join(texts), list(itertools.accumulate(map(len, texts)))
     spans = [match.span() for match in CALL.finditer(joined)]
     return [
-        any(start < end and stop > begin for begin, end in spans) for start, stop in zip([0, *ends], ends, strict=False)
+        any(start < end and stop > begin for begin, end in spans)
+        for start, stop in zip([0, *ends], ends, strict=False)
     ]

@@ -22,10 +22,14 @@ class Distances:
     """p: trainer, q: rollout, H: the rollout's k likeliest tokens, of each of n positions."""
 
     top: int  # k
-    tv_low: Tensor  # [n] float64: total variation sum |p - q| / 2 over the vocabulary is at least this
+    tv_low: (
+        Tensor  # [n] float64: total variation sum |p - q| / 2 over the vocabulary is at least this
+    )
     tv_high: Tensor  # [n] float64: and at most this
     kl_low: Tensor  # [n] float64, nats: KL(q || p) with all tokens outside H as one; the whole KL is at least this
-    kl_shared: Tensor  # [n] float64, nats: KL(q || p) of both distributions given that the token is in H
+    kl_shared: (
+        Tensor  # [n] float64, nats: KL(q || p) of both distributions given that the token is in H
+    )
     argmax_differs: Tensor  # [n] bool: each engine finds its own likeliest token likelier than the other's (ties: no)
     overlap: Tensor  # [n] float64: share of H among the trainer's own k likeliest tokens
     mass_rollout: Tensor  # [n] float64, of H
@@ -49,7 +53,10 @@ class Distances:
     def above(self, edges: Sequence[float]) -> tuple[list[float], list[float]]:
         """Share of positions whose total variation is more than each edge: at least, at most."""
         at = torch.tensor(edges, dtype=torch.float64)
-        low, high = ((values[:, None] > at).double().mean(0).tolist() for values in (self.tv_low, self.tv_high))
+        low, high = (
+            (values[:, None] > at).double().mean(0).tolist()
+            for values in (self.tv_low, self.tv_high)
+        )
         return low, high
 
 
@@ -90,7 +97,9 @@ def _argmax_differs(
 ) -> Tensor:
     """bfloat16 logits tie often: whichever of equals an engine names first, that is no difference."""
     own = ids == own_ids[:, :1]
-    of_own = torch.where(own, logp_rollout, -math.inf).amax(-1)  # of the trainer's best; less likely if not listed
+    of_own = torch.where(own, logp_rollout, -math.inf).amax(
+        -1
+    )  # of the trainer's best; less likely if not listed
     return (logp_rollout[:, 0] > of_own) & (own_logp[:, 0] > logp_trainer[:, 0])
 
 

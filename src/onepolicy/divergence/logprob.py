@@ -33,7 +33,9 @@ class Mismatch:
     max_dp: float  # max |p_trainer - p_rollout|
     pearson: float  # correlation of the probabilities; 1 if all pairs are equal, nan if one side alone is constant
     ppl_ratio: float  # mean over samples of exp(mean(-l)): trainer over rollout perplexity; nan without `segment`
-    abs_log_ratio: Tensor = field(repr=False)  # [n] float64, |l| ascending: `extreme` is a binary search
+    abs_log_ratio: Tensor = field(
+        repr=False
+    )  # [n] float64, |l| ascending: `extreme` is a binary search
 
     @overload
     def extreme(self, tau: float) -> float: ...
@@ -44,18 +46,37 @@ class Mismatch:
         taus = [tau] if isinstance(tau, int | float) else list(tau)
         for value in taus:
             if not value >= 1:
-                raise UsageError(f"extreme: tau = {value}, but max(rho, 1/rho) is never below 1; give tau >= 1")
-        logs = torch.tensor([math.log(value) for value in taus], dtype=torch.float64, device=self.abs_log_ratio.device)
+                raise UsageError(
+                    f"extreme: tau = {value}, but max(rho, 1/rho) is never below 1; give tau >= 1"
+                )
+        logs = torch.tensor(
+            [math.log(value) for value in taus],
+            dtype=torch.float64,
+            device=self.abs_log_ratio.device,
+        )
         within = torch.searchsorted(self.abs_log_ratio, logs, right=True)
         shares = ((self.tokens - within).double() / self.tokens).tolist()
         return shares[0] if isinstance(tau, int | float) else shares
 
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
-        names = ("k1", "k3", "chi2", "ess", "max_dp", "mean_dp", "max_dlogp", "mean_dlogp", "pearson", "ppl_ratio")
+        names = (
+            "k1",
+            "k3",
+            "chi2",
+            "ess",
+            "max_dp",
+            "mean_dp",
+            "max_dlogp",
+            "mean_dlogp",
+            "pearson",
+            "ppl_ratio",
+        )
         numbers = {f"{prefix}/{name}": getattr(self, name) for name in names}
         numbers[f"{prefix}/differing"] = float(self.differing)
         taus = (1.25, 2, 5)
-        return numbers | {f"{prefix}/f{tau}": share for tau, share in zip(taus, self.extreme(taus), strict=True)}
+        return numbers | {
+            f"{prefix}/f{tau}": share for tau, share in zip(taus, self.extreme(taus), strict=True)
+        }
 
 
 def mismatch(
@@ -63,14 +84,17 @@ def mismatch(
     logp_rollout: Layout,  # the same, rollout engine
     mask: Layout,  # bool, the sampled tokens; the other slots may hold anything
     *,
-    segment: Layout | None = None,  # int64, sample index of each slot; rows of [B, T] and lists need none
+    segment: Layout
+    | None = None,  # int64, sample index of each slot; rows of [B, T] and lists need none
 ) -> Mismatch:
     """Compare both engines on the masked-in slots, in float64. Raises UsageError if none is, or one is not finite."""
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = arguments("mismatch", {**given, "segment": segment})
     old, rollout, samples = _masked(flat, mask)
     log_rho = old - rollout
-    shifted = (log_rho - log_rho.max()).exp()  # ess does not depend on rho's scale; this cannot overflow
+    shifted = (
+        log_rho - log_rho.max()
+    ).exp()  # ess does not depend on rho's scale; this cannot overflow
     dp = (old.exp() - rollout.exp()).abs()
     dlogp = log_rho.abs().sort().values
     numbers = {
@@ -83,11 +107,15 @@ def mismatch(
         "mean_dp": dp.mean(),
         "max_dp": dp.max(),
         "pearson": _pearson(old.exp(), rollout.exp()),
-        "ppl_ratio": log_rho.new_tensor(math.nan) if samples is None else _ppl_ratio(log_rho, samples),
+        "ppl_ratio": log_rho.new_tensor(math.nan)
+        if samples is None
+        else _ppl_ratio(log_rho, samples),
     }
     values = torch.stack(list(numbers.values())).tolist()
     differing = int((old != rollout).sum())
-    return Mismatch(len(log_rho), differing, **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp)
+    return Mismatch(
+        len(log_rho), differing, **dict(zip(numbers, values, strict=True)), abs_log_ratio=dlogp
+    )
 
 
 def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -106,7 +134,9 @@ def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tenso
             )
         sides.append(logp.detach()[mask].double())
     if not mask.any():
-        raise UsageError(f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare")
+        raise UsageError(
+            f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare"
+        )
     segment = flat["segment"]
     return sides[0], sides[1], None if segment is None else segment[mask]
 

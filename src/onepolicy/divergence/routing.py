@@ -23,13 +23,23 @@ class RoutingDisagreement:
     tokens: float  # share of slots with at least one differing router
     sequence: float  # mean of sequence_mean (differing routers per token); nan without `segment`
     experts: float  # mean number of differing experts per router
-    expert_counts: Tensor = field(repr=False)  # [K + 1] int64, routers with exactly 0..K differing experts
-    per_layer: Tensor = field(repr=False)  # [L] float64, share of slots whose router differs in this layer
-    per_token_count: Tensor = field(repr=False)  # [n] int64, differing routers of each compared slot
-    sequence_mean: Tensor = field(repr=False)  # [S] float64, differing routers per token of each sample compared
+    expert_counts: Tensor = field(
+        repr=False
+    )  # [K + 1] int64, routers with exactly 0..K differing experts
+    per_layer: Tensor = field(
+        repr=False
+    )  # [L] float64, share of slots whose router differs in this layer
+    per_token_count: Tensor = field(
+        repr=False
+    )  # [n] int64, differing routers of each compared slot
+    sequence_mean: Tensor = field(
+        repr=False
+    )  # [S] float64, differing routers per token of each sample compared
 
     def metrics(self, prefix: str = "routing") -> dict[str, float]:
-        return {f"{prefix}/{name}": getattr(self, name) for name in ("routers", "tokens", "sequence")}
+        return {
+            f"{prefix}/{name}": getattr(self, name) for name in ("routers", "tokens", "sequence")
+        }
 
 
 def routing_disagreement(
@@ -44,20 +54,30 @@ def routing_disagreement(
     """
     _check_comparable(a, b)
     if segment is not None and (not isinstance(segment, Tensor) or segment.shape != (len(a),)):
-        raise UsageError(f"routing_disagreement: segment is {shown(segment)}, expected whole numbers [{len(a)}]")
+        raise UsageError(
+            f"routing_disagreement: segment is {shown(segment)}, expected whole numbers [{len(a)}]"
+        )
     compared = (a.valid & b.valid).nonzero()[:, 0]
     n, layers, device = len(compared), len(a.layers), compared.device
     if n == 0:
-        raise UsageError(f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to compare")
+        raise UsageError(
+            f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to compare"
+        )
     per_token = torch.zeros(n, dtype=torch.int64, device=device)
     per_layer = torch.zeros(layers, dtype=torch.float64, device=device)
     counts = torch.zeros(a.top_k + 1, dtype=torch.int64, device=device)
-    for layer in range(layers):  # one at a time, widened (torch has few uint16 kernels): all at once would be gigabytes
-        differing = differing_experts(a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared])
+    for layer in range(
+        layers
+    ):  # one at a time, widened (torch has few uint16 kernels): all at once would be gigabytes
+        differing = differing_experts(
+            a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]
+        )
         per_token += differing > 0
         per_layer[layer] = (differing > 0).double().mean()
         counts += torch.bincount(differing, minlength=a.top_k + 1)
-    sequence_mean = _mean_by(segment[compared], per_token) if segment is not None else per_layer.new_empty(0)
+    sequence_mean = (
+        _mean_by(segment[compared], per_token) if segment is not None else per_layer.new_empty(0)
+    )
     wrong = torch.arange(a.top_k + 1, device=device)
     return RoutingDisagreement(
         slots=n,
@@ -77,7 +97,11 @@ def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
     _check_comparable(a, b)
     compared = (a.valid & b.valid).nonzero()[:, 0]
     shares = [
-        1 - differing_experts(a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]).float() / a.top_k
+        1
+        - differing_experts(
+            a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]
+        ).float()
+        / a.top_k
         for layer in range(len(a.layers))
     ]
     return torch.stack(shares, dim=1)
@@ -85,7 +109,9 @@ def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
 
 def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
     """Per row, how many ids of one side the other lacks; the larger of both counts, should a row repeat an id."""
-    rows = (a != b).any(1).nonzero()[:, 0]  # most rows agree column by column; only the others are compared as sets
+    rows = (
+        (a != b).any(1).nonzero()[:, 0]
+    )  # most rows agree column by column; only the others are compared as sets
     equal = a[rows][:, :, None] == b[rows][:, None, :]
     lacking = torch.maximum((~equal.any(2)).sum(1), (~equal.any(1)).sum(1))
     return torch.zeros(len(a), dtype=torch.int64, device=a.device).index_copy(0, rows, lacking)
@@ -94,7 +120,9 @@ def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -
 def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
     for name, trace in (("a", a), ("b", b)):
         if not isinstance(trace, RoutingTrace):
-            raise UsageError(f"routing_disagreement: {name} is {type(trace).__name__}, expected a RoutingTrace")
+            raise UsageError(
+                f"routing_disagreement: {name} is {type(trace).__name__}, expected a RoutingTrace"
+            )
     for name, left, right in (
         ("slots", len(a), len(b)),
         ("layers", a.layers, b.layers),

@@ -61,9 +61,13 @@ def random_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[lis
     return [ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths]
 
 
-async def play(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> Played:
+async def play(
+    engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]
+) -> Played:
     """All at once, one request per prompt."""
-    requests = (engine.generate(p, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True))
+    requests = (
+        engine.generate(p, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)
+    )
     return Played(prompts, sampling, list(await asyncio.gather(*requests)))
 
 
@@ -154,17 +158,23 @@ def probabilities(
     measured = f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; worst request {gap:.2g} nats off"
     expected = "" if limits is None else f" (expected: at most {limits[0]:.2g})"
     if not gap <= (math.inf if limits is None else limits[0]):  # also if it is NaN
-        mend = "the engine holds other weights than the trainer, another model, or changes the prompt"
+        mend = (
+            "the engine holds other weights than the trainer, another model, or changes the prompt"
+        )
         return checks | {name: Check(name, False, measured + expected, mend)}
     checks[name] = Check(name, True, f"one per token, aligned, {measured}{expected}")
-    return checks | {"temperature": temperature(scorer, warm, None if limits is None else limits[1])}
+    return checks | {
+        "temperature": temperature(scorer, warm, None if limits is None else limits[1])
+    }
 
 
 def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
     """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
     found, other = distance(warm), distance(score_at(scorer, warm, 1 / HOT))
     gap, untempered = float(found.mean()), float(other.mean())
-    words = f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
+    words = (
+        f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
+    )
     if not math.isfinite(gap + untempered):
         mend = "neither side may return NaN or infinite log-probabilities; look at the trainer's logits"
         return Check("temperature", False, f"{words}: some are not finite", mend)
@@ -178,7 +188,9 @@ def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
         return Check("temperature", True, words)
     assert warm.logp_old is not None
     assert warm.entropy is not None
-    surplus = (warm.logp_old + warm.entropy)[warm.trainable]  # 0 on average for draws from this distribution
+    surplus = (warm.logp_old + warm.entropy)[
+        warm.trainable
+    ]  # 0 on average for draws from this distribution
     mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
         text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
@@ -188,21 +200,31 @@ def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
 
 def support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
     """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
-    expected, seen = (sum(part) for part in zip(*(_outside(scorer, batch) for batch in batches), strict=True))
+    expected, seen = (
+        sum(part) for part in zip(*(_outside(scorer, batch) for batch in batches), strict=True)
+    )
     if not expected.isfinite().all():
         text = "the trainer's probabilities of these tokens are not finite, so nothing can be compared with them"
         return Check("support", False, text, "look at the trainer's weights and logits")
     names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
-    narrowed = [i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]]
+    narrowed = [
+        i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]
+    ]
     total = sum(int(batch.trainable.sum()) for batch in batches)
     if narrowed:
         i = max(narrowed, key=lambda i: float(expected[i]))
         text = f"{int(seen[i])} of {total} tokens are outside {names[i]}, {float(expected[i]):.0f} expected"
-        mend = "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
+        mend = (
+            "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
+        )
         return Check("support", False, text, mend)
     judged = [i for i in range(len(names)) if expected[i] >= ENOUGH]
     if not judged:
-        return Check("support", None, f"the {total} tokens are too certain to tell a narrowed support from the whole")
+        return Check(
+            "support",
+            None,
+            f"the {total} tokens are too certain to tell a narrowed support from the whole",
+        )
     i = min(judged, key=lambda i: float(expected[i]))
     return Check(
         "support",
@@ -213,7 +235,10 @@ def support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
 
 def likeliest(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
     """Share of the sampled tokens among the trainer's `top_k` likeliest, and the log of their mass, [n] float32."""
-    inside = [(ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1)) for ordered, sampled in _ordered(scorer, batch)]
+    inside = [
+        (ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1))
+        for ordered, sampled in _ordered(scorer, batch)
+    ]
     mass, found = (torch.cat(part).cpu() for part in zip(*inside, strict=True))
     return float(found.float().mean()), mass.log().float()
 

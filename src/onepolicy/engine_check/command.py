@@ -33,7 +33,16 @@ from onepolicy.replay.checks import Misaligned, check_completion
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling, TokenBatch
 
-NAMES = ("tokens", "log-probabilities", "temperature", "support", "seeds", "routes", "layers", "weight sync")
+NAMES = (
+    "tokens",
+    "log-probabilities",
+    "temperature",
+    "support",
+    "seeds",
+    "routes",
+    "layers",
+    "weight sync",
+)
 TOKENS, LONGEST = 48, 160
 """Of a completion; of a prompt: enough to fill a block of a prefix cache."""
 NARROW = 3
@@ -42,14 +51,18 @@ NARROW = 3
 
 def check_engine(tree: dict[str, Any], overrides: list[str]) -> list[Check]:
     """`tree`: a recipe's settings, or none. Its task is not played: prompts are random tokens."""
-    tree = {name: section for name, section in tree.items() if name not in ("objective", "correction")}
+    tree = {
+        name: section for name, section in tree.items() if name not in ("objective", "correction")
+    }
     config = measure_config(tree, overrides, None)
     model = resolve_model(config.model)
     tokenizer, max_len = open_tokenizer(config, model)
     return asyncio.run(check_pair(build_pair(config, model, max_len), tokenizer, model))
 
 
-async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[Check]:
+async def check_pair(
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
+) -> list[Check]:
     """One Check per name of NAMES, in that order."""
     scorer, engine = pair.scorer, pair.engine
     length = min(TOKENS, engine.caps.max_len // 2)
@@ -64,7 +77,13 @@ async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: Mode
         await engine.reset_cache()
         hot = await play(engine, prompts, Sampling(HOT, length), numbers)
     except (UsageError, TrainingError) as error:
-        return _complete({"tokens": Check("tokens", False, f"a request failed: {error}", "mend the engine's answer")})
+        return _complete(
+            {
+                "tokens": Check(
+                    "tokens", False, f"a request failed: {error}", "mend the engine's answer"
+                )
+            }
+        )
     found = {"tokens": tokens((plain, hot, greedy, few, stopped), scorer.vocabulary)}
     found |= well_formed(pair, (plain, hot))
     found["seeds"] = await seeds(pair, prompts, hot)
@@ -86,7 +105,10 @@ async def check_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, model: Mode
 
 
 def _complete(found: dict[str, Check]) -> list[Check]:
-    return [found.get(name) or Check(name, None, "not judged: another check fails first") for name in NAMES]
+    return [
+        found.get(name) or Check(name, None, "not judged: another check fails first")
+        for name in NAMES
+    ]
 
 
 def _stops(played: Played) -> tuple[int, ...]:
@@ -118,9 +140,18 @@ def tokens(played: Sequence[Played], vocabulary: int) -> Check:
                 wrong = f"{len(ids)} tokens where {most} were asked for"
             if wrong is not None:
                 mend = "return exactly the ids that were sampled, the stop token included and nothing after it"
-                return Check("tokens", False, f"temperature {each.sampling.temperature}, request {i}: {wrong}", mend)
+                return Check(
+                    "tokens",
+                    False,
+                    f"temperature {each.sampling.temperature}, request {i}: {wrong}",
+                    mend,
+                )
     answered = sum(len(each.done) for each in played)
-    return Check("tokens", True, f"{answered} requests, {total} ids; {stops} ended at their stop token, which is kept")
+    return Check(
+        "tokens",
+        True,
+        f"{answered} requests, {total} ids; {stops} ended at their stop token, which is kept",
+    )
 
 
 async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
@@ -131,14 +162,21 @@ async def seeds(pair: Pair, prompts: list[list[int]], hot: Played) -> Check:
     again = await play(pair.engine, prompts, hot.sampling, range(len(prompts)))
     others = await play(pair.engine, prompts, hot.sampling, range(1000, 1000 + len(prompts)))
     same, copied = _equal(hot, again), _equal(hot, others)
-    certain = [float(done.logp.sum()) > math.log(1e-3) for done in hot.done]  # could come twice by itself
+    certain = [
+        float(done.logp.sum()) > math.log(1e-3) for done in hot.done
+    ]  # could come twice by itself
     judged = [i for i in range(len(prompts)) if not certain[i]]
     if not judged:
         return Check("seeds", None, "every completion is too certain to tell seeds apart")
     counts = f"{sum(same[i] for i in judged)} of {len(judged)} the same with the same seed, "
     counts += f"{sum(copied[i] for i in judged)} with another"
     passed = 2 * sum(same[i] for i in judged) >= len(judged) and not any(copied[i] for i in judged)
-    return Check("seeds", passed, counts, "" if passed else "seed each request's random numbers with its own seed")
+    return Check(
+        "seeds",
+        passed,
+        counts,
+        "" if passed else "seed each request's random numbers with its own seed",
+    )
 
 
 def of_greedy(scorer: PolicyScorer, batch: TokenBatch, sampled: Check) -> Check:
@@ -161,18 +199,26 @@ def of_narrow(scorer: PolicyScorer, batch: TokenBatch, whole: Check) -> Check:
     tells = not mass.abs().mean() <= 0.01
     if tells and not (off + mass).abs().mean() <= off.abs().mean():  # also if a value is NaN
         text = f"log-probabilities of tokens drawn with top_k={NARROW} are those of the whole vocabulary"
-        return Check("support", False, text, "return them after top-k and top-p (vLLM: processed_logprobs)")
+        return Check(
+            "support", False, text, "return them after top-k and top-p (vLLM: processed_logprobs)"
+        )
     return replace(whole, measured=f"{whole.measured}; {text}")
 
 
 def _equal(a: Played, b: Played) -> list[bool]:
-    return [x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a.done, b.done, strict=True)]
+    return [
+        x.token_ids.tolist() == y.token_ids.tolist() for x, y in zip(a.done, b.done, strict=True)
+    ]
 
 
 def well_formed(pair: Pair, played: Sequence[Played]) -> dict[str, Check]:
     """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
     if pair.routes is None or from_reprefill(pair.config):
-        why = "a dense model has no routes" if pair.routes is None else "replay.source=reprefill needs none of its own"
+        why = (
+            "a dense model has no routes"
+            if pair.routes is None
+            else "replay.source=reprefill needs none of its own"
+        )
         return {name: Check(name, None, why) for name in ("routes", "layers")}
     if not pair.engine.caps.routing:
         mend = "start the engine so that it returns them, or set replay.source=reprefill"
@@ -198,13 +244,21 @@ def agreement(pair: Pair, batch: TokenBatch) -> dict[str, Check]:
         check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(pair))
     except Misaligned as error:
         if not error.of_layers:
-            return {"routes": Check("routes", False, str(error), "row i is of the token that was fed i-th")}
-        wrong = Check("layers", False, str(error), "hand over the model's MoE layers in their order")
+            return {
+                "routes": Check(
+                    "routes", False, str(error), "row i is of the token that was fed i-th"
+                )
+            }
+        wrong = Check(
+            "layers", False, str(error), "hand over the model's MoE layers in their order"
+        )
         return {"routes": Check("routes", True, rows), "layers": wrong}
     differ = routing_disagreement(batch.routing_native, batch.routing)
     worst = f"{len(batch.routing.layers)} layers, in the worst {float(differ.per_layer.max()):.2%} differ"
     return {
-        "routes": Check("routes", True, f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"),
+        "routes": Check(
+            "routes", True, f"{rows}; {differ.routers:.2%} of routers differ from the trainer's"
+        ),
         "layers": Check("layers", True, worst),
     }
 

@@ -45,7 +45,9 @@ class Copy:
         rounded = self._copy.score(batch, replay=False).logp_old
         assert rounded is not None
         apart = float(distance(batch.replace(logp_rollout=rounded)).max())
-        return max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
+        return (
+            max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
+        )
 
 
 async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
@@ -64,7 +66,11 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
             await engine.reset_cache()
             fresh = await play(engine, plain.prompts, plain.sampling, numbers)
             score = scored(scorer, fresh)
-            limit, now, behind = copy.limit(score), distance(score).max(), distance(scored(scorer, cached)).max()
+            limit, now, behind = (
+                copy.limit(score),
+                distance(score).max(),
+                distance(scored(scorer, cached)).max(),
+            )
         await push_weights(scorer, engine)
         back = await probe(engine, size)
     except (UsageError, TrainingError) as error:
@@ -74,13 +80,19 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
     if not now <= limit:
         wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
     elif not behind <= limit:
-        wrong = f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
+        wrong = (
+            f"{behind:.2g} nats off where prefixes were cached before the push, {now:.2g} where not"
+        )
     elif not (back - before).abs().max() <= NOISE * (again - before).abs().max() < math.inf:
         wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
     if wrong is not None:
         return Check("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", mend)
     followed = f"{now:.2g} nats off, {old:.2g} from the ones before"
-    return Check("weight sync", True, f"the same weights move nothing; others are followed, cached or not: {followed}")
+    return Check(
+        "weight sync",
+        True,
+        f"the same weights move nothing; others are followed, cached or not: {followed}",
+    )
 
 
 @contextmanager

@@ -27,7 +27,11 @@ EPISODES = {
 
 
 def build(
-    config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, max_len: int, rows: RowPolicy = "as-sampled"
+    config: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_len: int,
+    rows: RowPolicy = "as-sampled",
 ) -> Environment:
     """max_len: tokens of a path. rows: see `Trajectory`."""
     if config.kind in TASKS:

@@ -45,21 +45,36 @@ def invariant_attention(
     """Causal attention of each token within its own sequence. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
     name = type(module).__name__
     if packing is None and slab_step is None:
-        raise ValueError(f"{name} does not hand attention arguments on; invariant attention cannot work with it")
-    refuse_unknown(module, "invariant attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask)
+        raise ValueError(
+            f"{name} does not hand attention arguments on; invariant attention cannot work with it"
+        )
+    refuse_unknown(
+        module,
+        "invariant attention",
+        extra,
+        UNSUPPORTED,
+        dropout=dropout,
+        attention_mask=attention_mask,
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if slab_step is None:
         assert packing is not None
 
         def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            bias = torch.zeros_like(seen := band(q.shape[2], sliding_window, q.device), dtype=torch.float32)
+            bias = torch.zeros_like(
+                seen := band(q.shape[2], sliding_window, q.device), dtype=torch.float32
+            )
             bias.masked_fill_(~seen, float("-inf"))
-            return attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux).transpose(1, 2)
+            return attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux).transpose(
+                1, 2
+            )
 
         return attend_packed(query, key, value, packing, causal).to(query.dtype), None
     q = query[0].transpose(0, 1)  # [T, heads, D]
     if in_table(q, key, slab_step) and q.shape[-1] <= TERMS:
-        out = _attend_in_table(q, key, value, slab_step, window=sliding_window, scale=scale, sinks=s_aux)
+        out = _attend_in_table(
+            q, key, value, slab_step, window=sliding_window, scale=scale, sinks=s_aux
+        )
         return out[None].to(q.dtype), None
     rows = len(key)
     bias = slab_step.bias(sliding_window, rows)
@@ -67,16 +82,31 @@ def invariant_attention(
     return slab_step.collect(out)[None].to(query.dtype), None
 
 
-def attend(q: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+def attend(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """q [V, Q, heads, D], key [V, G, S, D], value [V, G, S, Dv] -> [V, Q, heads, Dv] float32.
 
     bias float32, broadcast to [V, G, R, Q, S]; R = heads / G share a key.
     """
     (rows, queries, heads, _), (groups, keys) = q.shape, key.shape[1:3]
     shape = (rows, groups, heads // groups, queries, keys)
-    q = (q.float() * scale).unflatten(2, shape[1:3]).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, q.shape[-1])
+    q = (
+        (q.float() * scale)
+        .unflatten(2, shape[1:3])
+        .permute(0, 2, 3, 1, 4)
+        .reshape(rows * groups, -1, q.shape[-1])
+    )
     sinks = None if sinks is None else sinks.float()
-    out = _Attend.apply(q, key.float().flatten(0, 1), value.float().flatten(0, 1), bias, sinks, shape)
+    out = _Attend.apply(
+        q, key.float().flatten(0, 1), value.float().flatten(0, 1), bias, sinks, shape
+    )
     return out.view(*shape[:4], -1).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
 
 
@@ -88,7 +118,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, shape: tuple
+        ctx: Any,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        shape: tuple,
     ) -> Tensor:
         scores = batched(q, key.transpose(1, 2)).view(shape)
         if bias is not None:
@@ -104,7 +140,9 @@ class _Attend(torch.autograd.Function):
         weights = weights.flatten(0, 1).flatten(1, 2)  # [B, R * Q, S], with a sink TILE + S
         front = weights.shape[2] - key.shape[1]
         grad_weights = F.pad(torch.bmm(grad, value.transpose(1, 2)), (front, 0))
-        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
+        grad_scores = torch.ops.aten._softmax_backward_data(
+            grad_weights, weights, -1, torch.float32
+        )
         grad_sinks = None
         if ctx.heads is not None:
             queries = grad.shape[1] // ctx.heads[1]
@@ -132,13 +170,24 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         scores = torch.cat([front, scores], -1)
     if not fixed_shapes(scores.device):
         return scores.softmax(-1)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp_()  # torch's kernel follows from the number of keys
+    weights = (
+        scores - scores.amax(-1, keepdim=True)
+    ).exp_()  # torch's kernel follows from the number of keys
     ones = scores.new_ones(1, scores.shape[-1], 1)
-    return weights / batched(weights.view(1, -1, scores.shape[-1]), ones).view(*scores.shape[:-1], 1)
+    return weights / batched(weights.view(1, -1, scores.shape[-1]), ones).view(
+        *scores.shape[:-1], 1
+    )
 
 
 def _attend_in_table(
-    q: Tensor, key: Tensor, value: Tensor, step: SlabStep, *, window: int | None, scale: float, sinks: Tensor | None
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: SlabStep,
+    *,
+    window: int | None,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`attend` of one token per row, read where it lies: q [T, heads, D] -> [T, heads, Dv]."""
     scores = scores_in_table(q, key, step, bias=step.bias(window, None), scale=scale)

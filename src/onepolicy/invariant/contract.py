@@ -53,7 +53,9 @@ def _first_module(engine: NumericsContract, learner: NumericsContract) -> tuple[
 def _computed(module: nn.Module | Tensor) -> str:
     """Which forward computes this module, and on tensors of which dtype."""
     assert isinstance(module, nn.Module)
-    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in _own(module)}))
+    dtypes = ", ".join(
+        sorted({str(tensor.dtype).removeprefix("torch.") for tensor in _own(module)})
+    )
     forward = module.forward
     return f"{type(module).__name__} ({dtypes}) computed by {forward.__module__}.{forward.__qualname__}"
 

@@ -24,7 +24,9 @@ NAME = "onepolicy_invariant"
 
 
 @invariant_operator
-def invariant_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def invariant_experts(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
@@ -48,19 +50,25 @@ def _few(weights: Weights, top_k_index: Tensor) -> bool:
     return in_place and short and cost <= BAGS and not torch.is_grad_enabled()
 
 
-def _by_rows(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor) -> Tensor:
+def _by_rows(
+    module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
+) -> Tensor:
     """Every (token, expert) row sums the rows of its expert's weights."""
     up, down, up_bias, _ = weights
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
     expert = top_k_index.reshape(-1, 1).to(torch.int32)
     x = hidden[:, None].expand(-1, top_k, -1)
-    inner = weighted_rows(up.float().flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x)
+    inner = weighted_rows(
+        up.float().flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x
+    )
     inner = _activate(module, inner, up_bias, expert[:, 0]) * scale.reshape(-1, 1)
     index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
     return weighted_rows(down.float().flatten(0, 1), index, inner, inner_size)
 
 
-def _by_experts(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor) -> Tensor:
+def _by_experts(
+    module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
+) -> Tensor:
     """Rows sorted by expert, a multiple of TILE each, one matmul per expert."""
     up, down, up_bias, _ = weights
     token, place, ends = layout(top_k_index, len(up), least=TILE)
@@ -68,7 +76,11 @@ def _by_experts(module: Any, weights: Weights, hidden: Tensor, top_k_index: Tens
     expert = None
     if up_bias is not None:
         counts = torch.tensor(ends).diff(prepend=torch.tensor([0]))
-        expert = torch.arange(len(up)).repeat_interleave(counts, output_size=len(token)).to(hidden.device)
+        expert = (
+            torch.arange(len(up))
+            .repeat_interleave(counts, output_size=len(token))
+            .to(hidden.device)
+        )
     inner = _activate(module, inner, up_bias, expert)
     spread = scale.new_zeros(len(token)).index_copy(0, place.view(-1), scale.reshape(-1))
     return Down.apply(inner * spread[:, None], down.float(), token, place, ends, multiply)

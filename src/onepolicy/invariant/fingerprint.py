@@ -38,7 +38,11 @@ FREE = ("threads",)
 
 def fingerprint(device: torch.device, numerics: str) -> str:
     """Of this process, computing on `device` in this mode ("fast", "on-policy")."""
-    found = {"onepolicy": onepolicy.__version__, "transformers": transformers.__version__, "numerics": numerics}
+    found = {
+        "onepolicy": onepolicy.__version__,
+        "transformers": transformers.__version__,
+        "numerics": numerics,
+    }
     found |= _build() | _settings() | {"threads": str(torch.get_num_threads())}
     found |= {"device": "cpu"} | _processor() if device.type == "cpu" else _gpu(device)
     return json.dumps(found | {"bits": _bits(device)}, sort_keys=True)
@@ -48,7 +52,11 @@ def differences(ours: str, theirs: str) -> list[str]:
     """`name: ours, theirs` of everything but FREE that is not the same on both sides."""
     a, b = json.loads(ours), json.loads(theirs)
     names = sorted((a.keys() | b.keys()) - set(FREE))
-    return [f"{name}: {a.get(name, 'unset')}, {b.get(name, 'unset')}" for name in names if a.get(name) != b.get(name)]
+    return [
+        f"{name}: {a.get(name, 'unset')}, {b.get(name, 'unset')}"
+        for name in names
+        if a.get(name) != b.get(name)
+    ]
 
 
 def cannot_claim(ours: str, theirs: Iterable[str]) -> str | None:
@@ -58,7 +66,9 @@ def cannot_claim(ours: str, theirs: Iterable[str]) -> str | None:
         return "the rollouts carry no fingerprint: what computed them is not known"
     for each in found:
         if differ := differences(ours, each):
-            return "trainer and rollout were not computed alike (trainer, rollout): " + "; ".join(differ)
+            return "trainer and rollout were not computed alike (trainer, rollout): " + "; ".join(
+                differ
+            )
     return None
 
 
@@ -67,8 +77,13 @@ def digest(text: str) -> str:
 
 
 def _build() -> dict[str, str]:
-    libraries = [line.strip(" -") for line in torch.__config__.show().splitlines() if "Intel(R)" in line]
-    return {"torch": f"{torch.__version__} {torch.version.git_version[:12]}", "libraries": "; ".join(libraries)}
+    libraries = [
+        line.strip(" -") for line in torch.__config__.show().splitlines() if "Intel(R)" in line
+    ]
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version[:12]}",
+        "libraries": "; ".join(libraries),
+    }
 
 
 def _settings() -> dict[str, str]:
@@ -114,7 +129,9 @@ def _bits(device: torch.device) -> str:
 
 def _results(device: torch.device) -> Iterator[torch.Tensor]:
     for dtype in (torch.float32, torch.bfloat16):
-        x = ((torch.arange(32 * 400, device=device) * 37 % 1009).view(32, 400) / 331 - 1.5).to(dtype)
+        x = ((torch.arange(32 * 400, device=device) * 37 % 1009).view(32, 400) / 331 - 1.5).to(
+            dtype
+        )
         yield x @ x.T
         yield torch.softmax(x.float(), -1)
         yield torch.nn.functional.silu(x)

@@ -84,7 +84,10 @@ def _enter(model: PreTrainedModel) -> None:
     with _LOCK:
         state: _State | None = getattr(model, STATE, None)
         if state is None:
-            state = _State(model.config._attn_implementation, getattr(model.config, "_experts_implementation", None))
+            state = _State(
+                model.config._attn_implementation,
+                getattr(model.config, "_experts_implementation", None),
+            )
             setattr(model, STATE, state)
             try:
                 _swap(model, state)
@@ -142,7 +145,11 @@ def _with_functions(own: Any) -> type[nn.Module]:
         with ops.Functional():
             return own.forward(self, *args, **kwargs)
 
-    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__})
+    return type(
+        own.__name__,
+        (own,),
+        {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__},
+    )
 
 
 def _callers(model: PreTrainedModel) -> set[nn.Module]:
@@ -151,7 +158,9 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
     inside: list[Any] = []
 
     class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if inside and ops.replaced(func, args):
                 found.add(inside[-1])
             return func(*args, **(kwargs or {}))
@@ -161,7 +170,9 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
         ids = (positions + 2) % int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         packing = few_tokens(model.device)
         with torch.no_grad(), Watch():
-            model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing)
+            model.base_model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing
+            )
     return found
 
 

@@ -92,18 +92,34 @@ def _in_blocks(x: Tensor, y: Tensor) -> Tensor:
     m, n = rows // BLOCK, columns // BLOCK
     x, y = F.pad(x, (0, TERMS - terms)), F.pad(y, (0, 0, 0, TERMS - terms))
     left = x.view(batch, m, 1, BLOCK, TERMS).expand(-1, -1, n, -1, -1).flatten(0, 2)
-    right = y.view(batch, TERMS, n, BLOCK).permute(0, 2, 1, 3)[:, None].expand(-1, m, -1, -1, -1).flatten(0, 2)
+    right = (
+        y.view(batch, TERMS, n, BLOCK)
+        .permute(0, 2, 1, 3)[:, None]
+        .expand(-1, m, -1, -1, -1)
+        .flatten(0, 2)
+    )
     missing = -len(left) % PAIRS
     left, right = (F.pad(blocks, (0, 0, 0, 0, 0, missing)) for blocks in (left, right))
-    parts = torch.cat([torch.bmm(a, b) for a, b in zip(left.split(PAIRS), right.split(PAIRS), strict=True)])
-    return parts[: batch * m * n].view(batch, m, n, BLOCK, BLOCK).transpose(2, 3).reshape(batch, rows, columns)
+    parts = torch.cat(
+        [torch.bmm(a, b) for a, b in zip(left.split(PAIRS), right.split(PAIRS), strict=True)]
+    )
+    return (
+        parts[: batch * m * n]
+        .view(batch, m, n, BLOCK, BLOCK)
+        .transpose(2, 3)
+        .reshape(batch, rows, columns)
+    )
 
 
 @invariant_operator
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`. x [..., I], weight [O, I], bias [O], of one dtype -> [..., O]; computed in float32, rounded once."""
     flat = x.flatten(0, -2)
-    out = _Linear.apply(flat, weight, bias) if torch.is_grad_enabled() else _linear(flat, weight, bias)
+    out = (
+        _Linear.apply(flat, weight, bias)
+        if torch.is_grad_enabled()
+        else _linear(flat, weight, bias)
+    )
     return out.view(*x.shape[:-1], len(weight))
 
 
@@ -126,7 +142,9 @@ class _Linear(kernels.LinearFunction):
 
 class _Elementwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, value: Callable[[Tensor], Tensor], gradient: Callable
+    ) -> Tensor:
         out = value(x.float()).to(x.dtype)
         ctx.save_for_backward(x, out)
         ctx.gradient = gradient
@@ -150,13 +168,17 @@ aten = torch.ops.aten
 @invariant_operator
 def sigmoid(x: Tensor) -> Tensor:
     return _elementwise(
-        x, lambda x: x.neg().exp_().add_(1).reciprocal_(), lambda grad, x, out: aten.sigmoid_backward(grad, out)
+        x,
+        lambda x: x.neg().exp_().add_(1).reciprocal_(),
+        lambda grad, x, out: aten.sigmoid_backward(grad, out),
     )
 
 
 @invariant_operator
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
-    return _elementwise(x, lambda x: x / x.neg().exp_().add_(1), lambda grad, x, out: aten.silu_backward(grad, x))
+    return _elementwise(
+        x, lambda x: x / x.neg().exp_().add_(1), lambda grad, x, out: aten.silu_backward(grad, x)
+    )
 
 
 @invariant_operator
@@ -175,7 +197,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
             return x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
-    return _elementwise(x, value, lambda grad, x, out: aten.gelu_backward(grad, x, approximate=approximate))
+    return _elementwise(
+        x, value, lambda grad, x, out: aten.gelu_backward(grad, x, approximate=approximate)
+    )
 
 
 FUNCTIONS: dict[Callable, Callable] = {
@@ -193,7 +217,9 @@ SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
 
 def replaced(func: Any, args: Any) -> bool:
     """Whether this call of a function of torch is made another way by `Functional`."""
-    return func in FUNCTIONS or (func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point())
+    return func in FUNCTIONS or (
+        func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point()
+    )
 
 
 def sum_in_blocks(func: Callable, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -51,12 +51,16 @@ def _logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     positions = torch.cat([torch.arange(len(sample), device=sample.device) for sample in samples])
     packing = Packing.of(bounds, model.device, multiple=TILE)
     ids = torch.cat(samples)[None]
-    return model(input_ids=ids, position_ids=positions[None], use_cache=False, packing=packing).logits[0]
+    return model(
+        input_ids=ids, position_ids=positions[None], use_cache=False, packing=packing
+    ).logits[0]
 
 
 def build() -> str:
     """This build, as errors name it."""
-    kernels = f"MKL {torch.backends.mkl.is_available()}, oneDNN {torch.backends.mkldnn.is_available()}"
+    kernels = (
+        f"MKL {torch.backends.mkl.is_available()}, oneDNN {torch.backends.mkldnn.is_available()}"
+    )
     threads = f"{torch.get_num_threads()} threads"
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {kernels}, {threads}"
 
@@ -79,15 +83,21 @@ def check_build(device: torch.device, threads: int) -> None:
 
 
 Normal = Callable[..., Tensor]
-Check = tuple[str, Tensor, Tensor]  # what is checked, and its result by two ways that must agree to the bit
+Check = tuple[
+    str, Tensor, Tensor
+]  # what is checked, and its result by two ways that must agree to the bit
 
 
 def _rows(normal: Normal) -> Iterator[Check]:
     """All rows at once, and in calls of a few."""
     for terms, columns in ((32, 128), (TERMS, 64), (TERMS, 1024), (300, 24), (300, 256), (77, 5)):
         for dtype in (torch.float32, torch.bfloat16):
-            linear = partial(ops.linear, weight=normal(columns, terms).to(dtype), bias=normal(columns).to(dtype))
-            yield _in_parts(f"linear {terms}x{columns} in {dtype}", linear, normal(300, terms).to(dtype))
+            linear = partial(
+                ops.linear, weight=normal(columns, terms).to(dtype), bias=normal(columns).to(dtype)
+            )
+            yield _in_parts(
+                f"linear {terms}x{columns} in {dtype}", linear, normal(300, terms).to(dtype)
+            )
     for name, function in {**EVEN, **{name: getattr(ops, name) for name in OWN}}.items():
         yield _in_parts(name, function, 4 * normal(2000), size=7)
     for name, function in ROWS.items():
@@ -110,7 +120,9 @@ EVEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _in_parts(name: str, function: Callable[[Tensor], Tensor], rows: Tensor, size: int | None = None) -> Check:
+def _in_parts(
+    name: str, function: Callable[[Tensor], Tensor], rows: Tensor, size: int | None = None
+) -> Check:
     parts = torch.tensor_split(rows, CUTS) if size is None else rows.split(size)
     return name, function(rows), torch.cat([function(part) for part in parts])
 
@@ -122,7 +134,10 @@ def _attention(normal: Normal) -> Iterator[Check]:
     for sinks in (None, normal(4)):
 
         def attended(queries: list[int], keys: int, sinks: Tensor | None = sinks) -> Tensor:
-            seen = torch.arange(keys, device=q.device) <= torch.tensor(queries, device=q.device)[:, None]
+            seen = (
+                torch.arange(keys, device=q.device)
+                <= torch.tensor(queries, device=q.device)[:, None]
+            )
             bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, float("-inf"))
             rows = q[:, queries], key[:, :, :keys], value[:, :, :keys]
             return attend(*rows, bias=bias, scale=0.2, sinks=sinks)[0]

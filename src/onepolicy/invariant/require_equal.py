@@ -20,7 +20,9 @@ def differing(batch: TokenBatch) -> Tensor:
     return (batch.logp_old != batch.logp_rollout) & batch.trainable
 
 
-def require_equal(batch: TokenBatch, groups: Sequence[Group] | None, fingerprint: str, *, when: str) -> None:
+def require_equal(
+    batch: TokenBatch, groups: Sequence[Group] | None, fingerprint: str, *, when: str
+) -> None:
     """TrainingError unless every log-probability, and every expert, is the same number on both sides.
 
     batch: scored; without logp_old there is nothing to compare yet. groups: it was packed of, for names. fingerprint:

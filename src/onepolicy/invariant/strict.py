@@ -31,7 +31,13 @@ EXACT = """
     _local_scalar_dense is_nonzero equal item split split_with_sizes unbind _unsafe_view diff searchsorted
 """
 ROWWISE = set(EXACT.split())
-REDUCTIONS = {"mean", "sum", "cumsum", "_softmax", "_log_softmax"}  # one result per row if it is the row they reduce
+REDUCTIONS = {
+    "mean",
+    "sum",
+    "cumsum",
+    "_softmax",
+    "_log_softmax",
+}  # one result per row if it is the row they reduce
 _here = threading.local()
 
 
@@ -58,7 +64,9 @@ class Strict(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+        self._names = {
+            module: name or type(module).__name__ for name, module in model.named_modules()
+        }
         self._inside: list[str] = []
         self._stack = ExitStack()
 
@@ -72,9 +80,15 @@ class Strict(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(_here, "depth", 0) or torch._C._current_graph_task_id() != -1 or _known(func, args, kwargs):
+        if (
+            getattr(_here, "depth", 0)
+            or torch._C._current_graph_task_id() != -1
+            or _known(func, args, kwargs)
+        ):
             return func(*args, **kwargs)
-        if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:  # inference mode does not take them apart
+        if (
+            parts := func.decompose(*args, **kwargs)
+        ) is not NotImplemented:  # inference mode does not take them apart
             return parts
         where = f" (in {self._inside[-1]})" if self._inside else ""
         raise NotInvariant(
@@ -94,14 +108,21 @@ def _known(func: Any, args: Any, kwargs: Any) -> bool:
         reduced = {*dims} if isinstance(dims, list) else {dims}
         if not args[0].is_floating_point():
             return True
-        adjacent = args[0].shape[-1:] == (1,) or args[0].stride()[-1:] == (1,) or name.startswith("_")
-        return adjacent and reduced <= {-1, args[0].dim() - 1}  # apart, several rows are summed at a time
+        adjacent = (
+            args[0].shape[-1:] == (1,) or args[0].stride()[-1:] == (1,) or name.startswith("_")
+        )
+        return adjacent and reduced <= {
+            -1,
+            args[0].dim() - 1,
+        }  # apart, several rows are summed at a time
     return name in ROWWISE or func.is_view or torch.Tag.pointwise in func.tags
 
 
 def _even(name: str, args: Any, kwargs: Any) -> bool:
     """Whether an elementwise operator whose arguments choose its kernel has one result per element."""
-    halves = any(isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args)
+    halves = any(
+        isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) for x in args
+    )
     if name in ("add", "sub", "rsub"):
         return not halves or kwargs.get("alpha", 1) == 1
     if name == "pow":

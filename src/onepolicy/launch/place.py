@@ -71,7 +71,9 @@ def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = F
     stated = config.train.ranks if ranks is None else ranks
     if place is not None:
         if stated not in (0, place.ranks) and (ranks is not None or not resuming):
-            raise UsageError(f"train.ranks: {stated}, but torchrun started {place.ranks} processes; leave it out")
+            raise UsageError(
+                f"train.ranks: {stated}, but torchrun started {place.ranks} processes; leave it out"
+            )
         stated = place.ranks
     if stated == config.train.ranks:
         return config
@@ -89,7 +91,9 @@ class Launched:
     place: Place  # of this process
     store: dist.Store  # that all ranks share until they know each other
     host: str  # what this machine is called by theirs
-    tell: Callable[[str], None]  # them, where it listens and the token it wants (channel.advertised)
+    tell: Callable[
+        [str], None
+    ]  # them, where it listens and the token it wants (channel.advertised)
     alive: Callable[[], None]  # RankLost if one of them will never come
 
 

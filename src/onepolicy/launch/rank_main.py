@@ -33,7 +33,9 @@ class Welcome(TypedDict):
 
 def serve() -> int:
     """As `launch_here` or torchrun started this process. Returns an exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the driver decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the driver decides
     place = Place.of_environment()
     assert place is not None
     store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)

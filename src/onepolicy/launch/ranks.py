@@ -68,7 +68,9 @@ def started(config: RunConfig, launch: Launch | None = None) -> Iterator[Ranks |
 
 def rendezvous(where: str, place: Place, limit: float) -> dist.Store:
     """The store that all ranks share until they know each other."""
-    url = f"{where}?rank={place.rank}&world_size={place.ranks}" if where.startswith("file") else where
+    url = (
+        f"{where}?rank={place.rank}&world_size={place.ranks}" if where.startswith("file") else where
+    )
     store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=limit)))
     return store
 
@@ -91,12 +93,19 @@ def launch_here(config: RunConfig) -> Iterator[Launched]:
         shared = {"WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads, WHERE: where}
         try:
             for rank in range(1, place.ranks):
-                own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                own = {
+                    name: str(value)
+                    for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()
+                }
                 children.append(
-                    subprocess.Popen([sys.executable, "-m", "onepolicy", "train"], env={**os.environ, **own})
+                    subprocess.Popen(
+                        [sys.executable, "-m", "onepolicy", "train"], env={**os.environ, **own}
+                    )
                 )
             store = rendezvous(where, place, limit)
-            yield Launched(place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children))
+            yield Launched(
+                place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children)
+            )
         finally:
             _end(children)
 
@@ -122,7 +131,9 @@ def loopback() -> str:
 def _alive(children: list[subprocess.Popen]) -> None:
     for rank, child in enumerate(children, start=1):
         if (code := child.poll()) is not None:
-            raise RankLost(f"rank {rank} ended with exit code {code} before it had joined; its error is above")
+            raise RankLost(
+                f"rank {rank} ended with exit code {code} before it had joined; its error is above"
+            )
 
 
 def _end(children: list[subprocess.Popen]) -> None:

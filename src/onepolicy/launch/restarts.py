@@ -50,7 +50,9 @@ def supervise(
         if there := (out / CONFIG).exists():
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
-        status = _run([sys.executable, "-m", "onepolicy", *(resume if restart and there else first)])
+        status = _run(
+            [sys.executable, "-m", "onepolicy", *(resume if restart and there else first)]
+        )
         if status == 0:
             return 0
         if status in FINAL:
@@ -72,10 +74,14 @@ def supervise(
             say(f"{what}, where it has ended {ends} times; not restarted")
             break
         if stalled == STALLED:
-            say(f"{what}; the last {stalled} restarts came no further than step {furthest}; not restarted")
+            say(
+                f"{what}; the last {stalled} restarts came no further than step {furthest}; not restarted"
+            )
             break
         if unsaved == UNSAVED:
-            say(f"{what}; the last {unsaved} starts left no new checkpoint (checkpoint.every); not restarted")
+            say(
+                f"{what}; the last {unsaved} starts left no new checkpoint (checkpoint.every); not restarted"
+            )
             break
         if starts == STARTS:
             say(f"{what}, {starts} times in a row; not restarted")
@@ -103,7 +109,9 @@ def newest_checkpoint(out: Path) -> int:
         names = os.listdir(out / CHECKPOINTS)
     except OSError:
         return 0
-    return max((int(name[5:]) for name in names if re.fullmatch(r"step_[0-9]{1,18}", name)), default=0)
+    return max(
+        (int(name[5:]) for name in names if re.fullmatch(r"step_[0-9]{1,18}", name)), default=0
+    )
 
 
 def _run(command: list[str]) -> int:
@@ -145,7 +153,9 @@ def _wait(process: subprocess.Popen[bytes], came: list[int]) -> int:
 
 @contextmanager
 def _heeded(pass_on: Callable[[int, object], None]) -> Iterator[None]:
-    heeded = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
+    heeded = [
+        each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, pass_on) for number in heeded}
     try:
         yield

@@ -54,10 +54,15 @@ def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
     plain = Rescorer(scorer)
     rescorer, fitted = fit_temperature(plain, aligned)
     if scorer.config.rollout.quant is not None and k3_of(fitted) >= EXPLAINED * k3_of(aligned):
-        rescorer, fitted = plain, aligned  # rounded weights flatten a distribution a little, as a temperature would
+        rescorer, fitted = (
+            plain,
+            aligned,
+        )  # rounded weights flatten a distribution a little, as a temperature would
     narrowed = aligned
     if (left := k3_of(fitted)) >= HARMLESS_KL:
-        starts = [(plain, aligned)] if rescorer.factor == 1 else [(plain, aligned), (rescorer, fitted)]
+        starts = (
+            [(plain, aligned)] if rescorer.factor == 1 else [(plain, aligned), (rescorer, fitted)]
+        )
         for start in starts:
             if (found := fit_support(*start)) is None:
                 continue
@@ -74,13 +79,20 @@ def realigned(batch: TokenBatch) -> tuple[int, TokenBatch]:
     slots = batch.trainable.nonzero()[:, 0]
     for by in (1, -1, 2, -2):
         there = (slots + by).clamp(0, batch.num_slots - 1)
-        inside = (there == slots + by) & batch.trainable[there] & (batch.segment[there] == batch.segment[slots])
+        inside = (
+            (there == slots + by)
+            & batch.trainable[there]
+            & (batch.segment[there] == batch.segment[slots])
+        )
         here, there = slots[inside], there[inside]
         if len(here) < FEWEST:
             continue
         trainer = logp_of(batch)[here]
         before = float((trainer - batch.logp_rollout[here]).abs().mean())
-        if before > 0.05 and float((trainer - batch.logp_rollout[there]).abs().mean()) < EXPLAINED * before:
+        if (
+            before > 0.05
+            and float((trainer - batch.logp_rollout[there]).abs().mean()) < EXPLAINED * before
+        ):
             moved = batch.logp_rollout.index_copy(0, here, batch.logp_rollout[there])
             kept = torch.zeros_like(batch.trainable).index_fill(0, here, True)
             return by, batch.replace(logp_rollout=moved, trainable=kept)
@@ -91,13 +103,17 @@ def realigned(batch: TokenBatch) -> tuple[int, TokenBatch]:
 class Weights:
     """The engine's side of the question whether it holds the trainer's weights."""
 
-    explained: Explained  # with the weights made equal, or of the first look if they were not touched
+    explained: (
+        Explained  # with the weights made equal, or of the first look if they were not touched
+    )
     how: str
     scorer: PolicyScorer  # that holds the engine's weights
     model: ModelConfig  # where they come from
 
 
-def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool) -> tuple[Waterfall, list[Alone]]:
+def attribute(
+    first: Explained, weights: Weights, alone: Again, *, replay: bool
+) -> tuple[Waterfall, list[Alone]]:
     """first: as it is; alone: the same requests one at a time, of the batch in `weights`; replay: there are routes."""
     seen, scorer = weights.explained, weights.scorer
     rescorer, batch, config = seen.rescorer, seen.aligned, scorer.config
@@ -107,7 +123,10 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
 
     trainer = score(variant(scorer))
     rollout, quant = config.rollout, config.rollout.quant
-    dtype, copy = rollout.engine.dtype, load_copy(weights.model, rollout, scorer.device, quantised=False)
+    dtype, copy = (
+        rollout.engine.dtype,
+        load_copy(weights.model, rollout, scorer.device, quantised=False),
+    )
     same = variant(scorer, model=copy, autocast="off")
     packed = score(same)
     steps = [
@@ -125,7 +144,9 @@ def attribute(first: Explained, weights: Weights, alone: Again, *, replay: bool)
         steps.append(_level("precision", how, batch, packed))
         last = packed
     if quant is not None:
-        rounded = variant(scorer, model=load_copy(weights.model, rollout, scorer.device), autocast="off")
+        rounded = variant(
+            scorer, model=load_copy(weights.model, rollout, scorer.device), autocast="off"
+        )
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
         last = score(rounded)
         steps.append(_level("quantisation", how, batch, last))
@@ -151,10 +172,16 @@ def _alone(
     """same: a scorer of the copy in the engine's dtype, which scored `packed`; `trainer` is the trainer's score."""
     engine, mask, segment = same.config.rollout.engine, batch.trainable, batch.segment
     single = variant(same, model=same.model, tokens_per_micro_batch=1)
-    how = "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
+    how = (
+        "k3 between each sequence scored by itself and packed with others, on the trainer's kernels"
+    )
     noise = distance(score(single), packed, mask, segment)
     out = [Alone(f"{engine.dtype}, other packing", how, noise)]
-    if engine.dtype != "float32" and engine.lm_head == "same" and plain(same.model.get_output_embeddings()):
+    if (
+        engine.dtype != "float32"
+        and engine.lm_head == "same"
+        and plain(same.model.get_output_embeddings())
+    ):
         rollout = same.config.rollout
         headed = load_copy(model, rollout, same.device, lm_head="float32", quantised=False)
         head = score(variant(same, model=headed))
@@ -163,7 +190,9 @@ def _alone(
     return out
 
 
-def trainer_precision(rescorer: Rescorer, model: ModelConfig, batch: TokenBatch, *, replay: bool) -> Alone:
+def trainer_precision(
+    rescorer: Rescorer, model: ModelConfig, batch: TokenBatch, *, replay: bool
+) -> Alone:
     """What bf16 in the trainer adds to the gap: its weights in float32 against themselves or under autocast."""
     scorer, config = rescorer.scorer, rescorer.scorer.config
 

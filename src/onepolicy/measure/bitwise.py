@@ -35,11 +35,19 @@ class Bitwise:
     fingerprint: dict[str, Any]  # of the trainer
     cannot_claim: str | None  # why rollouts and trainer were not computed alike
     where: str | None = None  # of the first log-probability that differs
-    first: Difference | None = None  # and the first number on the way to it; None: could not be found
+    first: Difference | None = (
+        None  # and the first number on the way to it; None: could not be found
+    )
 
     @property
     def holds(self) -> bool:
-        return not (self.differing or self.routers or self.trainer_again or self.engine_alone or self.cannot_claim)
+        return not (
+            self.differing
+            or self.routers
+            or self.trainer_again
+            or self.engine_alone
+            or self.cannot_claim
+        )
 
 
 async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
@@ -47,7 +55,9 @@ async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
     scorer = parts.scorer
     groups = await sample(parts)
     limit = parts.config.rollout.sampling.max_tokens
-    batch = scorer.score(pack(outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False)
+    batch = scorer.score(
+        pack(outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False
+    )
     wrong = differing(batch).nonzero()[:, 0].tolist()
     order = list(range(batch.num_samples))[::-1]
     again = scorer.score(batch.select(order), replay=False).select(order)
@@ -85,5 +95,7 @@ def write(found: Bitwise, out: Path) -> Path:
     """OUT/bitwise.json."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "bitwise.json"
-    path.write_text(json.dumps(dataclasses.asdict(found) | {"holds": found.holds}, indent=1), encoding="utf-8")
+    path.write_text(
+        json.dumps(dataclasses.asdict(found) | {"holds": found.holds}, indent=1), encoding="utf-8"
+    )
     return path

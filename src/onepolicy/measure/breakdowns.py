@@ -38,7 +38,11 @@ def where(
     """`batch` is scored. Breakdowns by name; a batch whose samples have one turn each is not broken down by turn."""
     mask = batch.trainable
     assert batch.entropy is not None
-    trainer, rollout, place = logp_of(batch)[mask], batch.logp_rollout[mask], places(mask, batch.segment)
+    trainer, rollout, place = (
+        logp_of(batch)[mask],
+        batch.logp_rollout[mask],
+        places(mask, batch.segment),
+    )
     texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
     classes = torch.tensor(token_classes(batch, texts, stop))
     breakdowns = {
@@ -62,7 +66,9 @@ def token_classes(batch: TokenBatch, texts: dict[int, str], stop: Sequence[int])
         targets, trained = batch.target_ids[start:end].tolist(), batch.trainable[start:end].tolist()
         path = [int(batch.input_ids[start]), *targets]
         copied = echoed(path, [False, *trained])[1:]
-        called = inside_calls([texts[t] if own else "" for t, own in zip(targets, trained, strict=True)])
+        called = inside_calls(
+            [texts[t] if own else "" for t, own in zip(targets, trained, strict=True)]
+        )
         labels += [
             class_of(texts[token], end=token in stop, call=call, echo=echo)
             for token, own, call, echo in zip(targets, trained, called, copied, strict=True)

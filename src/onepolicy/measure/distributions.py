@@ -40,16 +40,26 @@ class WorstPosition:
 
 def check_top(top: int, caps: EngineCaps) -> None:
     if not 1 <= top <= caps.top_logprobs:
-        most = f"this engine returns 1 to {caps.top_logprobs}" if caps.top_logprobs else "this engine returns none"
-        raise UsageError(f"--top: log-probabilities of the {top} likeliest tokens were asked for; {most}")
+        most = (
+            f"this engine returns 1 to {caps.top_logprobs}"
+            if caps.top_logprobs
+            else "this engine returns none"
+        )
+        raise UsageError(
+            f"--top: log-probabilities of the {top} likeliest tokens were asked for; {most}"
+        )
 
 
 def without_top(batch: TokenBatch) -> TokenBatch:
     """For scorings that need not look at whole distributions."""
-    return batch.replace(top_ids=None, top_logp_rollout=None, top_logp_old=None, own_ids=None, own_logp=None)
+    return batch.replace(
+        top_ids=None, top_logp_rollout=None, top_logp_old=None, own_ids=None, own_logp=None
+    )
 
 
-def compare(native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def compare(
+    native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Of two scorings of a batch that has top_ids, JSON-ready: what report/causes.py draws and prints."""
     both = {"without_replay": distances_of(native)}
     if replayed is not None:
@@ -58,17 +68,31 @@ def compare(native: TokenBatch, replayed: TokenBatch | None, tokenizer: PreTrain
         "top": both["without_replay"].top,
         "metrics": {name: each.metrics() for name, each in both.items()},
         "edges": list(EDGES),
-        "above": {name: dict(zip(("low", "high"), each.above(EDGES), strict=True)) for name, each in both.items()},
-        "worst": [dataclasses.asdict(each) for each in worst_positions(native, both["without_replay"], tokenizer)],
+        "above": {
+            name: dict(zip(("low", "high"), each.above(EDGES), strict=True))
+            for name, each in both.items()
+        },
+        "worst": [
+            dataclasses.asdict(each)
+            for each in worst_positions(native, both["without_replay"], tokenizer)
+        ],
     }
 
 
 def distances_of(batch: TokenBatch) -> Distances:
-    fields = [batch.top_ids, batch.top_logp_rollout, batch.top_logp_old, batch.own_ids, batch.own_logp]
+    fields = [
+        batch.top_ids,
+        batch.top_logp_rollout,
+        batch.top_logp_old,
+        batch.own_ids,
+        batch.own_logp,
+    ]
     return distances(*(field[batch.trainable] for field in fields if field is not None))
 
 
-def worst_positions(batch: TokenBatch, found: Distances, tokenizer: PreTrainedTokenizerBase) -> list[WorstPosition]:
+def worst_positions(
+    batch: TokenBatch, found: Distances, tokenizer: PreTrainedTokenizerBase
+) -> list[WorstPosition]:
     """Where the total variation is largest for certain; `found` is `distances_of(batch)`."""
     slots, place = batch.trainable.nonzero()[:, 0], places(batch.trainable, batch.segment)
     out = []
@@ -89,7 +113,9 @@ def worst_positions(batch: TokenBatch, found: Distances, tokenizer: PreTrainedTo
     return out
 
 
-def _candidates(batch: TokenBatch, slot: int, tokenizer: PreTrainedTokenizerBase) -> list[Candidate]:
+def _candidates(
+    batch: TokenBatch, slot: int, tokenizer: PreTrainedTokenizerBase
+) -> list[Candidate]:
     def pairs(ids: Tensor | None, logp: Tensor | None) -> dict[int, float]:
         assert ids is not None
         assert logp is not None

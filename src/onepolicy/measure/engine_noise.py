@@ -33,7 +33,10 @@ class Again:
 
 
 async def sample(
-    parts: SamplingComponents, *, most: int | None = None, advance: Callable[[], None] = lambda: None
+    parts: SamplingComponents,
+    *,
+    most: int | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[Group]:
     """The problems of step 0 with their own seeds, so that every call asks for the same; the first `most` of them.
 
@@ -41,7 +44,9 @@ async def sample(
     """
     rollout, seed = parts.config.rollout, parts.config.seed
     if most is not None:
-        rollout = rollout.model_copy(update={"prompts_per_step": min(most, rollout.prompts_per_step)})
+        rollout = rollout.model_copy(
+            update={"prompts_per_step": min(most, rollout.prompts_per_step)}
+        )
     groups, _ = await collect(
         parts.engine,
         parts.environment,
@@ -56,14 +61,18 @@ async def sample(
     return groups
 
 
-async def sample_again(parts: SamplingComponents, first: Sequence[Group], batch: TokenBatch, *, alone: bool) -> Again:
+async def sample_again(
+    parts: SamplingComponents, first: Sequence[Group], batch: TokenBatch, *, alone: bool
+) -> Again:
     """`batch` is `first` packed. alone: one request at a time, nothing cached, instead of all together; of more than
     ALONE sequences only the first ones, because that is slow."""
     await parts.engine.reset_cache()
     parts = dataclasses.replace(parts, top_logprobs=0)
     if alone:
         most = max(1, ALONE // parts.config.rollout.group_size)
-        second = await sample(dataclasses.replace(parts, engine=OneAtATime(parts.engine)), most=most)
+        second = await sample(
+            dataclasses.replace(parts, engine=OneAtATime(parts.engine)), most=most
+        )
     else:
         second = await sample(parts)
     return compare(_samples(first), _samples(second), batch)
@@ -90,7 +99,9 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch
         a_all, b_all = (RoutingTrace.concat(each) for each in traces)
         if (a_all.valid & b_all.valid).any():
             metrics["repeat/routers"] = routing_disagreement(a_all, b_all).routers
-    return Again(batch.logp_rollout, logp, same, int(same.sum()) / max(1, batch.num_trainable), metrics)
+    return Again(
+        batch.logp_rollout, logp, same, int(same.sum()) / max(1, batch.num_trainable), metrics
+    )
 
 
 def common_prefix(a: Tensor, b: Tensor) -> int:
@@ -104,9 +115,16 @@ class OneAtATime:
     """An engine that forgets its cache and serves one request before it takes the next."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        self.engine, self.caps, self.version, self._turn = engine, engine.caps, engine.version, asyncio.Lock()
+        self.engine, self.caps, self.version, self._turn = (
+            engine,
+            engine.caps,
+            engine.version,
+            asyncio.Lock(),
+        )
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         async with self._turn:
             await self.engine.reset_cache()
             return await self.engine.generate(prompt_ids, sampling, seed=seed)

@@ -51,7 +51,9 @@ async def first_difference(
     return found.first(dict(scorer.model.named_modules()))
 
 
-def _of_trainer(scorer: PolicyScorer, batch: TokenBatch, number: int) -> dict[Event, dict[int, Tensor]]:
+def _of_trainer(
+    scorer: PolicyScorer, batch: TokenBatch, number: int
+) -> dict[Event, dict[int, Tensor]]:
     """What every module with parameters got and gave at each of the sample's slots, in the order of the forward."""
     chosen = next(c for c in scorer.micro_batches(batch) if number in c)
     micro = batch.select(chosen)
@@ -59,7 +61,9 @@ def _of_trainer(scorer: PolicyScorer, batch: TokenBatch, number: int) -> dict[Ev
     found: dict[Event, dict[int, Tensor]] = {}
 
     def keep(event: Event, tensor: Tensor, rows: dict[int, int]) -> None:
-        found.setdefault(event, {}).update({slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()})
+        found.setdefault(event, {}).update(
+            {slot: tensor[row].detach().cpu().clone() for row, slot in rows.items()}
+        )
 
     places = Places(total=micro.num_slots, slots={row: row - start for row in range(start, stop)})
     places.kept = micro.trainable.nonzero()[:, 0].tolist()
@@ -91,7 +95,9 @@ class Compared:
     def __init__(self, expected: dict[Event, dict[int, Tensor]], path: Tensor) -> None:
         self.expected, self.path = expected, path
         self.order = {event: i for i, event in enumerate(expected)}
-        self.found: dict[tuple[int, int], float] = {}  # (slot, place in the order) -> largest difference
+        self.found: dict[
+            tuple[int, int], float
+        ] = {}  # (slot, place in the order) -> largest difference
         self._places = Places(0, {})
 
     @contextmanager
@@ -102,10 +108,18 @@ class Compared:
         def locate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             step, kept = kwargs["slab_step"], kwargs["logits_to_keep"]
             rows, positions = step.rows.tolist(), step.positions.tolist()
-            shared = {row: common_prefix(batch.rows.tokens[row].cpu(), self.path) for row in set(rows)}
-            own = {i: at for i, (row, at) in enumerate(zip(rows, positions, strict=True)) if at < shared[row]}
+            shared = {
+                row: common_prefix(batch.rows.tokens[row].cpu(), self.path) for row in set(rows)
+            }
+            own = {
+                i: at
+                for i, (row, at) in enumerate(zip(rows, positions, strict=True))
+                if at < shared[row]
+            }
             own = {i: at for i, at in own.items() if at < len(self.path) - 1}
-            self._places = Places(len(rows), own, kept.tolist() if isinstance(kept, Tensor) else None)
+            self._places = Places(
+                len(rows), own, kept.tolist() if isinstance(kept, Tensor) else None
+            )
 
         first = engine.model.register_forward_pre_hook(locate, with_kwargs=True, prepend=True)
         with first, _hooks(engine.model, lambda: self._places, self._compare):
@@ -116,7 +130,9 @@ class Compared:
             ours, other = self.expected.get(event, {}).get(slot), tensor[row].detach().cpu()
             if ours is not None and ours.shape == other.shape and not torch.equal(ours, other):
                 key = slot, self.order[event]
-                self.found[key] = max(self.found.get(key, 0.0), float((ours.double() - other.double()).abs().max()))
+                self.found[key] = max(
+                    self.found.get(key, 0.0), float((ours.double() - other.double()).abs().max())
+                )
 
     def first(self, modules: dict[str, nn.Module]) -> Difference | None:
         if not self.found:
@@ -125,7 +141,11 @@ class Compared:
         name, side, _ = list(self.order)[place]
         kind = type(modules[name]).__name__
         before = "the embedding" if not place else list(self.order)[place - 1][0]
-        operator = f"{name} ({kind})" if side == "output" else f"what is computed between {before} and {name}"
+        operator = (
+            f"{name} ({kind})"
+            if side == "output"
+            else f"what is computed between {before} and {name}"
+        )
         if side == "input" and (attention := re.match(r"(.*self_attn)\.", name)):
             operator = f"rotary embedding or attention function of {attention[1]}"
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -134,7 +154,9 @@ class Compared:
 
 @contextmanager
 def _hooks(
-    model: nn.Module, places: Callable[[], Places], see: Callable[[Event, Tensor, dict[int, int]], None]
+    model: nn.Module,
+    places: Callable[[], Places],
+    see: Callable[[Event, Tensor, dict[int, int]], None],
 ) -> Iterator[None]:
     """While held, `see` gets what every module with parameters takes and gives, with the rows that are the sample's."""
 
@@ -158,4 +180,6 @@ def _hooks(
 def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return [t for value in values for t in _tensors(value)] if isinstance(values, tuple | list) else []
+    return (
+        [t for value in values for t in _tensors(value)] if isinstance(values, tuple | list) else []
+    )

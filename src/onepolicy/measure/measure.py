@@ -59,14 +59,23 @@ def measure_model(
     dense: a dense model measured on the same prompts, to stand beside it; `tiny`: a random one. top: how many of the
     engine's likeliest tokens whole distributions are compared from. `say` hears each stage.
     """
-    with tiny_policy() if tiny else _nothing() as path, random_dense() if dense == "tiny" else _nothing() as made:
+    with (
+        tiny_policy() if tiny else _nothing() as path,
+        random_dense() if dense == "tiny" else _nothing() as made,
+    ):
         config = measure_config(tree, overrides, path)
         if config.numerics == ON_POLICY:
             _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
         beside = None if dense is None else _dense_config(tree, overrides, made or dense)
         parts, tokenizer = build_measure_parts(config)
         cached = path is not None and cached_path(PolicyConfig()) == Path(path)
-        name = config.model.path if path is None else "the tiny policy" if cached else "a random tiny policy"
+        name = (
+            config.model.path
+            if path is None
+            else "the tiny policy"
+            if cached
+            else "a random tiny policy"
+        )
         if config.numerics == ON_POLICY:
             say("sampling, scoring, and both again in other batches")
             return asyncio.run(measure_bitwise(parts, name))
@@ -74,7 +83,9 @@ def measure_model(
             check_top(top, parts.engine.caps)
             parts = dataclasses.replace(parts, top_logprobs=top)
         model = resolve_model(config.model)
-        found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say))
+        found = asyncio.run(
+            measure_parts(parts, tokenizer, model, engine_model=engine_model, say=say)
+        )
         found = found if path is None else dataclasses.replace(found, model=name)
         if beside is None:
             return found
@@ -89,7 +100,9 @@ def measure_model(
 def _refuse(**options: object) -> None:
     for option, value in options.items():
         if value is not None:
-            raise UsageError(f"{option}: has no effect with numerics = on-policy, which compares bits; leave it out")
+            raise UsageError(
+                f"{option}: has no effect with numerics = on-policy, which compares bits; leave it out"
+            )
 
 
 def _dense_config(tree: dict[str, Any], overrides: list[str], path: str) -> RunConfig:
@@ -131,7 +144,9 @@ async def measure_parts(
             how = "the engine got the trainer's weights and sampled the same problems again"
             weights = Weights(second.explained, how, scorer, model)
             if other is not None:
-                weights = _scored_by(other, first, scorer, model.model_copy(update={"path": engine_model}))
+                weights = _scored_by(
+                    other, first, scorer, model.model_copy(update={"path": engine_model})
+                )
                 await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     say("the engine once more, one sequence at a time")
     base = first if other is not None else chosen
@@ -140,9 +155,13 @@ async def measure_parts(
     say("scoring the same tokens with one thing changed at a time")
     replay = chosen.replayed is not None
     fall, each_alone = attribute(first.explained, weights, alone, replay=replay)
-    if not weights.explained.rescorer.support:  # at the edge of a support, rounding puts tokens out of it
+    if (
+        not weights.explained.rescorer.support
+    ):  # at the edge of a support, rounding puts tokens out of it
         rescorer = weights.explained.rescorer.of(weights.scorer)
-        each_alone.append(trainer_precision(rescorer, weights.model, weights.explained.aligned, replay=replay))
+        each_alone.append(
+            trainer_precision(rescorer, weights.model, weights.explained.aligned, replay=replay)
+        )
     said = verdict(
         gap_of(first.native),
         _told(first, findings),
@@ -152,13 +171,17 @@ async def measure_parts(
     )
     breakdowns, worst = where(first.native, tokenizer, parts.stop)
     whole = None if first.top is None else compare(*first.top, tokenizer)
-    return Measurement(model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole)
+    return Measurement(
+        model.path, parts.config, first, fall, each_alone, repeats, breakdowns, worst, said, whole
+    )
 
 
 async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     """Sample the same problems with the same seeds, and score them. `say` hears how far the sampling is."""
     rollout = parts.config.rollout
-    groups = await sample(parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size))
+    groups = await sample(
+        parts, advance=_telling(say, rollout.prompts_per_step * rollout.group_size)
+    )
     if parts.reprefill is not None:
         groups = parts.reprefill.fill(groups)
     max_tokens = parts.config.rollout.sampling.max_tokens
@@ -193,16 +216,24 @@ def _telling(say: Say, total: int) -> Callable[[], None]:
 
 def _untouched(seen: Look, scorer: PolicyScorer, model: ModelConfig) -> Weights:
     small = seen.found.k3 < HARMLESS_KL
-    how = f"not tried below {HARMLESS_KL:g}" if small else "the trainer's weights in the engine change little: nothing"
+    how = (
+        f"not tried below {HARMLESS_KL:g}"
+        if small
+        else "the trainer's weights in the engine change little: nothing"
+    )
     return Weights(seen.explained, how, scorer, model)
 
 
-def _scored_by(other: PreTrainedModel, first: Look, scorer: PolicyScorer, model: ModelConfig) -> Weights:
+def _scored_by(
+    other: PreTrainedModel, first: Look, scorer: PolicyScorer, model: ModelConfig
+) -> Weights:
     """The first look's own tokens, scored in the trainer by the weights that the engine held."""
     prepare_for_training(other, scorer.device)
     with_others = variant(scorer, model=other)
     seen = explain(with_others, with_others.score(first.native, replay=False))
-    return Weights(seen, f"the trainer scores with the engine's weights, {model.path}", with_others, model)
+    return Weights(
+        seen, f"the trainer scores with the engine's weights, {model.path}", with_others, model
+    )
 
 
 def _open(folder: str) -> PreTrainedModel:
@@ -252,12 +283,16 @@ def _beyond(seen: Look) -> tuple[Finding, ...]:
         return findings
     drop = f"k3 falls from {before:.3g} to {after:.3g} nats a token if the trainer scores "
     fitted = tuple(f for f in findings if f.cause not in ("temperature", "support"))
-    if why.rescorer.support:  # one token left of the distribution has log-probability 0: nothing was filled in
+    if (
+        why.rescorer.support
+    ):  # one token left of the distribution has log-probability 0: nothing was filled in
         fitted = tuple(f for f in fitted if f.cause != "fill")
         fitted += (Finding("support", f"{drop}over {why.rescorer.support} of its distribution"),)
         before = k3_of(why.narrowed)
     if why.rescorer.factor != 1 and before >= HARMLESS_KL and after < EXPLAINED * before:
-        fitted += (Finding("temperature", f"{drop}at {why.rescorer.factor:.2f} times its temperature"),)
+        fitted += (
+            Finding("temperature", f"{drop}at {why.rescorer.factor:.2f} times its temperature"),
+        )
     return fitted
 
 
@@ -267,7 +302,9 @@ def _repeats(scorer: PolicyScorer, seen: Look) -> dict[str, float]:
         return repeat(scorer, seen.replayed, seen.native)
     order = list(range(seen.native.num_samples))[::-1]
     again = variant(scorer).score(seen.native.select(order), replay=False).select(order)
-    return {f"counterfactual/{name}": value for name, value in variation(seen.native, again).items()}
+    return {
+        f"counterfactual/{name}": value for name, value in variation(seen.native, again).items()
+    }
 
 
 def _engine(name: str, again: Again) -> dict[str, float]:

@@ -38,7 +38,9 @@ class Look:
     routes: str  # why they were refused
     explained: Explained  # what settings of both sides explain of it
     diagnosis: Diagnosis
-    top: tuple[TokenBatch, TokenBatch | None] | None = None  # native, replayed with both engines' likeliest tokens
+    top: tuple[TokenBatch, TokenBatch | None] | None = (
+        None  # native, replayed with both engines' likeliest tokens
+    )
 
     @property
     def found(self) -> Mismatch:
@@ -73,7 +75,9 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "waterfall": dataclasses.asdict(found.waterfall),
         "alone": [dataclasses.asdict(each) for each in found.alone],
         "metrics": numbers(found),
-        "breakdowns": {name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()},
+        "breakdowns": {
+            name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()
+        },
         "worst": [dataclasses.asdict(each) for each in found.worst],
         "distribution": found.distribution,
         "prediction": prediction(found),
@@ -94,7 +98,10 @@ def write(found: Measurement, out: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for scoring, batch in batches(found).items():
         mask = batch.trainable
-        own = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": logp_of(batch)[mask]} | routing_tensors(batch)
+        own = {
+            "logp_rollout": batch.logp_rollout[mask],
+            "logp_trainer": logp_of(batch)[mask],
+        } | routing_tensors(batch)
         tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in own.items()}
     save_file(tensors, out / "tensors.safetensors")
     (out / "measure.json").write_text(json.dumps(to_tree(found), indent=1), encoding="utf-8")

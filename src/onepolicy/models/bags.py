@@ -21,14 +21,23 @@ def weighted_rows(table: Tensor, index: Tensor, weight: Tensor, terms: int | Non
     """
     bags, width = index.shape
     if terms is None or terms >= width:
-        return _bags(table, index.view(-1), bag_offsets(bags, width, width, index.dtype), weight.reshape(-1))
-    parts = _bags(table, index.view(-1), bag_offsets(bags, width, terms, index.dtype), weight.reshape(-1))
+        return _bags(
+            table, index.view(-1), bag_offsets(bags, width, width, index.dtype), weight.reshape(-1)
+        )
+    parts = _bags(
+        table, index.view(-1), bag_offsets(bags, width, terms, index.dtype), weight.reshape(-1)
+    )
     return sum_rows(parts, bags)
 
 
 def sum_rows(rows: Tensor, bags: int) -> Tensor:
     """[bags * n, D] -> [bags, D], the sums of n rows in their order."""
-    return _bags(rows, _count(len(rows)), bag_offsets(bags, len(rows) // bags, len(rows) // bags, torch.int64), None)
+    return _bags(
+        rows,
+        _count(len(rows)),
+        bag_offsets(bags, len(rows) // bags, len(rows) // bags, torch.int64),
+        None,
+    )
 
 
 def _bags(table: Tensor, index: Tensor, offsets: Tensor, weight: Tensor | None) -> Tensor:

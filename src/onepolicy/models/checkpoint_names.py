@@ -23,10 +23,16 @@ class CheckpointNames:
 
     def __init__(self, hf_config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
+            self._model = AutoModelForCausalLM.from_config(
+                hf_config, trust_remote_code=trust_remote_code
+            )
+        self._shapes = {
+            name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()
+        }
         buffers = {name for name, _ in self._model.named_buffers()} & self._shapes.keys()
-        self._needed = {name for name, _ in self._model.named_parameters()} | buffers  # of tied names, one
+        self._needed = {
+            name for name, _ in self._model.named_parameters()
+        } | buffers  # of tied names, one
 
     def of(self, weights: Weights) -> dict[str, Tensor]:
         """UsageError for a tensor the model has not, one of another shape, or one that is missing."""
@@ -35,14 +41,18 @@ class CheckpointNames:
 
     def stream(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """The same one layer after the other, so that no more than a layer is held; errors come where they are met."""
-        for _, layer in itertools.groupby(self._checked(weights), key=lambda item: layer_of(item[0])):
+        for _, layer in itertools.groupby(
+            self._checked(weights), key=lambda item: layer_of(item[0])
+        ):
             yield from revert_weight_conversion(self._model, dict(layer)).items()
 
     def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         missing = set(self._needed)
         for name, tensor in weights:
             if name not in self._shapes:
-                raise UsageError(f"load_weights: {name!r} is not a tensor of {type(self._model).__name__}")
+                raise UsageError(
+                    f"load_weights: {name!r} is not a tensor of {type(self._model).__name__}"
+                )
             if tuple(tensor.shape) != self._shapes[name]:
                 raise UsageError(
                     f"load_weights: {name!r} has shape {tuple(tensor.shape)}, the engine's is {self._shapes[name]}"
@@ -50,4 +60,6 @@ class CheckpointNames:
             missing.discard(name)
             yield name, tensor.detach()
         if missing:
-            raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {min(missing)!r}")
+            raise UsageError(
+                f"load_weights: {len(missing)} tensors are missing, first {min(missing)!r}"
+            )

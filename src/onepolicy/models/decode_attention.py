@@ -21,7 +21,15 @@ from onepolicy.models.bags import weighted_rows
 BLOCK = 64  # positions of one key table row; a slab's rows are a multiple of this long on the CPU
 SHARED = 8  # most query heads per key that read it as a table; with more, a matmul is faster
 NAME = "onepolicy_slab"
-UNSUPPORTED = ("softcap", "position_bias", "block_mask", "head_mask", "indices", "topk_indices", "block_indices")
+UNSUPPORTED = (
+    "softcap",
+    "position_bias",
+    "block_mask",
+    "head_mask",
+    "indices",
+    "topk_indices",
+    "block_indices",
+)
 
 
 @dataclass(slots=True)
@@ -32,9 +40,15 @@ class SlabStep:
     positions: Tensor  # [T] int64, position in that row
     keys: int  # S: no token sees a position >= S
     view: slice | Tensor  # the V slab rows that attention reads
-    place: Tensor | None = None  # [T] int64, decoding: index of each token's row in the view; None: in order, V = T
-    queries: Tensor | None = None  # [V, Q] int64, prefilling: the tokens of each row, short rows repeat their last
-    unpad: Tensor | None = None  # [T] int64, prefilling: where in the flattened [V * Q] each token is
+    place: Tensor | None = (
+        None  # [T] int64, decoding: index of each token's row in the view; None: in order, V = T
+    )
+    queries: Tensor | None = (
+        None  # [V, Q] int64, prefilling: the tokens of each row, short rows repeat their last
+    )
+    unpad: Tensor | None = (
+        None  # [T] int64, prefilling: where in the flattened [V * Q] each token is
+    )
     even: bool = False  # decoding: all rows have S keys, so there is nothing to mask
     _bias: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -68,7 +82,9 @@ class SlabStep:
         if self.even and window is None:
             return None
         if (window, rows is None) not in self._bias:
-            query = (self.positions[:, None] if rows is None else self.spread(self.positions, rows))[..., None]
+            query = (
+                self.positions[:, None] if rows is None else self.spread(self.positions, rows)
+            )[..., None]
             key = torch.arange(self.keys, device=query.device)
             seen = key <= query  # [V, Q, S]
             if window is not None:
@@ -77,7 +93,9 @@ class SlabStep:
             self._bias[window, rows is None] = bias[:, None, None]
         return self._bias[window, rows is None]
 
-    def table_rows(self, groups: int, shared: int, width: int, length: int) -> tuple[Tensor, Tensor]:
+    def table_rows(
+        self, groups: int, shared: int, width: int, length: int
+    ) -> tuple[Tensor, Tensor]:
         """Decoding: where the keys and values of every token lie, as rows of tables; the same for all layers.
 
         keys [T * G * blocks * R, D] of [V * G * D * length / BLOCK, BLOCK], one row of the index for every query head
@@ -89,13 +107,22 @@ class SlabStep:
                 return torch.arange(0, n * step, step, dtype=torch.int32).view(shape)
 
             row, blocks = self.rows.to(torch.int32) * groups, -(-self.keys // BLOCK)
-            first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1, 1) * (width * length // BLOCK)
+            first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1, 1) * (
+                width * length // BLOCK
+            )
             keys = (
                 first + count(blocks, 1, blocks, 1, 1) + count(width, length // BLOCK, width)
             )  # [T * G, blocks, 1, D]
-            keys = keys.expand(-1, -1, shared, -1).reshape(-1, width).contiguous()  # one bag: reshape only views it
+            keys = (
+                keys.expand(-1, -1, shared, -1).reshape(-1, width).contiguous()
+            )  # one bag: reshape only views it
             first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1) * length
-            values = (first + count(self.keys, 1, self.keys)).expand(-1, shared, -1).reshape(-1, self.keys).contiguous()
+            values = (
+                (first + count(self.keys, 1, self.keys))
+                .expand(-1, shared, -1)
+                .reshape(-1, self.keys)
+                .contiguous()
+            )
             self._tables[groups, shared, width, length] = keys, values
         return self._tables[groups, shared, width, length]
 
@@ -117,13 +144,19 @@ def slab_attention(
     """Causal attention of each token over its own slab row. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
     name = type(module).__name__
     if slab_step is None:
-        raise ValueError(f"{name} does not hand attention arguments on; the slab engine cannot work with it")
-    refuse_unknown(module, "slab attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask)
+        raise ValueError(
+            f"{name} does not hand attention arguments on; the slab engine cannot work with it"
+        )
+    refuse_unknown(
+        module, "slab attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask
+    )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1)  # [T, heads, D]
     if in_table(q, key, slab_step):
         bias = slab_step.bias(sliding_window, None)
-        return _attend_in_table(q, key, value, slab_step, bias=bias, scale=scale, sinks=s_aux)[None].to(q.dtype), None
+        return _attend_in_table(q, key, value, slab_step, bias=bias, scale=scale, sinks=s_aux)[
+            None
+        ].to(q.dtype), None
     rows = len(key)
     bias = slab_step.bias(sliding_window, rows)
     out = _attend(slab_step.spread(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux)
@@ -133,15 +166,29 @@ def slab_attention(
 def in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
     """Whether `key` is the slab's own memory, its rows whole blocks, and reading it as a table is the faster way."""
     (_, groups, _, width), length = key.shape, key.stride(3)
-    whole = length > 1 and length % BLOCK == 0 and key.stride() == (groups * width * length, width * length, 1, length)
+    whole = (
+        length > 1
+        and length % BLOCK == 0
+        and key.stride() == (groups * width * length, width * length, 1, length)
+    )
     decodes = step.queries is None and isinstance(step.view, slice) and step.view.start == 0
     return (
-        (key.device.type, key.dtype) == ("cpu", torch.float32) and whole and decodes and q.shape[1] <= SHARED * groups
+        (key.device.type, key.dtype) == ("cpu", torch.float32)
+        and whole
+        and decodes
+        and q.shape[1] <= SHARED * groups
     )
 
 
 def _attend_in_table(
-    q: Tensor, key: Tensor, value: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float, sinks: Tensor | None
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    step: SlabStep,
+    *,
+    bias: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q [T, heads, D], key [V, G, S, D], value [V, G, S, Dv], bias [T, 1, 1, 1, S] -> [T, heads, Dv]."""
     scores = scores_in_table(q, key, step, bias=bias, scale=scale)
@@ -151,19 +198,31 @@ def _attend_in_table(
     return out.view(*q.shape[:2], -1)
 
 
-def scores_in_table(q: Tensor, key: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float) -> Tensor:
+def scores_in_table(
+    q: Tensor, key: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float
+) -> Tensor:
     """q [T, heads, D], key [V, G, S, D], bias [T, 1, 1, 1, S] -> [T, G, R, 1, S]."""
     (tokens, heads, width), (rows, groups, keys, _), length = q.shape, key.shape, key.stride(3)
     shared, blocks = heads // groups, -(-keys // BLOCK)
     key_rows, _ = step.table_rows(groups, shared, width, length)
-    lanes = (q.to(key.dtype) * scale).reshape(tokens, groups, 1, shared, width).expand(-1, -1, blocks, -1, -1)
+    lanes = (
+        (q.to(key.dtype) * scale)
+        .reshape(tokens, groups, 1, shared, width)
+        .expand(-1, -1, blocks, -1, -1)
+    )
     table = key.as_strided((rows * groups * width * length // BLOCK, BLOCK), (BLOCK, 1))
-    scores = weighted_rows(table, key_rows, lanes).view(tokens, groups, blocks, shared, BLOCK).transpose(2, 3)
+    scores = (
+        weighted_rows(table, key_rows, lanes)
+        .view(tokens, groups, blocks, shared, BLOCK)
+        .transpose(2, 3)
+    )
     scores = scores.reshape(tokens, groups, shared, 1, blocks * BLOCK)[..., :keys]
     return scores if bias is None else scores + bias
 
 
-def values_in_table(weights: Tensor, value: Tensor, step: SlabStep, key: Tensor, *, terms: int | None = None) -> Tensor:
+def values_in_table(
+    weights: Tensor, value: Tensor, step: SlabStep, key: Tensor, *, terms: int | None = None
+) -> Tensor:
     """weights [T, G, R, 1, S], value [V, G, S, Dv] -> [T, G, R, 1, Dv]; `terms` as in `bags`."""
     (rows, groups, _, width), length = key.shape, key.stride(3)
     _, value_rows = step.table_rows(groups, weights.shape[2], width, length)
@@ -172,14 +231,25 @@ def values_in_table(weights: Tensor, value: Tensor, step: SlabStep, key: Tensor,
 
 
 def _attend(
-    q: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, scale: float, sinks: Tensor | None
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """q [V, Q, heads, D], key [V, G, S, D], value [V, G, S, Dv] -> [V, Q, heads, Dv]; R = heads / G share a key."""
     (rows, queries, heads, _), (groups, keys) = q.shape, key.shape[1:3]
     per_group = heads // groups
     if key.device.type == "cpu":  # bfloat16 matmuls of this shape are slower than converting
         q, key, value = q.float(), key.float(), value.float()
-    q = q.to(key.dtype).unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4).reshape(rows * groups, -1, q.shape[-1])
+    q = (
+        q.to(key.dtype)
+        .unflatten(2, (groups, per_group))
+        .permute(0, 2, 3, 1, 4)
+        .reshape(rows * groups, -1, q.shape[-1])
+    )
     scores = torch.bmm(q * scale, key.transpose(2, 3).flatten(0, 1)).float()  # [V * G, R * Q, S]
     if bias is not None:
         scores.view(rows, groups, per_group, queries, keys).add_(bias)
@@ -192,7 +262,9 @@ def _attend(
 
 def _kept(scores: Tensor, sinks: Tensor) -> Tensor:
     """What a sink, which adds exp(sink) to the softmax's denominator, leaves: scores [V, G, R, Q, S] -> [..., 1]."""
-    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks.float().view(*scores.shape[1:3], 1, 1))
+    return torch.sigmoid(
+        scores.logsumexp(-1, keepdim=True) - sinks.float().view(*scores.shape[1:3], 1, 1)
+    )
 
 
 AttentionInterface.register(NAME, slab_attention)

@@ -47,7 +47,9 @@ def prepare(model: PreTrainedModel, device: torch.device) -> None:
 
 def holds_experts(module: Any) -> bool:
     """Whether the weights of all experts are 3-D parameters of this module."""
-    return hasattr(module, "is_transposed") and isinstance(getattr(module, "down_proj", None), nn.Parameter)
+    return hasattr(module, "is_transposed") and isinstance(
+        getattr(module, "down_proj", None), nn.Parameter
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,9 @@ class Layout:
     rows: int
     token: Tensor  # [rows] int64, which token is read at each place
     back: Tensor  # [N, K] int64, place of (token, k)
-    beyond: list[tuple[int, int, int]]  # (expert, first, last + 1) of the places outside the padding
+    beyond: list[
+        tuple[int, int, int]
+    ]  # (expert, first, last + 1) of the places outside the padding
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int, row_cost: int) -> Layout:
@@ -78,7 +82,9 @@ class Layout:
         token, back = np.zeros(rows, np.int64), np.empty_like(place)
         token[place] = order // top_k
         back[order] = place
-        return cls(width, rows, torch.from_numpy(token), torch.from_numpy(back).view(tokens, top_k), beyond)
+        return cls(
+            width, rows, torch.from_numpy(token), torch.from_numpy(back).view(tokens, top_k), beyond
+        )
 
     def experts(self) -> Tensor:
         """[rows] the expert each place belongs to."""
@@ -95,12 +101,16 @@ def _width(counts: np.ndarray, row_cost: int) -> int:
     """
     ascending = np.sort(counts)
     nth = np.arange(1, len(counts) + 1)
-    padding = nth * ascending - ascending.cumsum()  # rows added when all are padded to the nth count
+    padding = (
+        nth * ascending - ascending.cumsum()
+    )  # rows added when all are padded to the nth count
     padding += READ * len(counts) * (ascending > 0)
     return int(ascending[(padding * row_cost + (len(counts) - nth) * CALL).argmin()])
 
 
-def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def decode_experts(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
@@ -109,11 +119,17 @@ def decode_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weigh
         return quantised(module, hidden, top_k_index, top_k_weights)
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    return weighted_experts(weights_of(module), activation(module), hidden, top_k_index, top_k_weights)
+    return weighted_experts(
+        weights_of(module), activation(module), hidden, top_k_index, top_k_weights
+    )
 
 
 def weighted_experts(
-    weights: Weights, activate: Callable[[Tensor], Tensor], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    weights: Weights,
+    activate: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:
     """`decode_experts` of these weights: up [E, H, I'], down [E, I, H], both contiguous but for a transposition."""
     row_cost = weights[0][0].numel() + weights[1][0].numel()
@@ -132,18 +148,28 @@ def weighted_experts(
 
 
 def _by_rows(
-    weights: Weights, activate: Callable[[Tensor], Tensor], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    weights: Weights,
+    activate: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:
     """Every (token, expert) row sums the rows of its expert's weights; down sums the token's experts in the same go."""
     up, down, up_bias, down_bias = weights
     (tokens, top_k), (_, size, _), inner_size = top_k_index.shape, up.shape, down.shape[1]
     expert, scale = top_k_index.reshape(-1, 1).to(torch.int32), top_k_weights.to(up.dtype)
     x = hidden.to(up.dtype)[:, None].expand(-1, top_k, -1)
-    inner = weighted_rows(up.flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x)
-    inner = activate(inner if up_bias is None else inner + up_bias[expert[:, 0]]) * scale.reshape(-1, 1)
+    inner = weighted_rows(
+        up.flatten(0, 1), expert * size + torch.arange(size, dtype=torch.int32), x
+    )
+    inner = activate(inner if up_bias is None else inner + up_bias[expert[:, 0]]) * scale.reshape(
+        -1, 1
+    )
     index = (expert * inner_size + torch.arange(inner_size, dtype=torch.int32)).view(tokens, -1)
     out = weighted_rows(down.flatten(0, 1), index, inner)
-    return (out if down_bias is None else out + weighted_rows(down_bias, top_k_index, scale)).to(hidden.dtype)
+    return (out if down_bias is None else out + weighted_rows(down_bias, top_k_index, scale)).to(
+        hidden.dtype
+    )
 
 
 def weights_of(module: Any) -> Weights:
@@ -160,7 +186,11 @@ def up_name(module: Any) -> str:
 
 def biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """[E, I'], [E, H]"""
-    return (getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    return (
+        (getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias)
+        if module.has_bias
+        else (None, None)
+    )
 
 
 def activation(module: Any) -> Callable[[Tensor], Tensor]:

@@ -23,30 +23,50 @@ from onepolicy.models.linear import multiply, products
 NAME = "onepolicy_grouped"
 BLOCK = 64  # rows
 
-Multiply = Callable[[Tensor, Tensor, Tensor], None]  # like linear.multiply; used for what a forward computes
+Multiply = Callable[
+    [Tensor, Tensor, Tensor], None
+]  # like linear.multiply; used for what a forward computes
 
 
-def grouped_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def grouped_experts(
+    module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """out[n] = sum_k top_k_weights[n, k] * expert(top_k_index[n, k])(hidden[n]).
 
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
     if (quantised := getattr(module, "quantised", None)) is not None:
         return quantised(module, hidden, top_k_index, top_k_weights)
-    if hidden.device.type != "cpu" or module.has_bias or module._is_expert_parallel or not module.has_gate:
+    if (
+        hidden.device.type != "cpu"
+        or module.has_bias
+        or module._is_expert_parallel
+        or not module.has_gate
+    ):
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-    gate_up, down = module.gate_up_proj, module.down_proj  # [E, 2I, H], [E, H, I] (or both transposed)
+    gate_up, down = (
+        module.gate_up_proj,
+        module.down_proj,
+    )  # [E, 2I, H], [E, H, I] (or both transposed)
     if torch.is_autocast_enabled("cpu"):
         gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     token, place, ends = layout(top_k_index, module.num_experts)
-    scale = top_k_weights.new_zeros(len(token)).index_copy(0, place.view(-1), top_k_weights.reshape(-1))
-    inner = module._apply_gate(Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, multiply))  # [rows, I]
-    return Down.apply(inner * scale[:, None].to(inner.dtype), down, token, place, ends, multiply).to(hidden.dtype)
+    scale = top_k_weights.new_zeros(len(token)).index_copy(
+        0, place.view(-1), top_k_weights.reshape(-1)
+    )
+    inner = module._apply_gate(
+        Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, multiply)
+    )  # [rows, I]
+    return Down.apply(
+        inner * scale[:, None].to(inner.dtype), down, token, place, ends, multiply
+    ).to(hidden.dtype)
 
 
-def layout(top_k_index: Tensor, num_experts: int, *, least: int = 1) -> tuple[Tensor, Tensor, list[int]]:
+def layout(
+    top_k_index: Tensor, num_experts: int, *, least: int = 1
+) -> tuple[Tensor, Tensor, list[int]]:
     """Rows sorted by expert: the token [rows] of each, the row [N, K] of each (token, k), the end of every expert.
 
     With many rows an expert has a multiple of BLOCK, so that oneDNN meets the same shapes again, else of `least`. What
@@ -62,7 +82,9 @@ def layout(top_k_index: Tensor, num_experts: int, *, least: int = 1) -> tuple[Te
     begins = (ends - room - counts.cumsum(0) + counts).repeat_interleave(counts)
     row = torch.arange(len(order), device=order.device) + begins
     last = ends.tolist()
-    token = torch.zeros(last[-1], dtype=torch.int64, device=order.device).index_copy_(0, row, order // top_k)
+    token = torch.zeros(last[-1], dtype=torch.int64, device=order.device).index_copy_(
+        0, row, order // top_k
+    )
     place = torch.empty_like(order).scatter_(0, order, row).view(tokens, top_k)
     return token, place, last
 
@@ -76,7 +98,13 @@ class Up(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int], multiply: Multiply
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        token: Tensor,
+        place: Tensor,
+        ends: list[int],
+        multiply: Multiply,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.token, ctx.place, ctx.ends = token, place, ends
@@ -90,7 +118,9 @@ class Up(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows = x.new_empty(len(grad), x.shape[1])
-        grad_weight = torch.zeros_like(weight)  # keeps the transposed layout, so the parameter's gradient is contiguous
+        grad_weight = torch.zeros_like(
+            weight
+        )  # keeps the transposed layout, so the parameter's gradient is contiguous
         for e, rows in _experts(ctx.ends):
             multiply(grad[rows], weight[e].T, grad_rows[rows])
             grad_weight[e] = products(x.index_select(0, ctx.token[rows]), grad[rows])
@@ -105,7 +135,13 @@ class Down(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, token: Tensor, place: Tensor, ends: list[int], multiply: Multiply
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        token: Tensor,
+        place: Tensor,
+        ends: list[int],
+        multiply: Multiply,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.token, ctx.ends = token, ends

@@ -32,12 +32,17 @@ class Fp32Head:
             )
         self._head, self._own = head, {}
         if copy:
-            self._own = {name: tensor.detach().float().clone() for name, tensor in head.named_parameters()}
+            self._own = {
+                name: tensor.detach().float().clone() for name, tensor in head.named_parameters()
+            }
         head.forward = self._project
 
     def _project(self, hidden: Tensor) -> Tensor:
         """[..., H] of any dtype -> [..., V] float32."""
-        weight, bias = self._own.get("weight", self._head.weight), self._own.get("bias", self._head.bias)
+        weight, bias = (
+            self._own.get("weight", self._head.weight),
+            self._own.get("bias", self._head.bias),
+        )
         product = getattr(self._head, "product", linear)  # of a layer that has become ours
         with torch.autocast(hidden.device.type, enabled=False):
             return product(hidden.float(), weight.float(), None if bias is None else bias.float())
@@ -49,7 +54,9 @@ class Fp32Head:
                 copy.copy_(theirs)
 
 
-def install(model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: bool = False) -> Fp32Head:
+def install(
+    model: PreTrainedModel, dtype: torch.dtype, *, field: str, copy: bool = False
+) -> Fp32Head:
     """Cast the model to `dtype` but for its head (Fp32Head). UsageError if its logits do not come out in float32."""
     head = Fp32Head(model, field=field, copy=copy)
     cast(model, dtype)
@@ -68,10 +75,14 @@ def load_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) 
     """All tensors of a state dict, cast to the model's dtype; of an Fp32Head with weights of its own, unrounded; those
     of a quantised model into its format."""
     own = dict(weights)
-    stored = quantised.stored if (quantised := getattr(model, "quantised", None)) is not None else {}
+    stored = (
+        quantised.stored if (quantised := getattr(model, "quantised", None)) is not None else {}
+    )
     for name, each in stored.items():
         each.take(own[name])
-    model.load_state_dict({name: tensor for name, tensor in own.items() if name not in stored}, strict=not stored)
+    model.load_state_dict(
+        {name: tensor for name, tensor in own.items() if name not in stored}, strict=not stored
+    )
     head = getattr(getattr(model.get_output_embeddings(), "forward", None), "__self__", None)
     if isinstance(head, Fp32Head):
         for name, tensor in model.state_dict().items():

@@ -31,7 +31,9 @@ def plain(module: nn.Module) -> bool:
 
 @cache
 def available() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    return (
+        torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    )
 
 
 class CPULinear(nn.Linear):
@@ -62,11 +64,17 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     """x.T @ y without a graph: x [M, I], y [M, O] -> [I, O], the gradient of a weight."""
     if not _worth_it(x, y.shape[1]):
         return x.T @ y
-    return times(x.T.contiguous(), y.T) if x.shape[1] <= y.shape[1] else times(y.T.contiguous(), x.T).T
+    return (
+        times(x.T.contiguous(), y.T) if x.shape[1] <= y.shape[1] else times(y.T.contiguous(), x.T).T
+    )
 
 
 def _worth_it(x: Tensor, width: int) -> bool:
-    return (x.dtype, x.device.type) == (torch.float32, "cpu") and x.numel() * width >= ENOUGH and available()
+    return (
+        (x.dtype, x.device.type) == (torch.float32, "cpu")
+        and x.numel() * width >= ENOUGH
+        and available()
+    )
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,4 +96,8 @@ class LinearFunction(torch.autograd.Function):
         grad_x = None
         if wants_x:
             grad_x = times(grad, weight.T) if _worth_it(grad, weight.shape[1]) else grad @ weight
-        return grad_x, products(grad, x) if wants_weight else None, grad.sum(0) if wants_bias else None
+        return (
+            grad_x,
+            products(grad, x) if wants_weight else None,
+            grad.sum(0) if wants_bias else None,
+        )

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from httpx2 import TransportError  # what huggingface_hub asks with
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
 from huggingface_hub.constants import CONFIG_NAME, ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
@@ -30,7 +35,15 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.present import check_model
 
 # What transformers lets through for a file that is damaged or of another model.
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError, UnpicklingError)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    UnpicklingError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # names of settings
 
 
@@ -40,13 +53,17 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"train.device: {name!r} is not a torch device; use auto, cpu, cuda or cuda:0") from None
+        raise UsageError(
+            f"train.device: {name!r} is not a torch device; use auto, cpu, cuda or cuda:0"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"train.device: {name!r} is not supported; use auto, cpu, cuda or cuda:0")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"train.device: {name!r}, but torch sees no CUDA device; use auto or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"train.device: {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use cuda:0")
+        raise UsageError(
+            f"train.device: {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use cuda:0"
+        )
     return device
 
 
@@ -63,7 +80,11 @@ def _check_reachable(path: str) -> None:
 
     transformers would ask five more times with growing pauses, 40 s in all, and print every attempt.
     """
-    if Path(path).exists() or is_offline_mode() or isinstance(try_to_load_from_cache(path, CONFIG_NAME), str):
+    if (
+        Path(path).exists()
+        or is_offline_mode()
+        or isinstance(try_to_load_from_cache(path, CONFIG_NAME), str)
+    ):
         return
     try:
         get_hf_file_metadata(hf_hub_url(path, CONFIG_NAME))
@@ -83,10 +104,16 @@ def context_length(config: PreTrainedConfig) -> int:
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises UsageError for one that is missing, damaged, never stops, or of another model."""
     with _reading("the tokenizer", model):
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
     vocabulary = tokenizer.get_vocab()
-    if vocabulary.keys() <= tokenizer.get_added_vocab().keys():  # what transformers builds where no file is
-        raise UsageError(f"model.path: {model.path} has no tokenizer files; save the model's tokenizer there as well")
+    if (
+        vocabulary.keys() <= tokenizer.get_added_vocab().keys()
+    ):  # what transformers builds where no file is
+        raise UsageError(
+            f"model.path: {model.path} has no tokenizer files; save the model's tokenizer there as well"
+        )
     if tokenizer.eos_token_id is None:
         raise UsageError(
             f"model.path: the tokenizer of {model.path} has no eos token, so no completion could ever stop"
@@ -121,7 +148,9 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             "restore the file that was changed"
         )
     if info["missing_keys"]:
-        raise UsageError(f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}")
+        raise UsageError(
+            f"model.path: {model.path} lacks weights, first {sorted(info['missing_keys'])[0]}"
+        )
     return loaded.to(device).eval()
 
 
@@ -136,7 +165,9 @@ def _refuse_foreign_files(folder: Path) -> None:
         raise UsageError(f"model.path: {index} is damaged: {error!r}") from None
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:
-            raise UsageError(f"model.path: {index} names {file!r}, which is not a file of this folder")
+            raise UsageError(
+                f"model.path: {index} names {file!r}, which is not a file of this folder"
+            )
     if SAFE_WEIGHTS_NAME not in files and (folder / SAFE_WEIGHTS_NAME).is_file():
         raise UsageError(
             f"model.path: {folder} has a {SAFE_WEIGHTS_NAME} that its {SAFE_WEIGHTS_INDEX_NAME} does not name, and "
@@ -150,7 +181,9 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     kept = set(model._keep_in_fp32_modules_strict or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype if kept.isdisjoint(name.split(".")) else torch.float32)
+            tensor.data = tensor.data.to(
+                dtype if kept.isdisjoint(name.split(".")) else torch.float32
+            )
     return model
 
 
@@ -164,7 +197,9 @@ def empty_model(model: ModelConfig) -> PreTrainedModel:
     """On the meta device: names, shapes and config without weights."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
-            read_config(model), trust_remote_code=model.trust_remote_code, dtype=getattr(torch, model.dtype)
+            read_config(model),
+            trust_remote_code=model.trust_remote_code,
+            dtype=getattr(torch, model.dtype),
         )
     empty.config.architectures = [type(empty).__name__]
     empty.config.dtype = getattr(torch, model.dtype)

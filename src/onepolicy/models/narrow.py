@@ -15,7 +15,9 @@ def narrow(logits: Tensor, *, top_k: Tensor | None = None, top_p: Tensor | None 
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
-        ordered = ordered.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= top_k, float("-inf"))
+        ordered = ordered.masked_fill(
+            torch.arange(logits.shape[1], device=logits.device) >= top_k, float("-inf")
+        )
     if top_p is not None:
         probability = ordered.softmax(-1)
         before = probability.cumsum(-1, dtype=torch.float64) - probability

@@ -38,13 +38,17 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Packing:
     buckets: tuple[Bucket, ...]
-    order: Tensor | None  # [T] int64, where the buckets' slots hold each slot; None: they hold them in order
+    order: (
+        Tensor | None
+    )  # [T] int64, where the buckets' slots hold each slot; None: they hold them in order
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, *, multiple: int = 1) -> Packing:
         """Group samples so that no bucket is padded to more than twice its shortest member, and to a `multiple`."""
         bounds = cu_seqlens.tolist()
-        spans = sorted(((end - start, start) for start, end in itertools.pairwise(bounds)), reverse=True)
+        spans = sorted(
+            ((end - start, start) for start, end in itertools.pairwise(bounds)), reverse=True
+        )
         buckets, first = [], 0
         for i in range(1, len(spans) + 1):
             if i == len(spans) or spans[i][0] * 2 < spans[first][0]:
@@ -108,7 +112,11 @@ def packed_attention(
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """`attend` of every bucket, [S, heads, W, D] each; [1, heads, T, D] -> [1, T, heads, Dv]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
@@ -123,7 +131,13 @@ def attend_packed(
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     width = q.shape[2]
     whole = window is None or window >= width
@@ -139,7 +153,9 @@ def _causal(
         )
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (q @ k.transpose(-1, -2)).float() * (
+        q.shape[-1] ** -0.5 if scaling is None else scaling
+    )
     scores = scores.masked_fill(~band(width, window, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v

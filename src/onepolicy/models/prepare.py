@@ -14,18 +14,25 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 RULED_OUT = 1e4
 """How far below the row's largest logit a token's probability is 0 in float32, at any temperature below 90 [nats]."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # mean difference of the logits, in their standard deviations
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.1,
+}  # mean difference of the logits, in their standard deviations
 
 
 def recurrent_layers(model: PreTrainedModel) -> str:
     """What layers it has, in words, that attention to earlier tokens alone cannot stand for; empty if it has none."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+    kinds = set(
+        getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    )
     other = ", ".join(sorted(kinds - ATTENTION_LAYERS))
     return other or ("recurrent" if model._is_stateful else "")
 
 
-def prepare_for_training(model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None) -> None:
+def prepare_for_training(
+    model: PreTrainedModel, device: torch.device, *, compute: torch.dtype | None = None
+) -> None:
     """Select our packed attention and (CPU) our experts and linear layers on this model only.
 
     UsageError if packed samples would not be what they are alone: recurrent state leaks between them, and attention
@@ -78,6 +85,10 @@ def _packed_logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     positions = torch.cat([torch.arange(len(ids), device=ids.device) for ids in samples])
     packing = Packing.of(bounds, samples[0].device)
     try:
-        return _logits(model, torch.cat(samples)[None], position_ids=positions[None], packing=packing)
+        return _logits(
+            model, torch.cat(samples)[None], position_ids=positions[None], packing=packing
+        )
     except (TypeError, ValueError) as error:
-        raise UsageError(f"model.path: {type(model).__name__} cannot be trained packed: {error}") from None
+        raise UsageError(
+            f"model.path: {type(model).__name__} cannot be trained packed: {error}"
+        ) from None

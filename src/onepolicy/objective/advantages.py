@@ -48,7 +48,9 @@ def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 
         for index, sample in enumerate(group.samples):
             if not math.isfinite(sample.reward):
                 where = f"problem {group.problem_id}, sample {index}"
-                raise UsageError(f"{where}: reward is {sample.reward}; the task's grader must return a finite number")
+                raise UsageError(
+                    f"{where}: reward is {sample.reward}; the task's grader must return a finite number"
+                )
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     if config.overlong_buffer:
@@ -58,10 +60,18 @@ def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 
         )
     if config.kl.where == "loss":
         unit = torch.tensor([g for g, group in enumerate(groups) for _ in group.samples])
-        rewards = compare(rewards, unit, config, episode=torch.tensor([e for group in groups for e in group.episodes]))
+        rewards = compare(
+            rewards,
+            unit,
+            config,
+            episode=torch.tensor([e for group in groups for e in group.episodes]),
+        )
     values = iter(rewards.tolist())
     return [
-        dataclasses.replace(group, samples=tuple(dataclasses.replace(s, outcome=next(values)) for s in group.samples))
+        dataclasses.replace(
+            group,
+            samples=tuple(dataclasses.replace(s, outcome=next(values)) for s in group.samples),
+        )
         for group in groups
     ]
 
@@ -91,7 +101,9 @@ def compare(
     _, unit = group.unique(return_inverse=True)
     units = int(unit.max()) + 1
     zeros = reward.new_zeros(units)
-    counts = torch.ones_like(reward) if episode is None else _first_of_each(unit, episode).double()  # [S] 1 or 0
+    counts = (
+        torch.ones_like(reward) if episode is None else _first_of_each(unit, episode).double()
+    )  # [S] 1 or 0
     count = zeros.index_add(0, unit, counts)
     centred = reward - (zeros.index_add(0, unit, counts * reward) / count)[unit]
     least = zeros.scatter_reduce(0, unit, reward, "amin", include_self=False)
@@ -126,7 +138,9 @@ def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
         outcome = batch.outcome
         if kl is not None:
             total = outcome.new_zeros(batch.num_samples).index_add(0, batch.segment, kl)
-            outcome = compare((outcome - total).double(), batch.group, config, episode=batch.episode).float()
+            outcome = compare(
+                (outcome - total).double(), batch.group, config, episode=batch.episode
+            ).float()
         advantage = torch.where(batch.trainable, outcome[batch.segment], 0.0)
         return batch.replace(advantage=_normalised(advantage, batch, config))
     reward = _at_last_slot(batch)
@@ -134,11 +148,19 @@ def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
         reward = reward - kl
     mask, segment, samples = batch.trainable, batch.segment, batch.num_samples
     if config.baseline == "none":
-        advantage = returns_to_go(reward, mask=mask, segment=segment, samples=samples, gamma=config.gamma)
+        advantage = returns_to_go(
+            reward, mask=mask, segment=segment, samples=samples, gamma=config.gamma
+        )
         return batch.replace(advantage=_normalised(advantage, batch, config))
     assert batch.value is not None, "score_values() fills value"
     advantage = gae(
-        reward, batch.value, mask=mask, segment=segment, samples=samples, gamma=config.gamma, lam=config.lam
+        reward,
+        batch.value,
+        mask=mask,
+        segment=segment,
+        samples=samples,
+        gamma=config.gamma,
+        lam=config.lam,
     )
     target = torch.where(mask, advantage + batch.value, 0.0)
     return batch.replace(advantage=_normalised(advantage, batch, config), value_target=target)
@@ -166,7 +188,11 @@ def _reward_kl(batch: TokenBatch, config: ObjectiveConfig) -> Tensor | None:
         return None
     assert batch.logp_old is not None
     assert batch.logp_ref is not None, "score_reference() fills logp_ref"
-    return torch.where(batch.trainable, config.kl.coef * kl_estimate(batch.logp_old, batch.logp_ref, config.kl), 0.0)
+    return torch.where(
+        batch.trainable,
+        config.kl.coef * kl_estimate(batch.logp_old, batch.logp_ref, config.kl),
+        0.0,
+    )
 
 
 def _at_last_slot(batch: TokenBatch) -> Tensor:

@@ -39,7 +39,9 @@ def gae(
     """
     where = mask.nonzero()[:, 0]
     row = segment[where]
-    length = torch.zeros(samples, dtype=torch.int64, device=mask.device).index_add(0, row, torch.ones_like(row))
+    length = torch.zeros(samples, dtype=torch.int64, device=mask.device).index_add(
+        0, row, torch.ones_like(row)
+    )
     column = torch.arange(len(where), device=mask.device) - (length.cumsum(0) - length)[row]
     longest = int(length.max()) if samples else 0
     table = torch.zeros(3, samples, longest + 1, dtype=torch.float64, device=mask.device)

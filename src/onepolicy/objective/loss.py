@@ -31,10 +31,16 @@ def slot_shares(batch: TokenBatch, config: ObjectiveConfig, *, max_tokens: int) 
         case "prompt-mean":
             share = _mean_of_means(mask, batch.group[:, None], batch.segment)
         case "episode-mean":
-            own = torch.arange(samples, device=mask.device) if batch.episode is None else batch.episode
+            own = (
+                torch.arange(samples, device=mask.device)
+                if batch.episode is None
+                else batch.episode
+            )
             share = _mean_of_means(mask, torch.stack([batch.group, own], 1), batch.segment)
         case "sequence-mean-token-mean":
-            share = _mean_of_means(mask, torch.arange(samples, device=mask.device)[:, None], batch.segment)
+            share = _mean_of_means(
+                mask, torch.arange(samples, device=mask.device)[:, None], batch.segment
+            )
         case "sequence-mean-token-sum":
             share = mask / samples
         case "sequence-mean-token-constant":
@@ -58,7 +64,8 @@ def policy_loss(
     config: ObjectiveConfig,
     anchor: Tensor | None = None,  # [T] float32, denominator of the ratio; unset: batch.logp_old
     entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
-    centre: Tensor | None = None,  # [T] float32, carries the graph: mean score of the rollout policy (score centering)
+    centre: Tensor
+    | None = None,  # [T] float32, carries the graph: mean score of the rollout policy (score centering)
     protect: tuple[Term, ...] = TERMS,  # terms that still see rejected slots
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum(share * (weight * surrogate + kl.coef * KL - entropy_coef * entropy)), and SUMS over slots for logging.
@@ -109,11 +116,16 @@ def policy_loss(
 
 def _kl(logp_new: Tensor, batch: TokenBatch, config: ObjectiveConfig, mask: Tensor) -> Tensor:
     assert batch.logp_ref is not None, "score_reference() fills logp_ref"
-    sampled = {"none": None, "old": batch.logp_old, "rollout": batch.logp_rollout}[config.kl.importance]
+    sampled = {"none": None, "old": batch.logp_old, "rollout": batch.logp_rollout}[
+        config.kl.importance
+    ]
     if sampled is not None:
         mask = mask & sampled.isfinite()
         sampled = torch.where(mask, sampled, 0.0)
     kl = kl_loss(
-        torch.where(mask, logp_new, 0.0), torch.where(mask, batch.logp_ref, 0.0), config.kl, logp_sampled=sampled
+        torch.where(mask, logp_new, 0.0),
+        torch.where(mask, batch.logp_ref, 0.0),
+        config.kl,
+        logp_sampled=sampled,
     )
     return torch.where(mask, kl, 0.0)

@@ -13,7 +13,9 @@ def show(name: str | None = None) -> str:
     if name is None:
         return "\n".join(f"{row:22}{rows[row]['loss']}" for row in rows)
     if name not in rows:
-        raise UsageError(f"objective: none is called {name!r}; there are {', '.join(rows)}{did_you_mean(name, rows)}")
+        raise UsageError(
+            f"objective: none is called {name!r}; there are {', '.join(rows)}{did_you_mean(name, rows)}"
+        )
     settings = ObjectiveConfig(preset=name).model_dump_json(indent=2)
     return f"{name}\n{rows[name]['loss']}\n{rows[name]['source']}\n{settings}"
 
@@ -21,5 +23,7 @@ def show(name: str | None = None) -> str:
 def markdown_table() -> str:
     """The preset table of docs/objectives.md."""
     lines = ["| preset | loss of a slot; advantage | source |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {row['loss']} | {row['source']} |" for name, row in objective_presets().items()]
+    lines += [
+        f"| {name} | {row['loss']} | {row['source']} |" for name, row in objective_presets().items()
+    ]
     return "\n".join(lines)

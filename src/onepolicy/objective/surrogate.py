@@ -76,10 +76,15 @@ def surrogate(
     A logp_new that is not finite is not hidden: the gradient is then not finite either.
     """
     usable = mask & logp_anchor.isfinite()
-    logp_new, logp_anchor = torch.where(usable, logp_new, 0.0), torch.where(usable, logp_anchor, 0.0)
+    logp_new, logp_anchor = (
+        torch.where(usable, logp_new, 0.0),
+        torch.where(usable, logp_anchor, 0.0),
+    )
     log_ratio = (logp_new - logp_anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.surrogate == "gmpo":
-        return gmpo(log_ratio, advantage, mask=usable, segment=segment, samples=samples, **_clip(config))
+        return gmpo(
+            log_ratio, advantage, mask=usable, segment=segment, samples=samples, **_clip(config)
+        )
     if config.ratio_level != "token":
         own, mean = log_ratio, config.ratio_level != "trajectory"
         log_ratio = _per_sample(log_ratio, usable, segment, samples, mean=mean)
@@ -93,7 +98,9 @@ def surrogate(
         case "cispo":
             return cispo(ratio, logp_new, advantage, **_clip(config))
         case "sapo":
-            return sapo(ratio, advantage, tau_positive=config.tau_positive, tau_negative=config.tau_negative)
+            return sapo(
+                ratio, advantage, tau_positive=config.tau_positive, tau_negative=config.tau_negative
+            )
         case "topr":
             return topr(ratio, logp_new, advantage)
         case "pg":
@@ -125,18 +132,24 @@ def ppo(
     return Surrogate(loss, r, (r < low) & (advantage < 0), clipped_high)
 
 
-def cispo(ratio: Tensor, logp_new: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
+def cispo(
+    ratio: Tensor, logp_new: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+) -> Surrogate:
     """-sg(clip(r)) A log pi (MiniMax-M1, 2506.13585 eq. 4): a clipped slot keeps a gradient, of the bound's size."""
     r = ratio.detach()
     low, high = 1 - clip_low, 1 + clip_high
     return Surrogate(-r.clamp(low, high) * advantage * logp_new, r, r < low, r > high)
 
 
-def sapo(ratio: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float) -> Surrogate:
+def sapo(
+    ratio: Tensor, advantage: Tensor, *, tau_positive: float, tau_negative: float
+) -> Surrogate:
     """-(4 / tau) sigmoid(tau (r - 1)) A (SAPO, 2511.20347): gradient weight 4 s (1 - s) r, which is 1 at r = 1."""
     tau = torch.where(advantage > 0, tau_positive, tau_negative).to(ratio.dtype)
     never = torch.zeros_like(advantage, dtype=torch.bool)
-    return Surrogate(-(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage, ratio.detach(), never, never)
+    return Surrogate(
+        -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantage, ratio.detach(), never, never
+    )
 
 
 def topr(ratio: Tensor, logp_new: Tensor, advantage: Tensor) -> Surrogate:
@@ -168,14 +181,20 @@ def gmpo(
     bounded = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
     mean = _per_sample(bounded, mask, segment, samples, mean=True)
     own = log_ratio.detach()
-    return Surrogate(-mean.exp() * advantage, own.exp(), (own < low) & negative, (own > high) & positive)
+    return Surrogate(
+        -mean.exp() * advantage, own.exp(), (own < low) & negative, (own > high) & positive
+    )
 
 
-def _per_sample(values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool) -> Tensor:
+def _per_sample(
+    values: Tensor, mask: Tensor, segment: Tensor, samples: int, *, mean: bool
+) -> Tensor:
     """[T]: sum or mean of each slot's sample, over the slots of the mask."""
     total = values.new_zeros(samples).index_add(0, segment, torch.where(mask, values, 0.0))
     if mean:
-        total = total / values.new_zeros(samples).index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
+        total = total / values.new_zeros(samples).index_add(
+            0, segment, mask.to(values.dtype)
+        ).clamp(min=1)
     return total[segment]
 
 

@@ -82,7 +82,9 @@ class Dims:
 
     def attention_flops(self, length: float) -> float:
         """Of the attention of one sequence's forward, causal: 2 per multiply-add, a token sees half of the others."""
-        return sum(2 * a.width * (length * seen - seen * seen / 2) for a, seen in self._seen(length))
+        return sum(
+            2 * a.width * (length * seen - seen * seen / 2) for a, seen in self._seen(length)
+        )
 
     def decode_flops(self, length: float) -> float:
         """Of the attention of one token behind `length` others."""
@@ -96,8 +98,13 @@ class Dims:
 def known() -> dict[str, dict[str, Any]]:
     """Names that ship with us -> {"hub_id", "source", "config": fields of its config.json}."""
     folder = files("onepolicy.plan") / "models"
-    found = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda e: e.name)
-    return {entry.name.removesuffix(".json"): json.loads(entry.read_text(encoding="utf-8")) for entry in found}
+    found = sorted(
+        (entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda e: e.name
+    )
+    return {
+        entry.name.removesuffix(".json"): json.loads(entry.read_text(encoding="utf-8"))
+        for entry in found
+    }
 
 
 def config_of(model: ModelConfig) -> PreTrainedConfig:
@@ -121,7 +128,10 @@ def read_dims(model: PreTrainedModel, name: str) -> Dims:
     routers = find_routers(model) if routed else ()
     experts, top_k = (routers[0].num_experts, routers[0].top_k) if routers else (0, 0)
     total = sum(p.numel() for p in model.parameters())
-    table, head = (getattr(get(), "weight", None) for get in (model.get_input_embeddings, model.get_output_embeddings))
+    table, head = (
+        getattr(get(), "weight", None)
+        for get in (model.get_input_embeddings, model.get_output_embeddings)
+    )
     assert isinstance(table, Tensor)
     return Dims(
         name=name,
@@ -162,14 +172,22 @@ def _attention(text: PreTrainedConfig, layer: int) -> Attention:
     kinds = getattr(text, "layer_types", None)
     kind = kinds[layer] if kinds else "full_attention"
     if kind not in ATTENTION_LAYERS:
-        raise UsageError(f"model.path: {text.model_type} has {kind} layers, which cannot be trained packed")
+        raise UsageError(
+            f"model.path: {text.model_type} has {kind} layers, which cannot be trained packed"
+        )
     window = text.sliding_window if kind == "sliding_attention" else None
-    if kinds is None and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+    if (
+        kinds is None
+        and getattr(text, "sliding_window", None)
+        and getattr(text, "use_sliding_window", True)
+    ):
         window = text.sliding_window
     heads = text.num_attention_heads
     if latent := getattr(text, "kv_lora_rank", None):
         key, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-        return Attention(latent + text.qk_rope_head_dim, 1, heads * (key + value), window, latent=True)
+        return Attention(
+            latent + text.qk_rope_head_dim, 1, heads * (key + value), window, latent=True
+        )
     shared = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     both = 2 * shared * size
@@ -182,4 +200,8 @@ def route_bytes(dims: Dims) -> int:
 
 
 def billions(count: float) -> str:
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 10 ** (6 * math.ceil(count >= 1)):.1f}M"
+    return (
+        f"{count / 1e9:.1f}B"
+        if count >= 1e9
+        else f"{count / 10 ** (6 * math.ceil(count >= 1)):.1f}M"
+    )

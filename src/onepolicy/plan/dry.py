@@ -73,7 +73,9 @@ def _real_packing(device: torch.device) -> Packing:
         return FEW_TOKENS(torch.device("cpu"))
 
 
-def _even_layout(top_k_index: Tensor, num_experts: int, *, least: int = 1) -> tuple[Tensor, Tensor, list[int]]:
+def _even_layout(
+    top_k_index: Tensor, num_experts: int, *, least: int = 1
+) -> tuple[Tensor, Tensor, list[int]]:
     """Our CPU experts lay out rows by the values of routes, which fake tensors lack: every expert gets equally many.
 
     Only the first computes, which holds as much as each of the others would after it.
@@ -93,7 +95,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+        )
         return out
 
     @staticmethod
@@ -136,7 +140,9 @@ class Peak(TorchDispatchMode):
         self.alive: dict[int, int] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, arguments: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, arguments: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*arguments, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, DTensor):
@@ -190,7 +196,12 @@ class Held:
 
     def at(self, samples: float, other: Held) -> Held:
         """Of another number of samples of the same length: self has one, `other` has two."""
-        return Held(*(a + (samples - 1) * (b - a) for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Held(
+            *(
+                a + (samples - 1) * (b - a)
+                for a, b in zip(astuple(self), astuple(other), strict=True)
+            )
+        )
 
 
 class DryModel:
@@ -224,7 +235,9 @@ class DryModel:
         self._kinds = _kinds(self.model, self._layers)
         self._run = cache(self._run_anew)
 
-    def held(self, micro: Micro, *, checkpointing: bool, entropy_graph: bool = False, first: bool = False) -> Held:
+    def held(
+        self, micro: Micro, *, checkpointing: bool, entropy_graph: bool = False, first: bool = False
+    ) -> Held:
         """first: the first micro-batch of an optimiser step, whose backward makes the gradients, so they count."""
         how = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
         short, growth = len(self._layers), dict[Any, float]()
@@ -258,7 +271,9 @@ class DryModel:
     def _saved(self, micro: Micro, depth: int, how: dict[str, bool]) -> float:
         return self._run(micro, depth, **how, first=False).saved
 
-    def _run_anew(self, micro: Micro, depth: int, *, checkpointing: bool, entropy_graph: bool, first: bool) -> _Run:
+    def _run_anew(
+        self, micro: Micro, depth: int, *, checkpointing: bool, entropy_graph: bool, first: bool
+    ) -> _Run:
         places = _places(micro, self._multiple)
         parameters = list(self.model.parameters())
         with self.fake, self._first_layers(depth), stand_ins(cpu=self.cpu):
@@ -267,7 +282,9 @@ class DryModel:
                 parameter.grad = None if first else torch.empty_like(parameter)
             given = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
             if checkpointing:
-                self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                self.model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
             try:
                 with Peak(given) as peak, _marking(self._layers[depth - 1], peak) as marks:
                     scored = forward(self.model, batch, places, entropy_graph=entropy_graph)
@@ -311,14 +328,18 @@ def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).train()
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"model.path: transformers makes no causal LM of {config.model_type}: {reason}") from error
+        raise UsageError(
+            f"model.path: transformers makes no causal LM of {config.model_type}: {reason}"
+        ) from error
 
 
 def _places(micro: Micro, multiple: int) -> Places:
     """What a forward reads of a batch's values: real, where the batch is fake."""
     bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
     own = [torch.arange(n) >= n - new for n, new in zip(micro.slots, micro.trainable, strict=True)]
-    return Places(torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu"), multiple=multiple))
+    return Places(
+        torch.cat(own).nonzero()[:, 0], Packing.of(bounds, torch.device("cpu"), multiple=multiple)
+    )
 
 
 def _batch(micro: Micro) -> TokenBatch:
@@ -364,7 +385,9 @@ def _marking(last: nn.Module, peak: Peak) -> Iterator[list[float]]:
 def _kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     """Layers of the same kind hold as much as each other."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    shapes = [tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers]
+    shapes = [
+        tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers
+    ]
     return list(zip(types, shapes, strict=False))
 
 

@@ -41,7 +41,11 @@ class Weights:
 def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> Weights:
     engine, quant = config.rollout.engine, config.rollout.quant
     size = BYTES[engine.dtype]
-    head = FLOAT32 * dims.head if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32" else 0  # a copy
+    head = (
+        FLOAT32 * dims.head
+        if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32"
+        else 0
+    )  # a copy
     embedding: float = dims.embedding * size
     if quant is None:
         return Weights(dims.total * size + head, dims.routed * size, embedding)
@@ -49,7 +53,9 @@ def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> We
     parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
     experts, parameters = parts.pop("experts", (0.0, 0))
     total = math.fsum(size for size, _ in parts.values()) + experts + head
-    converted = isinstance(quant, Fp8 | Fp8Weight) * (dims.total - sum(count for _, count in parts.values()))
+    converted = isinstance(quant, Fp8 | Fp8Weight) * (
+        dims.total - sum(count for _, count in parts.values())
+    )
     embedding = parts["embeddings"][0] if embedding else 0.0
     return Weights(total, experts * dims.routed / max(1, parameters), embedding, converted)
 
@@ -62,7 +68,9 @@ def quantised_parts(
     experts_only: as vLLM's int8 does.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(cpu=True):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config), dtype=getattr(torch, dtype)
+        ).eval()
         made = quantise_policy(model, quant, experts_only=experts_only).sizes()
         return {part.part: (part.bytes_after, part.parameters) for part in made.parts}
 
@@ -76,29 +84,43 @@ class EngineMemory:
     tokens: float  # of all sequences together
     sequences: int  # of the planned length
     room: float  # that its device has for it, if it is not the learner's
-    evaluator: float  # of a second engine, on the learner's device, that evaluates unquantised weights
+    evaluator: (
+        float  # of a second engine, on the learner's device, that evaluates unquantised weights
+    )
 
 
 def engine_memory(
-    dims: Dims, config: RunConfig, cluster: Cluster, work: Work, weights: Weights, tensor_parallel: int
+    dims: Dims,
+    config: RunConfig,
+    cluster: Cluster,
+    work: Work,
+    weights: Weights,
+    tensor_parallel: int,
 ) -> EngineMemory:
     """A cache: of a server what the weights leave, of the embedded engine its slab, of vLLM in this process as said."""
     engine, own = config.rollout.engine, weights.total / tensor_parallel
     room, evaluator = math.inf, 0.0
     if replicated(config):
-        room = cluster["memory"] * min(1.0, devices_per_replica(config, cpu=cluster.is_cpu)) - cluster["engine_reserve"]
+        room = (
+            cluster["memory"] * min(1.0, devices_per_replica(config, cpu=cluster.is_cpu))
+            - cluster["engine_reserve"]
+        )
     if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
         evaluator = dims.total * BYTES[engine.dtype] + slab_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
         tokens = engine.slots * (engine.max_len or dims.context)
-        return EngineMemory(own, slab_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator)
+        return EngineMemory(
+            own, slab_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator
+        )
     if isinstance(engine, VLLMEngineConfig):
         cache = engine.cache_gib * 2**30
     else:
         cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
     per_sequence = cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
-    return EngineMemory(own, cache, max(0.0, cache / per_sequence * work.length), sequences, room, evaluator)
+    return EngineMemory(
+        own, cache, max(0.0, cache / per_sequence * work.length), sequences, room, evaluator
+    )
 
 
 def slab_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
@@ -118,7 +140,9 @@ def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
     return FLOAT32 if wide else BYTES[config.rollout.engine.dtype]
 
 
-def cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int) -> float:
+def cache_bytes(
+    dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int
+) -> float:
     """Keys and values of one sequence on one device. MLA's latent is on all of them."""
     heads = min(tensor_parallel, max(a.heads for a in dims.attention))
     return dims.kv_elements(length) * cache_itemsize(dims, config, cluster) / heads
@@ -126,5 +150,7 @@ def cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster, length: float, 
 
 def sent_dtype(config: RunConfig) -> str:
     """Of the weights that a sync sends: the engine's, but unrounded ones where it quantises them itself."""
-    unrounded = config.rollout.quant is not None and isinstance(config.rollout.engine, HFEngineConfig)
+    unrounded = config.rollout.quant is not None and isinstance(
+        config.rollout.engine, HFEngineConfig
+    )
     return config.model.dtype if unrounded else config.rollout.engine.dtype

@@ -49,18 +49,27 @@ class Cluster:
 
     def collective(self, devices: int) -> float:
         """Bytes per second of a large collective per device: over links inside a node, else all adapters of a node."""
-        speed = self["link"] if devices <= self.per_node else min(self["link"], self["network"] * self.per_node)
+        speed = (
+            self["link"]
+            if devices <= self.per_node
+            else min(self["link"], self["network"] * self.per_node)
+        )
         return speed * self["link_efficiency"]
 
     def point_to_point(self) -> float:
         """Bytes per second from a learner to an engine's device: in another node if there are several."""
-        return (self["link"] if self.count <= self.per_node else self["network"]) * self["link_efficiency"]
+        return (self["link"] if self.count <= self.per_node else self["network"]) * self[
+            "link_efficiency"
+        ]
 
 
 @cache
 def _table() -> dict[str, dict[str, Constant]]:
     tree = json.loads((files("onepolicy.plan") / "hardware.json").read_text(encoding="utf-8"))
-    return {device: {name: Constant(**entry) for name, entry in own.items()} for device, own in tree.items()}
+    return {
+        device: {name: Constant(**entry) for name, entry in own.items()}
+        for device, own in tree.items()
+    }
 
 
 def devices() -> list[str]:
@@ -105,6 +114,8 @@ def _given(texts: Sequence[str], constants: Mapping[str, Constant]) -> dict[str,
         except ValueError:
             number = -1.0
         if not sign or not 0 < number < float("inf"):
-            raise UsageError(f"--constant: {text!r} reads NAME=VALUE with a positive number, in {constants[name].unit}")
+            raise UsageError(
+                f"--constant: {text!r} reads NAME=VALUE with a positive number, in {constants[name].unit}"
+            )
         found[name] = replace(constants[name], value=number, origin="given", source="--constant")
     return found

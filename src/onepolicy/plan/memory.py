@@ -72,7 +72,15 @@ class LearnerMemory:
 
 
 def learner_memory(
-    dims: Dims, config: RunConfig, ranks: int, held: Held, *, slots: int, graphs: int, first: bool, cpu: bool
+    dims: Dims,
+    config: RunConfig,
+    ranks: int,
+    held: Held,
+    *,
+    slots: int,
+    graphs: int,
+    first: bool,
+    cpu: bool,
 ) -> LearnerMemory:
     """ranks: over which FSDP2 shards everything that has a parameter's shape. slots: of a micro-batch.
 
@@ -81,7 +89,9 @@ def learner_memory(
     """
     own, size = dims.total / ranks, BYTES[config.model.dtype]
     masters = 0.0 if size == FLOAT32 else own * FLOAT32
-    critic = own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
+    critic = (
+        own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
+    )
     reference = own * size if config.objective.kl.coef else 0.0
     again = dims.total * BYTES[config.rollout.engine.dtype] if from_reprefill(config) else 0.0
     layers = gathered(dims, config, ranks, held.layer, cpu=cpu)
@@ -99,7 +109,9 @@ def learner_memory(
         gathered=layers,
         activations=working - logits,
         logits=logits,
-        routes=slots * kept_per_token(dims, config) * graphs if config.replay.mode != "off" else 0.0,
+        routes=slots * kept_per_token(dims, config) * graphs
+        if config.replay.mode != "off"
+        else 0.0,
         others=critic + reference + again,
     )
 

@@ -54,7 +54,9 @@ def _of_learner(planner: Planner, chosen: Option) -> list[str]:
     ranks = _more(planner, split, tried)
     with_these = " with these" if lines else ""
     if ranks is None:
-        lines.append(f"no number of learner devices is enough{with_these}: {_too_large(planner, tried)}")
+        lines.append(
+            f"no number of learner devices is enough{with_these}: {_too_large(planner, tried)}"
+        )
     else:
         lines.append(f"at least {ranks} devices that learn{with_these}")
     return lines
@@ -75,7 +77,9 @@ def _with(config: RunConfig, name: str, value: object, *, ranks: int = 1) -> Run
 def _setting(name: str, value: object, split: Split, config: RunConfig) -> str:
     also = ""
     if name == "compute":
-        also = f" with train.ranks={split.learners}" + " instead of train.autocast" * (config.train.autocast != "off")
+        also = f" with train.ranks={split.learners}" + " instead of train.autocast" * (
+            config.train.autocast != "off"
+        )
     return f"train.{name}={str(value).lower()}{also}"
 
 
@@ -133,10 +137,16 @@ def _of_engine(planner: Planner, chosen: Option) -> list[str]:
             continue
         memory = planner.engine(parallel)
         if memory.sequences >= 1:
-            return [f"engines of {parallel} devices (tensor parallel): {memory.sequences} sequences fit in the cache"]
-    return [f"no engine of up to {PARALLEL[-1]} devices holds the weights and one sequence: quantise, or other devices"]
+            return [
+                f"engines of {parallel} devices (tensor parallel): {memory.sequences} sequences fit in the cache"
+            ]
+    return [
+        f"no engine of up to {PARALLEL[-1]} devices holds the weights and one sequence: quantise, or other devices"
+    ]
 
 
 def _verdict(option: Option) -> str:
     verdict = "fits" if option.learner_fits else "not enough yet"
-    return f"{option.learner_used / 1e9:.1f} of {option.learner_room / 1e9:.1f} GB per rank, {verdict}"
+    return (
+        f"{option.learner_used / 1e9:.1f} of {option.learner_room / 1e9:.1f} GB per rank, {verdict}"
+    )

@@ -15,7 +15,15 @@ from onepolicy.plan.dims import Dims, config_of, read_dims
 from onepolicy.plan.dry import DryModel, Held, Micro
 from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_of
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import LearnerMemory, Save, StartMemory, compute_dtype, learner_memory, save_of, start_memory
+from onepolicy.plan.memory import (
+    LearnerMemory,
+    Save,
+    StartMemory,
+    compute_dtype,
+    learner_memory,
+    save_of,
+    start_memory,
+)
 from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
 from onepolicy.plan.work import Work, devices_per_replica, in_process, replicated, work_of
 
@@ -63,7 +71,10 @@ class Option:
 
     @property
     def engine_fits(self) -> bool:
-        return self.engine.sequences >= 1 and self.engine.weights + self.engine.cache <= self.engine.room
+        return (
+            self.engine.sequences >= 1
+            and self.engine.weights + self.engine.cache <= self.engine.room
+        )
 
     @property
     def fits(self) -> bool:
@@ -159,7 +170,9 @@ class Planner:
         )
 
     def engine(self, tensor_parallel: int) -> EngineMemory:
-        return engine_memory(self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel)
+        return engine_memory(
+            self.dims, self.config, self.cluster, self.work, self.weights, tensor_parallel
+        )
 
     @cached_property
     def weights(self) -> Weights:
@@ -195,7 +208,11 @@ class Planner:
         key = (compute_dtype(config), samples, checkpointing, first)
         if key not in self._held:
             micro = Micro((self.work.slots,) * samples, (self.work.response,) * samples)
-            how = {"checkpointing": checkpointing, "entropy_graph": config.objective.entropy_coef > 0, "first": first}
+            how = {
+                "checkpointing": checkpointing,
+                "entropy_graph": config.objective.entropy_coef > 0,
+                "first": first,
+            }
             self._held[key] = self._model(key[0]).held(micro, **how)
         return self._held[key]
 
@@ -211,13 +228,18 @@ class Planner:
         return self._models[dtype]
 
     def splits(
-        self, learners: int | None = None, tensor_parallel: int | None = None, engines: int | None = None
+        self,
+        learners: int | None = None,
+        tensor_parallel: int | None = None,
+        engines: int | None = None,
     ) -> list[Split]:
         """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
         count, kind = self.cluster.count, self.config.rollout.engine.kind
         ranks = learners or self.config.train.ranks
         if kind in ("hf", "vllm") and tensor_parallel not in (None, 1):
-            raise UsageError(f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out")
+            raise UsageError(
+                f"--tensor-parallel: rollout.engine.kind = {kind} has one device; leave it out"
+            )
         if in_process(self.config):
             if engines not in (None, 1):
                 raise UsageError(
@@ -225,8 +247,12 @@ class Planner:
                 )
             most = 1 if kind == "vllm" else count
             if ranks > most:
-                raise UsageError(f"--learners: {ranks} of {most} devices this engine's process can have; lower it")
-            return [Split(n, 1, 1) for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))]
+                raise UsageError(
+                    f"--learners: {ranks} of {most} devices this engine's process can have; lower it"
+                )
+            return [
+                Split(n, 1, 1) for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))
+            ]
         if replicated(self.config):
             return self._placed(ranks, engines)
         if count < 2:
@@ -236,10 +262,14 @@ class Planner:
             )
         if ranks >= count:
             name = "--learners" if learners else "train.ranks"
-            raise UsageError(f"{name}: {ranks} of {count} devices leave none for an engine; lower it")
+            raise UsageError(
+                f"{name}: {ranks} of {count} devices leave none for an engine; lower it"
+            )
         tried = [ranks] if ranks else _counts(count - 1, self.cluster.per_node)
         engines, sizes = engines or 1, (tensor_parallel,) if tensor_parallel else PARALLEL
-        found = [Split(n, engines, size) for n in tried for size in sizes if n + engines * size <= count]
+        found = [
+            Split(n, engines, size) for n in tried for size in sizes if n + engines * size <= count
+        ]
         if not found:
             raise UsageError(
                 f"--engines: {engines} of {sizes[0]} devices and {tried[0]} learners are more than {count}; give fewer"
@@ -279,7 +309,9 @@ def _refuse_unplanned(config: RunConfig, cluster: Cluster) -> None:
 
 def _counts(most: int, per_node: int) -> list[int]:
     """Numbers of learners to try: any within a node, else whole nodes."""
-    return list(range(1, most + 1)) if most <= per_node else list(range(per_node, most + 1, per_node))
+    return (
+        list(range(1, most + 1)) if most <= per_node else list(range(per_node, most + 1, per_node))
+    )
 
 
 def best(options: list[Option]) -> Option:
@@ -289,4 +321,7 @@ def best(options: list[Option]) -> Option:
         return min(fitting, key=lambda option: option.seconds)
     near = [option for option in options if option.engine_fits] or options
     least = min(option.learner_used for option in near)
-    return min((option for option in near if option.learner_used <= 1.1 * least), key=lambda option: option.seconds)
+    return min(
+        (option for option in near if option.learner_used <= 1.1 * least),
+        key=lambda option: option.seconds,
+    )

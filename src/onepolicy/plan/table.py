@@ -49,23 +49,31 @@ def render(
     yield _traffic(traffic, planner.way)
     yield _saved(chosen)
     if lines:
-        yield Text("\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)]), style="bold red")
+        yield Text(
+            "\n".join(["does not fit; what would:", *(f"  {line}" for line in lines)]),
+            style="bold red",
+        )
     yield _constants(planner)
 
 
-def tree(planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic) -> Tree:
+def tree(
+    planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic
+) -> Tree:
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
     return {
         "cluster": str(planner.cluster),
-        "model": dims | {"active": planner.dims.active, "layers": len(attention), "attention": attention[-1]},
+        "model": dims
+        | {"active": planner.dims.active, "layers": len(attention), "attention": attention[-1]},
         "work": asdict(planner.work),
         "chosen": _option_tree(chosen),
         "options": [_option_tree(option) for option in sorted(options, key=_order)],
         "mends": lines,
         "traffic": asdict(traffic),
         "sync": planner.way,
-        "constants": {name: asdict(value) for name, value in sorted(planner.cluster.constants.items())},
+        "constants": {
+            name: asdict(value) for name, value in sorted(planner.cluster.constants.items())
+        },
     }
 
 
@@ -125,22 +133,32 @@ def _memory(option: Option) -> Table:
     left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
     left += [("engine that evaluates", engine.evaluator)] if engine.evaluator else []
     right = [("weights", size(engine.weights)), ("keys and values", size(max(0.0, engine.cache)))]
-    right += [("  tokens in it", f"{engine.tokens:,.0f}"), ("  sequences in it", f"{engine.sequences:,}")]
+    right += [
+        ("  tokens in it", f"{engine.tokens:,.0f}"),
+        ("  sequences in it", f"{engine.sequences:,}"),
+    ]
     for i in range(max(len(left), len(right))):
         name, value = left[i] if i < len(left) else ("", None)
-        table.add_row(name, "" if value is None else size(value), *(right[i] if i < len(right) else ("", "")))
+        table.add_row(
+            name, "" if value is None else size(value), *(right[i] if i < len(right) else ("", ""))
+        )
     table.add_section()
     used = option.learner_used
     both = " with the engine" if option.engine_on_learner else ""
     style = "green" if option.learner_fits else "bold red"
     fits = Text("fits", "green") if option.engine_fits else Text("does not fit", "bold red")
-    table.add_row(f"total{both}", Text(f"{size(used)} of {size(option.learner_room)}", style), "", fits)
+    table.add_row(
+        f"total{both}", Text(f"{size(used)} of {size(option.learner_room)}", style), "", fits
+    )
     start = option.start
     if start.device:
         table.add_row("  at the start, with a whole critic", size(start.device))
     if option.host_room < inf:
         style = "green" if option.host_fits else "bold red"
-        table.add_row("host of rank 0 at the start", Text(f"{size(start.host)} of {size(option.host_room)}", style))
+        table.add_row(
+            "host of rank 0 at the start",
+            Text(f"{size(start.host)} of {size(option.host_room)}", style),
+        )
     return table
 
 
@@ -149,7 +167,9 @@ def _time(option: Option) -> Table:
     for name, seconds in option.parts.items():
         table.add_row(name, _seconds(seconds), f"{seconds / sum(option.parts.values()):.0%}")
     table.add_section()
-    table.add_row("step, sampling while learning" if option.overlaps else "step", _seconds(option.seconds), "")
+    table.add_row(
+        "step, sampling while learning" if option.overlaps else "step", _seconds(option.seconds), ""
+    )
     if not option.engine_on_learner and not option.overlaps:
         table.add_row("  with rollout.max_staleness=1", _seconds(option.overlapped), "")
     table.add_row("bottleneck", "", option.bottleneck)
@@ -161,7 +181,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _splits(options: list[Option], chosen: Option) -> Table:
-    table = _table("splits", "learner ranks", "engines", "devices each", "step, s", "learner rank", "fits")
+    table = _table(
+        "splits", "learner ranks", "engines", "devices each", "step, s", "learner rank", "fits"
+    )
     for option in sorted(options, key=_order)[:SPLITS]:
         split = option.split
         table.add_row(
@@ -179,7 +201,9 @@ def _splits(options: list[Option], chosen: Option) -> Table:
 def _traffic(traffic: Traffic, way: str) -> Table:
     table = _table("sent per step", "what", "bytes")
     if traffic.route_bytes_per_token:
-        table.add_row(f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes))
+        table.add_row(
+            f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes)
+        )
         table.add_row("  as the engine sends them", size(traffic.routes_sent))
     table.add_row(f"weights to each engine ({WAYS[way]})", size(traffic.weights))
     if traffic.gathered:
@@ -191,22 +215,30 @@ def _saved(option: Option) -> Table:
     save = option.save
     table = _table("a checkpoint, in the background" if save.staged else "a checkpoint", "what", "")
     table.add_row("bytes", size(save.size))
-    table.add_row("seconds to write" + ", all ranks into one folder" * bool(save.staged), _seconds(save.written))
+    table.add_row(
+        "seconds to write" + ", all ranks into one folder" * bool(save.staged),
+        _seconds(save.written),
+    )
     table.add_row("seconds until it counts", _seconds(save.counts))
     if save.staged:
         room = f" of {size(option.host_room)}" if option.host_room < inf else ""
         style = "green" if save.staged <= option.host_room else "bold red"
         table.add_row("host memory of a node meanwhile", Text(f"{size(save.staged)}{room}", style))
     if not save.in_time:
-        mend = (
-            f"train.rank_timeout = {save.limit:g} s is less than writing takes: raise it, or give --constant disk=B/s"
-        )
+        mend = f"train.rank_timeout = {save.limit:g} s is less than writing takes: raise it, or give --constant disk=B/s"
         table.add_row(Text("too slow", "bold red"), Text(mend, "bold red"))
     return table
 
 
 def _constants(planner: Planner) -> Table:
-    table = _table("constants (replace with --constant NAME=VALUE)", "name", "value", "unit", "origin", "source")
+    table = _table(
+        "constants (replace with --constant NAME=VALUE)",
+        "name",
+        "value",
+        "unit",
+        "origin",
+        "source",
+    )
     styles = {"measured": "green", "cited": "green", "assumed": "yellow", "given": "bold"}
     for name, constant in sorted(planner.cluster.constants.items()):
         origin = Text(constant.origin, styles[constant.origin])

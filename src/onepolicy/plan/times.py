@@ -17,7 +17,9 @@ from onepolicy.plan.work import Work, in_process, slots_of
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    route_bytes_per_token: int  # as the learner keeps them: MoE layers only, one byte up to 256 experts
+    route_bytes_per_token: (
+        int  # as the learner keeps them: MoE layers only, one byte up to 256 experts
+    )
     routes: float  # of a step, as the learner keeps them
     routes_sent: float  # of a step, as the engine sends them
     weights: float  # to each engine, in its dtype; unrounded where it quantises them
@@ -64,8 +66,15 @@ class Decode:
 
     @property
     def bound(self) -> str:
-        names = {"weights": "reading weights", "cache": "reading keys and values", "flops": "arithmetic"}
-        names |= {"tensor_parallel": "all-reduces of tensor parallelism", "overhead": "the engine's own overhead"}
+        names = {
+            "weights": "reading weights",
+            "cache": "reading keys and values",
+            "flops": "arithmetic",
+        }
+        names |= {
+            "tensor_parallel": "all-reduces of tensor parallelism",
+            "overhead": "the engine's own overhead",
+        }
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
@@ -90,7 +99,11 @@ def decode(
     sent = 0.0
     if tensor_parallel > 1:
         one = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * size
-        sent = 2 * dims.layers * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
+        sent = (
+            2
+            * dims.layers
+            * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
+        )
     return Decode(
         weights=read / tensor_parallel / speed,
         cache=batch * cache_bytes(dims, config, cluster, context, tensor_parallel) / speed,
@@ -154,14 +167,24 @@ class Learning:
 
     @property
     def bound(self) -> str:
-        names = {"compute": "arithmetic", "gather": "gathering layers between ranks", "overhead": "launching kernels"}
+        names = {
+            "compute": "arithmetic",
+            "gather": "gathering layers between ranks",
+            "overhead": "launching kernels",
+        }
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
 def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks: int) -> Learning:
     """A forward is 2 FLOPs per parameter a token is multiplied with, and its attention; a backward twice that."""
-    head = 2 * dims.head * work.sequences * (work.slots - work.response)  # only trainable slots are projected
-    flops = 2 * dims.multiplied * work.all_slots - head + work.sequences * dims.attention_flops(work.slots)
+    head = (
+        2 * dims.head * work.sequences * (work.slots - work.response)
+    )  # only trainable slots are projected
+    flops = (
+        2 * dims.multiplied * work.all_slots
+        - head
+        + work.sequences * dims.attention_flops(work.slots)
+    )
     slower = cluster["on_policy_train"] if config.numerics == ON_POLICY else 1.0
     forward = slower * flops / (ranks * cluster["flops"] * cluster["train_efficiency"])
     rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
@@ -170,7 +193,9 @@ def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks:
     launch = slower * rounds * dims.layers * cluster["train_overhead"]
 
     scored = config.scores_old
-    passes = 3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
+    passes = (
+        3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
+    )
     score = Pass(forward, moved * low, launch).times(float(scored))
     if config.objective.kl.coef:
         score = score.plus(Pass(forward, moved * low, launch))
@@ -196,7 +221,9 @@ class Pass:
         return Pass(self.compute * factor, self.gather * factor, self.overhead * factor)
 
     def plus(self, other: Pass) -> Pass:
-        return Pass(self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead)
+        return Pass(
+            self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead
+        )
 
 
 def sync(
@@ -217,9 +244,13 @@ def sync(
     then broadcast so; nccl: broadcast from rank 0. Sharded learners gather every tensor first.
     """
     sent = dims.total * BYTES[sent_dtype(config)]
-    gather = 0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
+    gather = (
+        0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
+    )
     if way == "memory":
-        return gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
+        return (
+            gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
+        )
     receivers = engines * tensor_parallel
     levels, nodes = math.ceil(math.log2(1 + receivers)), math.ceil(receivers / cluster.per_node)
     written, broadcast = sent / cluster["disk"], levels * sent / cluster["host"]

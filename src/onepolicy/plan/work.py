@@ -64,7 +64,9 @@ def work_of(config: RunConfig, context: int, *, prompt: int | None, response: in
     response = rollout.sampling.max_tokens if response is None else response
     if response >= most:
         name = "--response-tokens" if given else "rollout.sampling.max_tokens"
-        raise UsageError(f"{name}: {response} leaves no room for a prompt in sequences of at most {most} tokens")
+        raise UsageError(
+            f"{name}: {response} leaves no room for a prompt in sequences of at most {most} tokens"
+        )
     if prompt is None:
         prompt = min(PROMPT, most - response)
     if prompt + response > most:

@@ -4,4 +4,12 @@ from onepolicy.replay.checks import RoutingError, is_moe, preflight
 from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
 
-__all__ = ["Routers", "RoutingError", "bind_routers", "is_moe", "pad_routes", "preflight", "unpad_routes"]
+__all__ = [
+    "Routers",
+    "RoutingError",
+    "bind_routers",
+    "is_moe",
+    "pad_routes",
+    "preflight",
+    "unpad_routes",
+]

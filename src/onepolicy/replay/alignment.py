@@ -50,7 +50,9 @@ def check_alignment(
     if len(bad) > 0:
         first = int(bad[0])
         where = f"layer {replayed.layers[first]} agree in {layers[first]:.0%}" + (
-            f" ({len(bad)} of {len(layers)} layers are below {least:.0%})" if len(layers) > 1 else ""
+            f" ({len(bad)} of {len(layers)} layers are below {least:.0%})"
+            if len(layers) > 1
+            else ""
         )
         cause, of_layers = _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean()))
         raise Misaligned(_message(where, least, cause), of_layers=of_layers)
@@ -66,10 +68,11 @@ def check_alignment(
         window = int(wrong[share[wrong].argmin()])
         sample = int(torch.searchsorted(bounds, starts[window], right=True)) - 1
         row = int(starts[window] - bounds[sample])
-        where = (
-            f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
+        where = f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
+        raise Misaligned(
+            _message(where, least, _cause_of_sample(replayed, native, bounds, sample)),
+            of_layers=False,
         )
-        raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, sample)), of_layers=False)
 
 
 def _check_rows(
@@ -78,14 +81,18 @@ def _check_rows(
     """The windows where nobody knows where samples begin."""
     if len(rows) < WINDOW:
         return  # one window, and the layers were tested over it
-    places = torch.arange(0, len(rows) - WINDOW + WINDOW // 2, WINDOW // 2).clamp(max=len(rows) - WINDOW)
+    places = torch.arange(0, len(rows) - WINDOW + WINDOW // 2, WINDOW // 2).clamp(
+        max=len(rows) - WINDOW
+    )
     share = agreeing.cpu().unfold(0, WINDOW, 1).mean(1)[places]
     window = int(share.argmin())
     if share[window] < least:
         first, last = rows[places[window]], rows[places[window] + WINDOW - 1]
         where = f"rows {int(first)} to {int(last)} agree in {share[window]:.0%}"
         bounds = torch.tensor([0, len(replayed)])
-        raise Misaligned(_message(where, least, _cause_of_sample(replayed, native, bounds, 0)), of_layers=False)
+        raise Misaligned(
+            _message(where, least, _cause_of_sample(replayed, native, bounds, 0)), of_layers=False
+        )
 
 
 def _check_traces(replayed: RoutingTrace, native: RoutingTrace) -> None:
@@ -133,8 +140,18 @@ def check_captured(
 
 
 def _checked(bounds: Tensor, rows: int) -> Tensor:  # [S + 1] int64, CPU
-    good = isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) > 1 and not bounds.is_floating_point()
-    if not good or int(bounds[0]) != 0 or int(bounds[-1]) != rows or bool((bounds.diff() < 0).any()):
+    good = (
+        isinstance(bounds, Tensor)
+        and bounds.dim() == 1
+        and len(bounds) > 1
+        and not bounds.is_floating_point()
+    )
+    if (
+        not good
+        or int(bounds[0]) != 0
+        or int(bounds[-1]) != rows
+        or bool((bounds.diff() < 0).any())
+    ):
         raise UsageError(
             f"check_alignment: bounds is {bounds}, expected the first row of every sample and the end, from 0 "
             f"to {rows}, as an integer tensor; of a padded [B, S] batch torch.arange(B + 1) * S"
@@ -158,7 +175,9 @@ def _message(where: str, least: float, cause: str) -> str:
     )
 
 
-def _cause_of_layers(replayed: RoutingTrace, native: RoutingTrace, bad: list[int], as_is: float) -> tuple[str, bool]:
+def _cause_of_layers(
+    replayed: RoutingTrace, native: RoutingTrace, bad: list[int], as_is: float
+) -> tuple[str, bool]:
     """The likely cause, and whether it lies in the layers and not in the rows."""
     found = [(score, cause, False) for score, cause in _shifts(replayed, native)]
     found += [(score, cause, True) for score, cause in _layer_rolls(replayed, native)]
@@ -174,12 +193,12 @@ def _shifts(replayed: RoutingTrace, native: RoutingTrace) -> Iterator[tuple[floa
     total = len(replayed)
     for by, words in ((1, "one row late"), (-1, "one row early")):
         if total > 1:
-            mine, theirs = (slice(1, None), slice(None, -1)) if by > 0 else (slice(None, -1), slice(1, None))
+            mine, theirs = (
+                (slice(1, None), slice(None, -1)) if by > 0 else (slice(None, -1), slice(1, None))
+            )
             cut = (_cut(replayed, mine), _cut(native, theirs))
             if cut[0].valid.any():
-                cause = (
-                    f"routes are {words}: every row holds the routes of the {'one before' if by > 0 else 'next one'}"
-                )
+                cause = f"routes are {words}: every row holds the routes of the {'one before' if by > 0 else 'next one'}"
                 yield float(routing_agreement(*cut).mean()), cause
 
 
@@ -204,17 +223,24 @@ def _cause_of_one_layer(replayed: RoutingTrace, native: RoutingTrace, column: in
     )
 
 
-def _cause_of_sample(replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int) -> str:
+def _cause_of_sample(
+    replayed: RoutingTrace, native: RoutingTrace, bounds: Tensor, sample: int
+) -> str:
     start, stop = bounds[sample : sample + 2].tolist()
     mine = _cut(replayed, slice(start, stop))
     as_is = float(routing_agreement(mine, _cut(native, slice(start, stop))).mean())
-    found = [(score, f"in this sample {cause}") for score, cause in _shifts(mine, _cut(native, slice(start, stop)))]
+    found = [
+        (score, f"in this sample {cause}")
+        for score, cause in _shifts(mine, _cut(native, slice(start, stop)))
+    ]
     for other in range(min(len(bounds) - 1, CANDIDATES)):
         first, last = bounds[other : other + 2].tolist()
         length = min(stop - start, last - first)
         ours = _cut(mine, slice(0, length))
         if other != sample and 2 * length >= stop - start and ours.valid.any():
-            score = float(routing_agreement(ours, _cut(native, slice(first, first + length))).mean())
+            score = float(
+                routing_agreement(ours, _cut(native, slice(first, first + length))).mean()
+            )
             found.append((score, f"samples were swapped: it holds the routes of sample {other}"))
     score, cause = max(found, default=(0.0, ""))
     if score > as_is and _fits(score, as_is):

@@ -34,34 +34,47 @@ def trace_from(
     row was captured.
     """
     if not isinstance(ids, Tensor):
-        raise UsageError(f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]")
+        raise UsageError(
+            f"routes are {type(ids).__name__}, expected an integer tensor [T, layers, K]"
+        )
     if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise UsageError(
             f"routes have shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers [T, layers, K]"
         )
     if valid is not None and not isinstance(valid, Tensor):
-        raise UsageError(f"valid is {type(valid).__name__}, expected a bool tensor [{len(ids)}], one per row")
+        raise UsageError(
+            f"valid is {type(valid).__name__}, expected a bool tensor [{len(ids)}], one per row"
+        )
     if valid is not None and (valid.shape != ids.shape[:1] or valid.dtype != torch.bool):
         raise UsageError(
             f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}, expected bool [{len(ids)}], one per row"
         )
     layers = tuple(layers)
     if not layers or not all(0 <= layer < depth for layer in layers):
-        raise UsageError(f"layers is {layers}, expected the decoder indices of the MoE layers, each in 0..{depth - 1}")
+        raise UsageError(
+            f"layers is {layers}, expected the decoder indices of the MoE layers, each in 0..{depth - 1}"
+        )
     counts = {"all": depth, "moe": len(layers)}
-    found = next((name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count), None)
+    found = next(
+        (name for name, count in counts.items() if axis in (None, name) and ids.shape[1] == count),
+        None,
+    )
     if found is None:
         named = "" if axis is None else f" and axis={axis!r} was named"
         raise UsageError(
             f"routes have {ids.shape[1]} layers{named}, but the model has {depth} decoder layers, {len(layers)} of "
             f"them MoE ({_short(layers)}); prediction heads and draft layers are no part of either"
         )
-    narrow = ids.dtype == torch.uint8 == id_dtype(num_experts)  # as vLLM returns them; uint16 lacks comparisons
+    narrow = (
+        ids.dtype == torch.uint8 == id_dtype(num_experts)
+    )  # as vLLM returns them; uint16 lacks comparisons
     ids = ids if narrow else ids.to(torch.int64)
     of_dense = None  # [T, dense layers, K]
     if found == "all" and depth != len(layers):
         if len(set(layers)) != len(layers):
-            raise UsageError("a model with two routers in one layer has no axis of one column per decoder layer")
+            raise UsageError(
+                "a model with two routers in one layer has no axis of one column per decoder layer"
+            )
         dense = [layer for layer in range(depth) if layer not in layers]
         of_dense, ids = ids[:, dense], ids[:, list(layers)]
     asked = ids.new_ones(len(ids), dtype=torch.bool) if valid is None else valid.to(ids.device)
@@ -98,7 +111,9 @@ def _nothing_captured(ids: Tensor, layers: tuple[int, ...]) -> str:  # ids [n, L
     )
 
 
-def _check_dense(ids: Tensor, valid: Tensor, layers: tuple[int, ...], depth: int) -> None:  # [T, dense layers, K], [T]
+def _check_dense(
+    ids: Tensor, valid: Tensor, layers: tuple[int, ...], depth: int
+) -> None:  # [T, dense layers, K], [T]
     """Engines write the same filler into every row of a dense layer; anything else is another layer's routes."""
     rows = valid.nonzero()[:, 0]
     moved = (ids[rows] != ids[rows[:1]]).any(-1)  # [n, dense layers]

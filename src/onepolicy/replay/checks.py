@@ -56,7 +56,9 @@ def refuse_router_loss(hf_config: Any) -> None:
 
     `router_aux_loss_coef` alone is harmless: without `output_router_logits` no such loss exists.
     """
-    if hf_config is not None and getattr(hf_config.get_text_config(), "output_router_logits", False):
+    if hf_config is not None and getattr(
+        hf_config.get_text_config(), "output_router_logits", False
+    ):
         raise UsageError(
             "output_router_logits=True in the model's config adds a router auxiliary loss, which counts experts "
             "that were not used and pulls the routers away from those that were; set it to false"
@@ -75,7 +77,9 @@ class RouteRules:
     ]  # a sample without routes: not needed, refused, or routed by the trainer
 
 
-def check_completion(completion: Completion, prompt_ids: Sequence[int], rules: RouteRules | None, name: str) -> None:
+def check_completion(
+    completion: Completion, prompt_ids: Sequence[int], rules: RouteRules | None, name: str
+) -> None:
     """Refuse routes that cannot be those of this completion: wrong number of rows, or what `check_trace` refuses.
 
     `name` says which sample it is.
@@ -91,7 +95,13 @@ def check_completion(completion: Completion, prompt_ids: Sequence[int], rules: R
             f"{slots} slots; it must return {slots - first} rows, one per token it fed (never the last one)"
         )
     tokens = tokens[first:-1]
-    check_trace(trace.to("cpu"), layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name=name)
+    check_trace(
+        trace.to("cpu"),
+        layers=rules.layers,
+        num_experts=rules.num_experts,
+        top_k=rules.top_k,
+        name=name,
+    )
     _check_stuck(trace.to("cpu"), tokens, name)
 
 
@@ -104,24 +114,37 @@ def with_routes(sample: Sample, rules: RouteRules | None, name: str) -> Sample:
             f"{name}: has no routes, but replay is on; its engine did not return them or its environment dropped them. "
             "To let the trainer route such samples itself, and count them, set replay.missing=native"
         )
-    ids = torch.zeros(len(sample.trainable), len(rules.layers), rules.top_k, dtype=id_dtype(rules.num_experts))
+    ids = torch.zeros(
+        len(sample.trainable), len(rules.layers), rules.top_k, dtype=id_dtype(rules.num_experts)
+    )
     valid = torch.zeros(len(ids), dtype=torch.bool)  # no row is read
-    return dataclasses.replace(sample, routing=RoutingTrace(ids, valid, rules.layers, rules.num_experts))
+    return dataclasses.replace(
+        sample, routing=RoutingTrace(ids, valid, rules.layers, rules.num_experts)
+    )
 
 
 def check_trace(
-    trace: RoutingTrace, *, layers: tuple[int, ...], num_experts: int, top_k: int, name: str = "trace"
+    trace: RoutingTrace,
+    *,
+    layers: tuple[int, ...],
+    num_experts: int,
+    top_k: int,
+    name: str = "trace",
 ) -> None:
     """Every valid row names `top_k` different experts of every MoE layer of this model, and not the filler ids
     0, 1, .. K-1 throughout; else UsageError with layer, row and likely cause."""
     if trace.layers != layers:
-        raise UsageError(f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}")
+        raise UsageError(
+            f"{name}: layers is {trace.layers}, but the model's MoE layers are {layers}"
+        )
     if trace.num_experts != num_experts:
         raise UsageError(
             f"{name}: num_experts is {trace.num_experts}, but the model has {num_experts} experts per layer"
         )
     if trace.top_k != top_k:
-        raise UsageError(f"{name}: has {trace.top_k} experts per token, but the model routes each token to {top_k}")
+        raise UsageError(
+            f"{name}: has {trace.top_k} experts per token, but the model routes each token to {top_k}"
+        )
     ids = _comparable(trace.ids)
     outside, twice = _out_of_range(ids, num_experts), _duplicated(ids)
     wrong = (outside | twice) & trace.valid[:, None]
@@ -171,7 +194,9 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
     rows = rows.index_add(0, segment, trace.valid.long())
     none = torch.full((samples,), len(trace), device=device)
     places = torch.arange(len(trace), device=device)
-    first = none.scatter_reduce(0, segment[trace.valid], places[trace.valid], "amin")  # first valid row
+    first = none.scatter_reduce(
+        0, segment[trace.valid], places[trace.valid], "amin"
+    )  # first valid row
     first = first.clamp(max=len(trace) - 1)
     other = (ids != ids[first[segment]]).any(-1) & trace.valid[:, None]  # [T, L]
     changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
@@ -202,7 +227,9 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:  # tok
     """
     ids = _comparable(trace.ids)
     same = (ids[1:] == ids[:-1]).flatten(1).all(1) & trace.valid[1:] & trace.valid[:-1]
-    run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run each row is in
+    run = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)]
+    )  # [T] number of the run each row is in
     changes = torch.zeros(len(ids), dtype=torch.int64).index_add(
         0, run[1:], (same & (tokens[1:] != tokens[:-1])).long()
     )

@@ -22,7 +22,9 @@ from onepolicy.replay.seam import Recorder, Replayer, in_backward, override
 from onepolicy.types import Made, RoutingTrace, id_dtype
 
 
-def _trace(ids: Tensor, routers: Sequence[Router]) -> RoutingTrace:  # ids [T, L, K] any integer dtype
+def _trace(
+    ids: Tensor, routers: Sequence[Router]
+) -> RoutingTrace:  # ids [T, L, K] any integer dtype
     experts = routers[0].num_experts
     valid = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     return RoutingTrace(ids.to(id_dtype(experts)), valid, tuple(r.layer for r in routers), experts)
@@ -64,7 +66,11 @@ class Tape:
         found = kwargs.get("past_key_values", kwargs.get("past_key_value"))
         cache = weakref.ref(found) if hasattr(found, "__weakref__") else None
         before = self._fed[-1] if self._fed else None
-        continues = before is not None and before.samples == samples and (tokens == 1 or _one(before.cache, cache))
+        continues = (
+            before is not None
+            and before.samples == samples
+            and (tokens == 1 or _one(before.cache, cache))
+        )
         self._fed.append(_Fed(samples, tokens, cache, continues))
 
     def rows(self) -> list[int]:
@@ -92,7 +98,9 @@ class Tape:
         for recorder in self.recorders:
             if len(recorder.seen) != 1:
                 layer, times = recorder.router.layer, len(recorder.seen)
-                raise RoutingError(f"layer {layer} fired {times} times since the last take(), expected one")
+                raise RoutingError(
+                    f"layer {layer} fired {times} times since the last take(), expected one"
+                )
             taken.append(recorder.seen.pop())
         self._fed.clear()
         return taken
@@ -110,7 +118,9 @@ class Tape:
         if not self.recorders[0].seen:
             raise RoutingError("no forward was recorded")
         dtype = id_dtype(self._routers[0].num_experts)
-        trace = _trace(torch.stack([torch.cat(r.seen).to(dtype) for r in self.recorders], dim=1), self._routers)
+        trace = _trace(
+            torch.stack([torch.cat(r.seen).to(dtype) for r in self.recorders], dim=1), self._routers
+        )
         if self.recorders[0].keep_weights:
             weights = torch.stack([torch.cat(r.weights) for r in self.recorders], dim=1)
             trace = dataclasses.replace(trace, weights=weights)
@@ -156,16 +166,24 @@ class Replayed:
         self.trace = trace  # a copy
         self.layers = trace.layers
         valid = None if bool(trace.valid.all()) else trace.valid
-        recorded = trace.weights.unbind(1) if weights and trace.weights is not None else [None] * len(routers)
+        recorded = (
+            trace.weights.unbind(1)
+            if weights and trace.weights is not None
+            else [None] * len(routers)
+        )
         self._replayers = [
-            Replayer(router, ids, valid, native=native or checked, mass=native, soft=soft, weights=own)
+            Replayer(
+                router, ids, valid, native=native or checked, mass=native, soft=soft, weights=own
+            )
             for router, ids, own in zip(routers, trace.ids.unbind(1), recorded, strict=True)
         ]
 
     def native(self) -> RoutingTrace:
         """What the routers would have chosen themselves on the same rows, all of them valid."""
         if not self._wants_native:
-            raise RoutingError("the router's own choice was not kept: replay(trace, native=True) and run a forward")
+            raise RoutingError(
+                "the router's own choice was not kept: replay(trace, native=True) and run a forward"
+            )
         return self.own_choice()
 
     def own_choice(self) -> RoutingTrace:
@@ -176,10 +194,14 @@ class Replayed:
                 raise RoutingError(
                     "the router's own choice was not kept: run a forward under replay(trace, native=True)"
                 )
-            chosen.append(replayer.native.to(self.trace.ids.device))  # layers may lie on several devices
+            chosen.append(
+                replayer.native.to(self.trace.ids.device)
+            )  # layers may lie on several devices
         return _trace(torch.stack(chosen, dim=1), self._routers)
 
-    def check_alignment(self, bounds: Tensor | None = None, *, least: float = MIN_AGREEMENT) -> None:
+    def check_alignment(
+        self, bounds: Tensor | None = None, *, least: float = MIN_AGREEMENT
+    ) -> None:
         """RoutingError, naming the likely cause, if the routes are not those of this forward's tokens and weights.
 
         After a forward under replay(trace, native=True); bounds [S + 1]: first row of every packed sample and the end.
@@ -189,9 +211,13 @@ class Replayed:
 
     def gate_mass(self) -> Tensor:
         """[T, L] float32: how much of what its best experts score the replayed experts hold (`modes.gate_mass`)."""
-        kept = [replayer.gate_mass for replayer in self._replayers if replayer.gate_mass is not None]
+        kept = [
+            replayer.gate_mass for replayer in self._replayers if replayer.gate_mass is not None
+        ]
         if len(kept) != len(self._replayers):
-            raise RoutingError("gate mass was not kept: replay(trace, native=True) and run a forward")
+            raise RoutingError(
+                "gate mass was not kept: replay(trace, native=True) and run a forward"
+            )
         return torch.stack([mass.to(self.trace.ids.device) for mass in kept], dim=1)
 
     def replaced(self) -> Tensor:  # [L] float32
@@ -217,7 +243,9 @@ class Replayed:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         recompute = in_backward()
-        before = [replayer.recompute for replayer in self._replayers]  # a checkpoint may stand inside another
+        before = [
+            replayer.recompute for replayer in self._replayers
+        ]  # a checkpoint may stand inside another
         with override("forward", [(r.router.module, r.__call__) for r in self._replayers]):
             try:
                 for replayer in self._replayers:

@@ -22,10 +22,14 @@ from onepolicy.replay.checks import RoutingError
 _ELSEWHERE = {
     "DbrxFFN": {"num_experts": "experts.num_experts"},  # the block selects
     "Gemma4TextRouter": {"top_k": "config.top_k_experts", "num_experts": "config.num_experts"},
-    "LongcatFlashTopkRouter": {"num_experts": "n_routed_experts"},  # with the experts that return their input
+    "LongcatFlashTopkRouter": {
+        "num_experts": "n_routed_experts"
+    },  # with the experts that return their input
     "ZayaRouter": {"num_experts": "num_router_classes"},  # with the class that skips the experts
 }
-_BY_TOKEN_ID = ("DeepseekV4HashRouter",)  # experts looked up by token id: the same in every engine, nothing to replay
+_BY_TOKEN_ID = (
+    "DeepseekV4HashRouter",
+)  # experts looked up by token id: the same in every engine, nothing to replay
 _TWO_PER_LAYER = ("JetMoeTopKGating",)  # the MLP's and the attention's, columns in module order
 _BY_MAX = ("PhimoeTopKRouter",)  # selects with one max per expert (sparsemixer), not with a top-k
 _REFUSED = {
@@ -51,9 +55,15 @@ class Router:
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
     """Routers of the decoder's MoE layers, ascending. Multi-token-prediction heads are not part of the policy."""
     _check_refused(model)
-    paths = [path for path, module in model.named_modules() if _is_router(module) and not _in_mtp_head(path, model)]
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if _is_router(module) and not _in_mtp_head(path, model)
+    ]
     copies = {_wrapper(path, model): path for path in paths if not _holds(path, paths)}
-    routers = sorted((_describe(path, model, copy) for path, copy in copies.items()), key=lambda r: r.layer)
+    routers = sorted(
+        (_describe(path, model, copy) for path, copy in copies.items()), key=lambda r: r.layer
+    )
     _check_no_orphans(model, paths)
     if not routers:
         raise UsageError(
@@ -81,12 +91,18 @@ def layers_of(config: Any) -> tuple[int, ...] | None:
     if getattr(text, "moe_layers", None) is not None:
         return tuple(text.moe_layers)
     if hasattr(text, "moe_layer_interval"):
-        first, last, step = text.moe_layer_start_index, text.moe_layer_end_index, text.moe_layer_interval
+        first, last, step = (
+            text.moe_layer_start_index,
+            text.moe_layer_end_index,
+            text.moe_layer_interval,
+        )
         last = last if last >= 0 else depth.stop - 1
         return tuple(i for i in depth if first <= i <= last and (i + 1) % step == 0)
     if hasattr(text, "mlp_only_layers"):
         step = getattr(text, "decoder_sparse_step", 1)
-        return tuple(i for i in depth if i not in (text.mlp_only_layers or ()) and (i + 1) % step == 0)
+        return tuple(
+            i for i in depth if i not in (text.mlp_only_layers or ()) and (i + 1) % step == 0
+        )
     for name in ("first_k_dense_replace", "num_dense_layers"):
         if hasattr(text, name):
             return tuple(depth[getattr(text, name) :])
@@ -150,7 +166,9 @@ def _describe(path: str, model: nn.Module, copy: str) -> Router:
     top_groups = getattr(module, "topk_group", None) or groups
     experts, top_k = _whole(module, "num_experts"), _whole(module, "top_k")
     by_max = type(module).__name__ in _BY_MAX
-    return Router(path, layer, model.get_submodule(path), experts, top_k, groups, top_groups, by_max)
+    return Router(
+        path, layer, model.get_submodule(path), experts, top_k, groups, top_groups, by_max
+    )
 
 
 def _holds(path: str, paths: list[str]) -> bool:
@@ -161,7 +179,9 @@ def _check_one_shape(routers: list[Router]) -> None:
     first = routers[0]
     for before, router in itertools.pairwise(routers):
         if before.layer == router.layer and type(router.module).__name__ not in _TWO_PER_LAYER:
-            raise RoutingError(f"layer {router.layer} has two routers, {before.path!r} and {router.path!r}")
+            raise RoutingError(
+                f"layer {router.layer} has two routers, {before.path!r} and {router.path!r}"
+            )
         if (router.num_experts, router.top_k) != (first.num_experts, first.top_k):
             raise RoutingError(
                 f"layer {router.layer} chooses {router.top_k} of {router.num_experts} experts, but layer {first.layer} "
@@ -182,11 +202,18 @@ def _check_refused(model: nn.Module) -> None:
 
 def _check_no_orphans(model: nn.Module, routers: list[str]) -> None:
     """Experts without a recognised router would route natively, in silence."""
-    by_token = [path for path, module in model.named_modules() if type(module).__name__ in _BY_TOKEN_ID]
+    by_token = [
+        path for path, module in model.named_modules() if type(module).__name__ in _BY_TOKEN_ID
+    ]
     known = [*routers, *by_token]
     for path, module in model.named_modules():
         has_experts = isinstance(getattr(module, "experts", None), nn.Module)
-        if has_experts and path not in known and not _holds(path, known) and not _in_mtp_head(path, model):
+        if (
+            has_experts
+            and path not in known
+            and not _holds(path, known)
+            and not _in_mtp_head(path, model)
+        ):
             raise RoutingError(
                 f"layer {decoder_index(path)}: {type(module).__name__} at {path!r} has experts but no router that can "
                 "be recorded or replayed (a fused or replaced block?)"

@@ -27,8 +27,12 @@ def soften(route: Tensor, own: Tensor, scores: Tensor, *, ratio: float) -> tuple
     keep = scores.gather(-1, route) >= ratio * own_scores.amin(-1, keepdim=True)
     own = own.gather(-1, own_scores.argsort(dim=-1, descending=True, stable=True))
     taken = (own[:, :, None] == route.masked_fill(~keep, -1)[:, None, :]).any(-1)
-    free = own.gather(-1, taken.to(torch.int8).argsort(dim=-1, stable=True))  # not taken first, best first
-    column = ((~keep).cumsum(-1) - 1).clamp(min=0)  # the n-th replaced column takes the n-th free expert
+    free = own.gather(
+        -1, taken.to(torch.int8).argsort(dim=-1, stable=True)
+    )  # not taken first, best first
+    column = ((~keep).cumsum(-1) - 1).clamp(
+        min=0
+    )  # the n-th replaced column takes the n-th free expert
     return torch.where(keep, route, free.gather(-1, column)), ~keep
 
 
@@ -64,7 +68,10 @@ def weights_position(out: Any, top_k: int, where: str) -> int:
     found = [
         i
         for i, item in enumerate(items)
-        if isinstance(item, Tensor) and item.is_floating_point() and item.dim() == 2 and item.shape[1] == top_k
+        if isinstance(item, Tensor)
+        and item.is_floating_point()
+        and item.dim() == 2
+        and item.shape[1] == top_k
     ]
     if len(found) != 1:
         raise RoutingError(
@@ -75,7 +82,9 @@ def weights_position(out: Any, top_k: int, where: str) -> int:
     return found[0]
 
 
-def gate_mass(replayed: Tensor, native: Tensor, scores: Tensor) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
+def gate_mass(
+    replayed: Tensor, native: Tensor, scores: Tensor
+) -> Tensor:  # [T, K], [T, K], [T, E] -> [T] float32
     """How much of the best K experts' scores the replayed K hold, in [0, 1]; 1 if both are the same experts, or tied.
 
     Scores are those the top-k sees (probabilities, sigmoids with the selection bias, logits), counted from the row's

@@ -24,7 +24,9 @@ def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> Routin
     """
     _check_mask("pad_routes", attention_mask)
     if isinstance(traces, RoutingTrace | Tensor) or not isinstance(traces, Sequence):
-        raise UsageError(f"pad_routes: traces is {type(traces).__name__}, expected a list of one trace for each sample")
+        raise UsageError(
+            f"pad_routes: traces is {type(traces).__name__}, expected a list of one trace for each sample"
+        )
     starts, lengths = _runs(attention_mask)
     if not lengths:
         raise UsageError("pad_routes: attention_mask has no rows; there is nothing to lay out")
@@ -54,10 +56,14 @@ def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTra
     _check_mask("unpad_routes", attention_mask)
     samples, width = attention_mask.shape
     if len(trace) != samples * width:
-        raise UsageError(f"unpad_routes: the trace has {len(trace)} rows, attention_mask is [{samples}, {width}]")
+        raise UsageError(
+            f"unpad_routes: the trace has {len(trace)} rows, attention_mask is [{samples}, {width}]"
+        )
     starts, lengths = _runs(attention_mask)
     firsts = [sample * width + start for sample, start in enumerate(starts)]
-    return [trace.rows(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=True)]
+    return [
+        trace.rows(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=True)
+    ]
 
 
 def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) -> list[RoutingTrace]:
@@ -86,7 +92,10 @@ def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) ->
             f"routes_of_generate: attention_mask is {shown(attention_mask)}, but sequences is [{samples}, {width}]; it "
             "has one row for each sequence (repeat a prompt's num_return_sequences times), and at most its columns"
         )
-    if any(rows % samples for rows in forwards) or sum(forwards) not in (samples * (width - 1), samples * width):
+    if any(rows % samples for rows in forwards) or sum(forwards) not in (
+        samples * (width - 1),
+        samples * width,
+    ):
         raise UsageError(
             f"routes_of_generate: the tape has {len(forwards)} forwards of {_few(forwards)} rows, but sequences is "
             f"[{samples}, {width}], of which a generate() feeds {samples} x {width - 1} tokens. Record one generate() "
@@ -101,7 +110,10 @@ def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) ->
     starts, lengths = _runs(torch.cat([attention_mask, generated], 1))
     trace = tape.trace()
     rows_of = zip(places, starts, lengths, strict=True)
-    return [trace.at(own[start : start + tokens - 1].to(trace.ids.device)) for own, start, tokens in rows_of]
+    return [
+        trace.at(own[start : start + tokens - 1].to(trace.ids.device))
+        for own, start, tokens in rows_of
+    ]
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -110,7 +122,9 @@ def _few(numbers: Sequence[int]) -> str:
 
 def _check_mask(name: str, attention_mask: Tensor) -> None:
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        raise UsageError(f"{name}: attention_mask is {shown(attention_mask)}, expected a tensor [B, S]")
+        raise UsageError(
+            f"{name}: attention_mask is {shown(attention_mask)}, expected a tensor [B, S]"
+        )
 
 
 def _runs(attention_mask: Tensor) -> tuple[list[int], list[int]]:
@@ -131,4 +145,6 @@ def _native(rows: int, like: RoutingTrace) -> RoutingTrace:
     """Rows that the model routes itself."""
     ids = like.ids.new_zeros(rows, *like.ids.shape[1:])
     weights = None if like.weights is None else like.weights.new_zeros(ids.shape)
-    return RoutingTrace(ids, like.valid.new_zeros(rows), like.layers, like.num_experts, weights=weights)
+    return RoutingTrace(
+        ids, like.valid.new_zeros(rows), like.layers, like.num_experts, weights=weights
+    )

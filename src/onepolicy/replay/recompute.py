@@ -34,7 +34,9 @@ _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"  # imports t
 _thread = _Thread()
 _lock = threading.Lock()
 _users = 0  # open replays of all threads
-_forward: Any = checkpoint.CheckpointFunction.forward  # the class, so that whoever imported it by name is served too
+_forward: Any = (
+    checkpoint.CheckpointFunction.forward
+)  # the class, so that whoever imported it by name is served too
 _generator: Any = getattr(checkpoint, _GENERATOR)
 
 
@@ -89,7 +91,10 @@ def _carry(function: Callable) -> Callable:
 
 def _inside(replay: Replay, function: Callable) -> Callable:
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        with replay(), _opened(replay):  # a recompute may run in a thread of autograd, and hold checkpoints itself
+        with (
+            replay(),
+            _opened(replay),
+        ):  # a recompute may run in a thread of autograd, and hold checkpoints itself
             return function(*args, **kwargs)
 
     return replaying

@@ -20,14 +20,22 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.replay.alignment import FEWEST, check_alignment, check_captured
 from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import Misaligned, RoutingError, check_trace, constant_layers, refuse_router_loss
+from onepolicy.replay.checks import (
+    Misaligned,
+    RoutingError,
+    check_trace,
+    constant_layers,
+    refuse_router_loss,
+)
 from onepolicy.replay.contexts import Replayed, Tape
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
 from onepolicy.replay.seam import override
 from onepolicy.types import RoutingTrace
 
 
-def refuse_unknown_sharding(model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module) -> None:
+def refuse_unknown_sharding(
+    model: nn.Module, routers: Sequence[Router], *, wrapper: nn.Module
+) -> None:
     """UsageError if a router would not see all tokens of its process's batch, or not as plain tensors.
 
     wrapper: what holds the model, or the model itself; FSDP2 may manage either.
@@ -43,7 +51,12 @@ def refuse_unknown_sharding(model: nn.Module, routers: Sequence[Router], *, wrap
             "record and replay do not work with sequence_parallel in the model's tp_plan: routers may see a part of "
             "the sequence; take it out of the plan"
         )
-    managed = {part for module in wrapper.modules() if isinstance(module, FSDPModule) for part in module.modules()}
+    managed = {
+        part
+        for module in wrapper.modules()
+        if isinstance(module, FSDPModule)
+        for part in module.modules()
+    }
     for router in routers:
         sharded = [name for name, p in router.module.named_parameters() if isinstance(p, DTensor)]
         if sharded and router.module not in managed:
@@ -75,13 +88,19 @@ class Routers:
     def __init__(self, model: Any, routers: Sequence[Router]) -> None:
         self._model = model
         self._routers = tuple(routers)
-        self.layers = tuple(router.layer for router in routers)  # decoder index of each MoE layer, ascending
+        self.layers = tuple(
+            router.layer for router in routers
+        )  # decoder index of each MoE layer, ascending
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
         self._unchecked: dict[str, int] = {}  # of each trace source that passed: forwards since
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Routers) and self._model is other._model and self._routers == other._routers
+        return (
+            isinstance(other, Routers)
+            and self._model is other._model
+            and self._routers == other._routers
+        )
 
     def __hash__(self) -> int:
         return hash((id(self._model), self.layers))
@@ -103,7 +122,10 @@ class Routers:
             )
         tape = Tape(self._routers, weights=weights)
         forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
-        with tape.watching(decoder_layer(self._model, self._routers[0])), override("forward", forwards):
+        with (
+            tape.watching(decoder_layer(self._model, self._routers[0])),
+            override("forward", forwards),
+        ):
             yield tape
         tape.check()
 
@@ -147,13 +169,19 @@ class Routers:
         _check_steps(trace)
         check_trace(trace, layers=self.layers, num_experts=self.num_experts, top_k=self.top_k)
         if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
-            raise UsageError(f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True")
+            raise UsageError(
+                f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True"
+            )
         if weights and trace.weights is None:
-            raise UsageError("replay: the trace has no combine weights; record them with record(weights=True)")
+            raise UsageError(
+                "replay: the trace has no combine weights; record them with record(weights=True)"
+            )
         suspicious = bool(constant_layers(trace).any())
         due = check and self._due(trace)
         own = suspicious or due
-        replayed = Replayed(self._routers, trace, native=native, soft=soft, weights=weights, checked=own)
+        replayed = Replayed(
+            self._routers, trace, native=native, soft=soft, weights=weights, checked=own
+        )
         with replayed.active():
             yield replayed
         replayed.check()
@@ -190,19 +218,33 @@ class Routers:
         if int(replayed.trace.valid.sum()) >= FEWEST:
             self._unchecked[source] = 0
 
-    def trace_from(self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None) -> RoutingTrace:
+    def trace_from(
+        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
+    ) -> RoutingTrace:
         """An engine's routes [T, decoder layers or MoE layers, K] as a trace of this model, see `axes.trace_from`."""
         depth = self._model.config.get_text_config().num_hidden_layers
-        return trace_from(ids, layers=self.layers, depth=depth, num_experts=self.num_experts, axis=axis, valid=valid)
+        return trace_from(
+            ids,
+            layers=self.layers,
+            depth=depth,
+            num_experts=self.num_experts,
+            axis=axis,
+            valid=valid,
+        )
 
     def self_test(self) -> None:
         """RoutingError if this model's routers cannot be trusted. Costs L + 2 forwards of 8 tokens.
 
         Replaying its own routes must keep every bit; moving one layer to other experts must move the logits.
         """
-        devices = (parameter.device for parameter in self._model.parameters() if not parameter.is_meta)
+        devices = (
+            parameter.device for parameter in self._model.parameters() if not parameter.is_meta
+        )
         device = next(devices, torch.device("cpu"))  # meta: offloaded
-        tokens = torch.arange(8, device=device).view(2, 4) % self._model.config.get_text_config().vocab_size
+        tokens = (
+            torch.arange(8, device=device).view(2, 4)
+            % self._model.config.get_text_config().vocab_size
+        )
 
         def forward() -> Tensor:
             return self._model(input_ids=tokens, use_cache=False).logits
@@ -213,13 +255,19 @@ class Routers:
             trace = tape.trace()
             with self.replay(trace, check=False):
                 if not torch.equal(forward(), expected):
-                    raise RoutingError(f"replaying its own routes changed the logits of {type(self._model).__name__}")
+                    raise RoutingError(
+                        f"replaying its own routes changed the logits of {type(self._model).__name__}"
+                    )
             for column, layer in enumerate(self.layers):
                 ids = trace.ids.to(torch.int64)
                 ids[:, column] = (ids[:, column] + 1) % self.num_experts
-                with self.replay(dataclasses.replace(trace, ids=ids.to(trace.ids.dtype)), check=False):
+                with self.replay(
+                    dataclasses.replace(trace, ids=ids.to(trace.ids.dtype)), check=False
+                ):
                     if torch.equal(forward(), expected):
-                        raise RoutingError(f"layer {layer}: replaying other experts changed nothing")
+                        raise RoutingError(
+                            f"layer {layer}: replaying other experts changed nothing"
+                        )
 
 
 def _check_devices(trace: RoutingTrace) -> None:
@@ -230,7 +278,9 @@ def _check_devices(trace: RoutingTrace) -> None:
         where = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise UsageError(f"replay: the trace has {where}; pass trace.to(device) of one of them")
     if trace.ids.is_meta:
-        raise UsageError("replay: the trace is on meta, which holds no routes; pass one with data, on any device")
+        raise UsageError(
+            "replay: the trace is on meta, which holds no routes; pass one with data, on any device"
+        )
 
 
 def _check_steps(trace: RoutingTrace) -> None:
@@ -274,8 +324,14 @@ def _transformers_model(model: nn.Module) -> nn.Module:
         raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
     if hasattr(model, "config"):
         return model
-    held = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    held = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, PreTrainedModel)
+    }
     outer = [path for path in held if not any(path.startswith(f"{other}.") for other in held)]
     if len(outer) > 1:
-        raise UsageError(f"{type(model).__name__} holds several models, {', '.join(outer)}; bind the one to replay")
+        raise UsageError(
+            f"{type(model).__name__} holds several models, {', '.join(outer)}; bind the one to replay"
+        )
     return held[outer[0]] if outer else model

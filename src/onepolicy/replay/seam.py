@@ -96,20 +96,28 @@ class Recorder(Seam):
         self.keep_weights = weights
         self.weights: list[Tensor] = []  # combine weights [N, K] of every forward, if kept
         self.seen: list[Tensor] = []
-        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # scores [N, E]; their top-k values and ids [N, K]
-        self._position: int | None = None  # of the ids in the router's output, once a first forward has shown it
+        self._found: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # scores [N, E]; their top-k values and ids [N, K]
+        self._position: int | None = (
+            None  # of the ids in the router's output, once a first forward has shown it
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out, ids = self.observe(args, kwargs)
         if not in_backward():
             self.seen.append(ids)
             if self.keep_weights:
-                self.weights.append(out[weights_position(out, self.router.top_k, self._where)].detach())
+                self.weights.append(
+                    out[weights_position(out, self.router.top_k, self._where)].detach()
+                )
         return out
 
     def observe(self, args: tuple, kwargs: dict) -> tuple[Any, Tensor]:
         """The router's own output, and the experts it selected."""
-        if self._position is not None:  # ten times cheaper than a function mode, and decoding pays for it every step
+        if (
+            self._position is not None
+        ):  # ten times cheaper than a function mode, and decoding pays for it every step
             out = self.forward(*args, **kwargs)
             return out, out[self._position]
         out, (_, _, ids) = self.observe_selection(args, kwargs)
@@ -117,7 +125,9 @@ class Recorder(Seam):
             self._position = next((i for i, item in enumerate(out) if item is ids), None)
         return out, ids
 
-    def observe_selection(self, args: tuple, kwargs: dict) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    def observe_selection(
+        self, args: tuple, kwargs: dict
+    ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
         """The router's own output; the scores [N, E] it selected from, the values and the ids [N, K] it selected."""
         self._check_sampling()
         self._found.clear()
@@ -126,7 +136,9 @@ class Recorder(Seam):
         self._once(sum(ids.shape[1] for _, _, ids in self._found))
         if len(self._found) == 1:
             return out, self._found.pop()
-        scores, values, ids = zip(*self._found, strict=True)  # one expert after the other, from scores masked meanwhile
+        scores, values, ids = zip(
+            *self._found, strict=True
+        )  # one expert after the other, from scores masked meanwhile
         return out, (scores[0], torch.cat(values, 1), torch.cat(ids, 1))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,17 +176,23 @@ class Replayer(Seam):
         self._keep_native, self._keep_mass = native, mass
         self._target: Tensor | None = None  # [T, K] int64 while the router runs
         self._answered = 0  # experts per token
-        self.replaced: Tensor | None = None  # [] float32, share of replayed experts that soft replay replaced
+        self.replaced: Tensor | None = (
+            None  # [] float32, share of replayed experts that soft replay replaced
+        )
         self._soft, self._weights = soft, weights
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
         self._wants_own = native or valid is not None or soft is not None
         self._hides_own = router.num_groups > 1 or router.by_max
         self._recorder = Recorder(router)
-        self._own: tuple[Tensor, Tensor, Tensor] | None = None  # scores, values and ids of the router's own choice
+        self._own: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # scores, values and ids of the router's own choice
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward() and not self.recompute and of_checkpoint():
-            return self.forward(*args, **kwargs)  # a checkpoint of another forward, which was not replayed
+            return self.forward(
+                *args, **kwargs
+            )  # a checkpoint of another forward, which was not replayed
         self._refuse_foreign_checkpoint()
         if not self.fired:
             self._first_call(args, kwargs)
@@ -183,7 +201,10 @@ class Replayer(Seam):
                 f"layer {self.router.layer} fired twice in one replay; open one replay context per forward"
             )
         self._check_sampling()
-        self._target, self._answered = self._route.to(torch.int64), 0  # the only int64 copy, one layer at a time
+        self._target, self._answered = (
+            self._route.to(torch.int64),
+            0,
+        )  # the only int64 copy, one layer at a time
         try:
             with self:
                 out = self.forward(*args, **kwargs)
@@ -197,7 +218,12 @@ class Replayer(Seam):
 
     def _refuse_foreign_checkpoint(self) -> None:
         """Only the thread that opened the replay has its checkpoints recomputed in it (`recompute.carried`)."""
-        if torch.compiler.is_compiling() or self.recompute or threading.get_ident() == self._thread or in_backward():
+        if (
+            torch.compiler.is_compiling()
+            or self.recompute
+            or threading.get_ident() == self._thread
+            or in_backward()
+        ):
             return
         if of_checkpoint():
             raise RoutingError(
@@ -207,7 +233,9 @@ class Replayer(Seam):
 
     def _first_call(self, args: tuple, kwargs: dict) -> None:
         self.fired = True
-        if self._wants_own and self._hides_own:  # once answered, it selects from scores masked by the answer
+        if (
+            self._wants_own and self._hides_own
+        ):  # once answered, it selects from scores masked by the answer
             with torch.no_grad():
                 _, self._own = self._recorder.observe_selection(args, kwargs)
             self._follow(self._own[0])
@@ -255,7 +283,9 @@ class Replayer(Seam):
         """Rows without a route take the router's own choice [T, K]. A recompute must not choose again."""
         self._check_rows(len(own))
         if self._valid is not None:
-            self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(self._route.dtype)
+            self._route = torch.where(self._valid[:, None], self._route.to(torch.int64), own).to(
+                self._route.dtype
+            )
 
     def _soften(self, scores: Tensor) -> None:
         """Let live scores overrule the route, once: a recompute takes what the forward took."""
@@ -263,7 +293,9 @@ class Replayer(Seam):
             return
         assert self._own is not None
         assert self._target is not None
-        probabilities = scores.detach().softmax(-1) if self._probabilities is None else self._probabilities
+        probabilities = (
+            scores.detach().softmax(-1) if self._probabilities is None else self._probabilities
+        )
         self._target, replaced = soften(self._target, self._own[2], probabilities, ratio=self._soft)
         self.replaced = (replaced if self._valid is None else replaced[self._valid]).float().mean()
         self._route = self._target.to(self._route.dtype)
@@ -290,7 +322,9 @@ class Replayer(Seam):
         return out
 
 
-def _operands(router: Router, func: Any, args: tuple, kwargs: dict | None) -> tuple[Tensor, int, int]:
+def _operands(
+    router: Router, func: Any, args: tuple, kwargs: dict | None
+) -> tuple[Tensor, int, int]:
     """(scores, k, width) of a call that selects k of `width` experts or groups for every token; k = 0 of any other.
 
     Group-limited routers also score groups with a 3-D top-k, and with one group its last axis is as long as the

@@ -14,7 +14,13 @@ HELD = "Engine and trainer are one policy, to the last bit."
 
 def summary(tree: Tree) -> list[RenderableType]:
     """What was compared, how much of it differs, and where the first difference is."""
-    table = Table("to the bit", "differ", "of", title=f"{tree['model']}, {tree['dtype']}", title_justify="left")
+    table = Table(
+        "to the bit",
+        "differ",
+        "of",
+        title=f"{tree['model']}, {tree['dtype']}",
+        title_justify="left",
+    )
     for row in rows(tree):
         table.add_row(*row)
     parts: list[RenderableType] = [table]
@@ -29,10 +35,16 @@ def rows(tree: Tree) -> list[tuple[str, str, str]]:
     found = [
         ("log-probabilities, engine against trainer", f"{tree['differing']:,}", tokens),
         ("the trainer against itself, packed otherwise", f"{tree['trainer_again']:,}", tokens),
-        ("the engine against itself, one sequence at a time", f"{tree['engine_alone']:,}", f"{tree['alone']:,}"),
+        (
+            "the engine against itself, one sequence at a time",
+            f"{tree['engine_alone']:,}",
+            f"{tree['alone']:,}",
+        ),
     ]
     if tree["routers"] is not None:
-        found.append(("routers, engine against trainer", f"{tree['routers']:.2%}", "all tokens and layers"))
+        found.append(
+            ("routers, engine against trainer", f"{tree['routers']:.2%}", "all tokens and layers")
+        )
     return [*found, ("k3", f"{tree['k3']:.2g}", "nats per token")]
 
 

@@ -36,11 +36,19 @@ QUANTITIES = {  # name in JSON -> (words, is a share)
     "mass_trainer": ("trainer's probability of the {top}", True),
 }
 HEADER = ("", *(words for words, _ in SCORINGS.values()))
-WORST_HEADER = ("Text before", "Sampled", "TV", "Likeliest: p rollout / p trainer", "sequence, place")
+WORST_HEADER = (
+    "Text before",
+    "Sampled",
+    "TV",
+    "Likeliest: p rollout / p trainer",
+    "sequence, place",
+)
 
 
 def title(found: Tree) -> str:
-    return f"Whole distributions, from the rollout's {found['top']} likeliest tokens of each position"
+    return (
+        f"Whole distributions, from the rollout's {found['top']} likeliest tokens of each position"
+    )
 
 
 def rows(found: Tree) -> list[tuple[str, ...]]:
@@ -53,8 +61,12 @@ def rows(found: Tree) -> list[tuple[str, ...]]:
 
 def figure(found: Tree) -> Figure:
     """Share of positions whose total variation is above x; the truth lies between the two lines of a scoring."""
-    curves = [(*SCORINGS[name], sides["low"], sides["high"]) for name, sides in found["above"].items()]
-    scale = LogScale.of(*(values for *_, low, high in curves for values in (low, high)), [0.0], top=1.0)
+    curves = [
+        (*SCORINGS[name], sides["low"], sides["high"]) for name, sides in found["above"].items()
+    ]
+    scale = LogScale.of(
+        *(values for *_, low, high in curves for values in (low, high)), [0.0], top=1.0
+    )
     data: list[Spec] = []
     for words, look, low, high in curves:
         data.append(line(f"{words}, at least", found["edges"], scale.lift(low), look))
@@ -82,7 +94,8 @@ def worst_rows(found: Tree) -> list[tuple[str, ...]]:
             repr(each["sampled"]),
             f"{number(each['tv_low'])} {DASH} {number(each['tv_high'])}",
             ", ".join(
-                f"{c['token']!r} {number(c['p_rollout'])} / {number(c['p_trainer'])}" for c in each["candidates"]
+                f"{c['token']!r} {number(c['p_rollout'])} / {number(c['p_trainer'])}"
+                for c in each["candidates"]
             ),
             f"{each['sequence']}, {each['place']}",
         )
@@ -93,7 +106,10 @@ def worst_rows(found: Tree) -> list[tuple[str, ...]]:
 ROW = 46  # pixels of one row of a horizontal figure
 NOTHING = "at or below 0"
 REPEATED = {  # metric -> (name, what was repeated)
-    "counterfactual/repeat/k3": ("trainer, repeated", "the same forward a second time, packed in the opposite order"),
+    "counterfactual/repeat/k3": (
+        "trainer, repeated",
+        "the same forward a second time, packed in the opposite order",
+    ),
     "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
 }
 
@@ -111,10 +127,16 @@ def fall_figure(tree: Tree) -> Figure:
     names.append(_named("remainder", nats(left["value"])))
     data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
     for label, look, worse in (("taken away", REPLAY, False), ("made larger", ROLLOUT, True)):
-        chosen = [i for i, each in enumerate(removed) if (each["value"] < 0) == worse and each["value"] != 0]
+        chosen = [
+            i
+            for i, each in enumerate(removed)
+            if (each["value"] < 0) == worse and each["value"] != 0
+        ]
         if chosen:
             rows, starts = [names[1 + i] for i in chosen], [levels[i] for i in chosen]
-            data.append(_bar(label, rows, starts, look, [_turned(removed[i]) for i in chosen], unit))
+            data.append(
+                _bar(label, rows, starts, look, [_turned(removed[i]) for i in chosen], unit)
+            )
     data.append(_bar("remainder", names[-1:], [0.0], SOFT, [left], unit))
     layout = {
         "xaxis": axis(f"k3, {unit_words} per token", rangemode="tozero", nticks=6, tickangle=0),
@@ -129,7 +151,9 @@ def fall_figure(tree: Tree) -> Figure:
         "change took away; the last one is what no change explains. Whiskers: 95% interval of each bar's own length, "
         f"where that reaches {HARMLESS_KL:g}."
     )
-    return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names))
+    return Figure(
+        "waterfall", fall_title(fall), note, data, layout, "wide", height=90 + ROW * len(names)
+    )
 
 
 def fall_title(fall: Tree) -> str:
@@ -143,7 +167,9 @@ def fall_title(fall: Tree) -> str:
     first = max(bars_of, key=lambda bar: bar["removed"]["value"], default=None)
     if first is None or first["removed"]["value"] < 0.2 * total:
         unexplained = _share(left / total)
-        return f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
+        return (
+            f"No single cause: {unexplained} of the gap of {nats(total)} nats is left unexplained"
+        )
     unsure = "" if first["removed"]["low"] > 0 else ", though its interval includes 0"
     share = _share(first["removed"]["value"] / total)
     return f"{share} of the gap of {nats(total)} nats per token comes from {first['name']}{unsure}"
@@ -160,8 +186,18 @@ def noise_figure(tree: Tree) -> Figure:
     spans = [each for _, each, _ in rows]
     spans = [each for _, each, _ in rows]
     reach = [max(0.0, each["high"] - x) * told(each) for each, x in zip(spans, lifted, strict=True)]
-    below = [max(0.0, x - max(each["low"], scale.floor)) * told(each) for each, x in zip(spans, lifted, strict=True)]
-    error = {"type": "data", "array": reach, "arrayminus": below, "thickness": 1.5, "width": 5, "color": "@ink"}
+    below = [
+        max(0.0, x - max(each["low"], scale.floor)) * told(each)
+        for each, x in zip(spans, lifted, strict=True)
+    ]
+    error = {
+        "type": "data",
+        "array": reach,
+        "arrayminus": below,
+        "thickness": 1.5,
+        "width": 5,
+        "color": "@ink",
+    }
     marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
     hover = "%{x:.3g} nats<extra></extra>"
     points = markers("", lifted, names, NEUTRAL, marker=marker, error_x=error, hovertemplate=hover)
@@ -170,21 +206,35 @@ def noise_figure(tree: Tree) -> Figure:
         "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
         "yaxis": _rows(names),
         "showlegend": False,
-        "shapes": [gap | {"line": {"color": "@rollout", "width": 1.5, "dash": "dash"}}] if total > 0 else [],
+        "shapes": [gap | {"line": {"color": "@rollout", "width": 1.5, "dash": "dash"}}]
+        if total > 0
+        else [],
     }
     note = (
         "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
         f"open circle at the left end is {NOTHING}. Whiskers: 95% bootstrap over sequences, "
         f"where that reaches {HARMLESS_KL:g}."
     )
-    return Figure("noise", _noise_title(rows, total), note, [points], layout, "wide", height=90 + ROW * len(names))
+    return Figure(
+        "noise",
+        _noise_title(rows, total),
+        note,
+        [points],
+        layout,
+        "wide",
+        height=90 + ROW * len(names),
+    )
 
 
 def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
     """(name, estimate, measured as) of everything measured alone; repeats have no interval."""
     repeated = tree["metrics"]["repeated_forward"]
     out = [
-        (name, {"value": repeated[key], "low": repeated[key], "high": repeated[key]}, f"k3 between two passes: {how}")
+        (
+            name,
+            {"value": repeated[key], "low": repeated[key], "high": repeated[key]},
+            f"k3 between two passes: {how}",
+        )
         for key, (name, how) in REPEATED.items()
         if key in repeated
     ]
@@ -215,9 +265,17 @@ def breakdown_figures(tree: Tree) -> list[Figure | Absent]:
             _shares("of the gap", labels, gap, NEUTRAL),
         ]
         layout = {
-            "xaxis": axis("share", tickformat=".0%", range=[0, 1.02 * max([*gap, *shares])], nticks=6),
+            "xaxis": axis(
+                "share", tickformat=".0%", range=[0, 1.02 * max([*gap, *shares])], nticks=6
+            ),
             "yaxis": _rows(labels) | {"title": {"text": name}},
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "reversed"},
+            "legend": {
+                "orientation": "h",
+                "x": 0,
+                "y": 1.02,
+                "yanchor": "bottom",
+                "traceorder": "reversed",
+            },
         }
         most = max(rows, key=lambda row: row["share"])
         share, own = number(most["share"], share=True), number(most["tokens"] / tokens, share=True)
@@ -240,17 +298,34 @@ def interval(estimate: Tree) -> str:
 
 
 def _shares(name: str, labels: list[str], values: list[float], look: Look) -> Spec:
-    return bars(name, values, labels, look, orientation="h", hovertemplate="%{y}: %{x:.1%}<extra></extra>")
+    return bars(
+        name, values, labels, look, orientation="h", hovertemplate="%{y}: %{x:.1%}<extra></extra>"
+    )
 
 
-def _bar(name: str, rows: list[str], starts: list[float], look: Look, spans: list[Tree], unit: float) -> Spec:
+def _bar(
+    name: str, rows: list[str], starts: list[float], look: Look, spans: list[Tree], unit: float
+) -> Spec:
     """Horizontal bars from `starts` over the estimates `spans`, with their intervals at the far ends."""
     up = [(each["high"] - each["value"]) / unit * told(each) for each in spans]
     down = [(each["value"] - each["low"]) / unit * told(each) for each in spans]
-    error = {"type": "data", "array": up, "arrayminus": down, "thickness": 1.5, "width": 5, "color": "@muted"}
+    error = {
+        "type": "data",
+        "array": up,
+        "arrayminus": down,
+        "thickness": 1.5,
+        "width": 5,
+        "color": "@muted",
+    }
     text = [f"{nats(each['value'])} nats" + f" ({interval(each)})" * told(each) for each in spans]
     base = [start / unit for start in starts]
-    settings = {"base": base, "orientation": "h", "error_x": error, "text": text, "textposition": "none"}
+    settings = {
+        "base": base,
+        "orientation": "h",
+        "error_x": error,
+        "text": text,
+        "textposition": "none",
+    }
     lengths = [each["value"] / unit for each in spans]
     return bars(name, lengths, rows, look, hovertemplate="%{text}<extra></extra>", **settings)
 
@@ -287,7 +362,13 @@ def _share(value: float) -> str:
 
 
 def _rows(names: list[str]) -> Spec:
-    return {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "showgrid": False, "ticks": ""}
+    return {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": names[::-1],
+        "showgrid": False,
+        "ticks": "",
+    }
 
 
 def _named(name: str, value: str) -> str:

@@ -70,8 +70,13 @@ class Figure:
 
     def spec(self) -> Spec:
         """{data, layout} for plotly, with everything that all figures share; colours still as @name."""
-        given = {"xaxis": {}, "yaxis": {}} | {k: v for k, v in self.layout.items() if k[:5] in ("xaxis", "yaxis")}
-        axes = {name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})} for name, own in given.items()}
+        given = {"xaxis": {}, "yaxis": {}} | {
+            k: v for k, v in self.layout.items() if k[:5] in ("xaxis", "yaxis")
+        }
+        axes = {
+            name: AXIS | own | {"title": AXIS["title"] | own.get("title", {})}
+            for name, own in given.items()
+        }
         return {"data": self.data, "layout": LAYOUT | self.layout | axes}
 
 
@@ -127,7 +132,9 @@ class LogScale:
 
 
 def decade(exponent: int) -> str:
-    return {0: "1", 1: "10", -1: "0.1", -2: "0.01"}.get(exponent, f"10<sup>{exponent}</sup>".replace("-", "\u2212"))
+    return {0: "1", 1: "10", -1: "0.1", -2: "0.01"}.get(
+        exponent, f"10<sup>{exponent}</sup>".replace("-", "\u2212")
+    )
 
 
 def axis(title: str, **settings: Any) -> Spec:
@@ -136,15 +143,37 @@ def axis(title: str, **settings: Any) -> Spec:
 
 def line(name: str, x: Sequence[Any], y: Sequence[float], look: Look, **settings: Any) -> Spec:
     stroke = {"color": look.color, "dash": look.dash, "width": 1.8}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": stroke, **settings}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": stroke,
+        **settings,
+    }
 
 
 def markers(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
     marker = {"color": look.color, "symbol": look.symbol, "size": 8} | settings.pop("marker", {})
-    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **settings}
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "marker": marker,
+        **settings,
+    }
 
 
 def bars(name: str, x: Sequence[Any], y: Sequence[Any], look: Look, **settings: Any) -> Spec:
-    pattern = {"shape": look.pattern, "size": 7, "solidity": 0.15, "fgcolor": "@paper", "fillmode": "overlay"}
+    pattern = {
+        "shape": look.pattern,
+        "size": 7,
+        "solidity": 0.15,
+        "fgcolor": "@paper",
+        "fillmode": "overlay",
+    }
     marker = {"color": look.color, "pattern": pattern}
     return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **settings}

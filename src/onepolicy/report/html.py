@@ -47,7 +47,9 @@ def write_report(run: Path) -> Path:
         ("Time", "Where does a step's time go?", [time_split(loaded)]),
     ]
     if overlap := staleness_figures(loaded):
-        sections.insert(2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap))
+        sections.insert(
+            2, ("Staleness", "How old is what is trained on, and does the overlap pay?", overlap)
+        )
     *story, replay = verdict(loaded.summary)
     idle = unlearnt(loaded.summary)
     why = [] if idle is None else [" ".join(idle.why)]
@@ -121,10 +123,17 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
     before, after = summary.get("eval_first"), summary.get("eval_last")
     idle = unlearnt(summary)
     tiles = [
-        ("Reward", f"{number(first)} \u2192 {number(last)}", f"over {summary.get('steps', len(run.rows))} steps", ""),
+        (
+            "Reward",
+            f"{number(first)} \u2192 {number(last)}",
+            f"over {summary.get('steps', len(run.rows))} steps",
+            "",
+        ),
         (
             f"Evaluation {(summary.get('score') or '').removeprefix('eval/')}".strip(),
-            f"{number(before['value'])} \u2192 {number(after['value'])}" if before and after else number(None),
+            f"{number(before['value'])} \u2192 {number(after['value'])}"
+            if before and after
+            else number(None),
             f"best {number(best['value'])} at step {best['step']}" if best else "not run",
             "",
         ),
@@ -132,12 +141,22 @@ def _tiles(run: Run) -> list[tuple[str, str, str, str]]:
     ]
     if idle is not None:
         no_signal = f"no reward signal in {idle.silent} of {idle.steps} steps"
-        tiles.insert(0, ("Learnt", idle.learnt, no_signal if idle.silent else "the weights stayed the same", "bad"))
+        tiles.insert(
+            0,
+            (
+                "Learnt",
+                idle.learnt,
+                no_signal if idle.silent else "the weights stayed the same",
+                "bad",
+            ),
+        )
     k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
     if k3 is not None:
         tiles.append(("Mean k3, as trained", number(k3.trained), _k3_more(k3, summary), ""))
     if summary.get("tokens_per_second") is not None:
-        tiles.append(("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), ""))
+        tiles.append(
+            ("Tokens per second", number(summary["tokens_per_second"]), time_shares(summary), "")
+        )
     return tiles
 
 
@@ -156,6 +175,18 @@ def _crash(*, judged: bool, step: int | None, learnt: bool) -> tuple[str, str, s
 
 def _shown(sample: Tree) -> Tree:
     """Every field as text."""
-    keys = ("step", "reward", "finish", "prompt", "response", "answer", "mean_logp_rollout", "mean_logp_trainer")
+    keys = (
+        "step",
+        "reward",
+        "finish",
+        "prompt",
+        "response",
+        "answer",
+        "mean_logp_rollout",
+        "mean_logp_trainer",
+    )
     found = {key: sample.get(key) for key in keys}
-    return {k: number(v) if isinstance(v, float) else "" if v is None else str(v) for k, v in found.items()}
+    return {
+        k: number(v) if isinstance(v, float) else "" if v is None else str(v)
+        for k, v in found.items()
+    }

@@ -18,7 +18,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     any other bad line raises."""
     try:
         if not path.is_file():
-            raise UsageError(f"{path}: no such file; give the folder of a run that has taken at least one step")
+            raise UsageError(
+                f"{path}: no such file; give the folder of a run that has taken at least one step"
+            )
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

@@ -6,7 +6,18 @@ import math
 
 import numpy as np
 
-from onepolicy.report.figure import NEUTRAL, ROLLOUT, TRAINER, Absent, Figure, Look, Spec, axis, line, markers
+from onepolicy.report.figure import (
+    NEUTRAL,
+    ROLLOUT,
+    TRAINER,
+    Absent,
+    Figure,
+    Look,
+    Spec,
+    axis,
+    line,
+    markers,
+)
 from onepolicy.report.run import Run
 from onepolicy.report.words import NOT_PARTS, course, unlearnt
 
@@ -52,8 +63,14 @@ def reward(run: Run) -> Figure | Absent:
         points = markers(name.replace("eval/", "evaluation, "), *run.points(name), look)
         thin = {"color": "@muted", "width": 1, "dash": "dot"}
         data.append(points | {"mode": "lines+markers", "line": thin, "cliponaxis": False})
-    layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(run.summary.get("crash_step"))
-    held_out = "evaluation uses held-out problems." if scores else "no evaluation was run (eval.every = 0)."
+    layout = {"xaxis": step_axis(), "yaxis": axis("reward, accuracy")} | _crash_line(
+        run.summary.get("crash_step")
+    )
+    held_out = (
+        "evaluation uses held-out problems."
+        if scores
+        else "no evaluation was run (eval.every = 0)."
+    )
     note = f"Training reward is sampled at the training temperature; {held_out}"
     idle = unlearnt(run.summary)
     title = f"Reward {course(values)}"
@@ -71,24 +88,53 @@ def _crash_line(step: int | None) -> Spec:
     stroke = {"color": "@ink", "width": 1.5, "dash": "dash"}
     text = {"text": "crash", "showarrow": False, "xanchor": "left", "xshift": 4}
     return {
-        "shapes": [{"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}],
+        "shapes": [
+            {
+                "type": "line",
+                "x0": step,
+                "x1": step,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": stroke,
+            }
+        ],
         "annotations": [{"x": step, "y": 1, "yref": "paper", **text}],
     }
 
 
 def single(
-    run: Run, name: str, metric: str, unit: str, look: Look, what: str, note: str, *, log: bool = False
+    run: Run,
+    name: str,
+    metric: str,
+    unit: str,
+    look: Look,
+    what: str,
+    note: str,
+    *,
+    log: bool = False,
 ) -> Figure | Absent:
     steps, values = run.points(metric)
     if not any(math.isfinite(v) for v in values):
         return Absent(name, f"{what}: metrics.jsonl has no {metric}.")
     shown = unit or "norm"
     yaxis = axis(shown, rangemode="tozero")
-    if log and min(v for v in values if math.isfinite(v)) > 0 and np.nanmax(values) > 30 * np.nanmedian(values):
+    if (
+        log
+        and min(v for v in values if math.isfinite(v)) > 0
+        and np.nanmax(values) > 30 * np.nanmedian(values)
+    ):
         yaxis = axis(f"{shown} (log)", type="log")
     trace = line(metric, steps, values, look)
     title = f"{what} {course(values, unit)}"
-    return Figure(name, title, note, [trace], {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False}, "third")
+    return Figure(
+        name,
+        title,
+        note,
+        [trace],
+        {"xaxis": step_axis(), "yaxis": yaxis, "showlegend": False},
+        "third",
+    )
 
 
 def time_split(run: Run) -> Figure | Absent:
@@ -98,8 +144,14 @@ def time_split(run: Run) -> Figure | Absent:
         return Absent("time", "Time per step: metrics.jsonl has no time/step.")
     steps = [row["step"] for row in rows]
     total = np.array([row["time/step"] for row in rows], dtype=np.float64)
-    found = [name.removeprefix("time/") for name in run.names("time/") if name.removeprefix("time/") not in NOT_PARTS]
-    parts = [part for part in TIME_PARTS if part in found] + [part for part in found if part not in TIME_PARTS]
+    found = [
+        name.removeprefix("time/")
+        for name in run.names("time/")
+        if name.removeprefix("time/") not in NOT_PARTS
+    ]
+    parts = [part for part in TIME_PARTS if part in found] + [
+        part for part in found if part not in TIME_PARTS
+    ]
     data, rest = [], total
     for part in parts:
         seconds = np.array([row.get(f"time/{part}") or 0.0 for row in rows], dtype=np.float64)
@@ -110,8 +162,19 @@ def time_split(run: Run) -> Figure | Absent:
     said = ", ".join(f"{name} {share:.0%}" for share, name in shares)
     note = f"Over the whole run: {said}. Mean step: {total.mean():.3g} s."
     most, name = max(shares)
-    layout = {"xaxis": step_axis(), "yaxis": axis("seconds per step", rangemode="tozero"), "hovermode": "x unified"}
-    return Figure("time", f"The largest part of a step is {name}: {most:.0%}", note, data, layout, width="wide")
+    layout = {
+        "xaxis": step_axis(),
+        "yaxis": axis("seconds per step", rangemode="tozero"),
+        "hovermode": "x unified",
+    }
+    return Figure(
+        "time",
+        f"The largest part of a step is {name}: {most:.0%}",
+        note,
+        data,
+        layout,
+        width="wide",
+    )
 
 
 def step_axis() -> Spec:
@@ -128,7 +191,14 @@ def trailing_mean(values: list[float], window: int) -> list[float]:
 
 
 def _area(name: str, steps: list[int], seconds: np.ndarray, color: str, pattern: str) -> Spec:
-    fill = {"shape": pattern, "size": 6, "solidity": 0.2, "fgcolor": "@paper", "bgcolor": color, "fillmode": "overlay"}
+    fill = {
+        "shape": pattern,
+        "size": 6,
+        "solidity": 0.2,
+        "fgcolor": "@paper",
+        "bgcolor": color,
+        "fillmode": "overlay",
+    }
     return {
         "type": "scatter",
         "mode": "lines",

@@ -14,7 +14,13 @@ from safetensors.numpy import load_file
 
 from onepolicy.files import write_text
 from onepolicy.report import causes
-from onepolicy.report.causes import breakdown_figures, fall_figure, interval, noise_figure, noise_rows
+from onepolicy.report.causes import (
+    breakdown_figures,
+    fall_figure,
+    interval,
+    noise_figure,
+    noise_rows,
+)
 from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Look, Width
 from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
 from onepolicy.report.page import render
@@ -72,7 +78,9 @@ Rows = Sequence[tuple[str, ...]]
 def summary(tree: Tree) -> list[RenderableType]:
     """The verdict; then tables of both scorings, of the waterfall, of what was measured alone, of the breakdowns."""
     said = tree["verdict"]
-    parts: list[RenderableType] = [Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow"))]
+    parts: list[RenderableType] = [
+        Text(powers(said["sentence"]), style=COLORS.get(said["action"], "bold yellow"))
+    ]
     if said["setting"]:
         parts.append(Text(f"Set: {said['setting']}"))
     parts += [Text(powers(f"Because {text}.")) for text in said["basis"]]
@@ -82,9 +90,14 @@ def summary(tree: Tree) -> list[RenderableType]:
         parts.append(_table("", ENGINE_HEADER, engine))
     if (whole := tree.get("distribution")) is not None:
         parts.append(_table(causes.title(whole), causes.HEADER, causes.rows(whole)))
-    parts.append(_table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree)))
+    parts.append(
+        _table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree))
+    )
     parts.append(_table("Each measured alone", ALONE_HEADER, alone_rows(tree)))
-    parts += [_table(f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()]
+    parts += [
+        _table(f"By {name}", ROW_HEADER, breakdown_rows(rows))
+        for name, rows in tree["breakdowns"].items()
+    ]
     if (would := tree.get("prediction")) is not None:
         parts.append(Text(powers(prediction_words(would))))
     return parts
@@ -100,7 +113,10 @@ def prediction_words(would: Tree) -> str:
 
 
 def comparison_header(tree: Tree) -> tuple[str, ...]:
-    return ("Rollout against trainer", *(SCORINGS[name][0] for name in SCORINGS if name in tree["metrics"]))
+    return (
+        "Rollout against trainer",
+        *(SCORINGS[name][0] for name in SCORINGS if name in tree["metrics"]),
+    )
 
 
 def comparison(tree: Tree) -> Rows:
@@ -116,7 +132,9 @@ def comparison(tree: Tree) -> Rows:
     prefixes = {"without_replay": "counterfactual/", "with_replay": ""}
     repeated = metrics["repeated_forward"]
     for key, (words, share) in REPEATS.items():
-        values = [repeated.get(f"{prefixes[name]}{key}") if name in prefixes else None for name in columns]
+        values = [
+            repeated.get(f"{prefixes[name]}{key}") if name in prefixes else None for name in columns
+        ]
         if any(value is not None for value in values):
             rows.append((words, *(_cell(value, share=share) for value in values)))
     return rows
@@ -139,25 +157,45 @@ def waterfall_rows(tree: Tree) -> Rows:
     rows: list[tuple[str, ...]] = [("the gap", "", interval(total), nats(total["value"]), first)]
     for bar in fall["bars"]:
         removed = bar["removed"]
-        rows.append((bar["name"], nats(removed["value"]), interval(removed), nats(bar["left"]["value"]), bar["how"]))
+        rows.append(
+            (
+                bar["name"],
+                nats(removed["value"]),
+                interval(removed),
+                nats(bar["left"]["value"]),
+                bar["how"],
+            )
+        )
     left = fall["bars"][-1]["left"] if fall["bars"] else total
     why = "what no step takes away: the engine's kernels, or a fault of another kind"
     return [*rows, ("remainder", "", interval(left), nats(left["value"]), why)]
 
 
 def alone_rows(tree: Tree) -> Rows:
-    return [(name, nats(each["value"]), _interval_or_none(each), how) for name, each, how in noise_rows(tree)]
+    return [
+        (name, nats(each["value"]), _interval_or_none(each), how)
+        for name, each, how in noise_rows(tree)
+    ]
 
 
 def breakdown_rows(rows: list[Tree]) -> Rows:
     return [
-        (r["name"], f"{r['tokens']:,}", nats(r["k3"]), nats(r["mean_dlogp"]), number(r["share"], share=True))
+        (
+            r["name"],
+            f"{r['tokens']:,}",
+            nats(r["k3"]),
+            nats(r["mean_dlogp"]),
+            number(r["share"], share=True),
+        )
         for r in rows
     ]
 
 
 def forecast_rows(tree: Tree) -> Rows:
-    return [(f["preset"], f"{f['keep']:.1%}", f"{f['attenuation']:.3f}") for f in tree["verdict"]["forecasts"]]
+    return [
+        (f["preset"], f"{f['keep']:.1%}", f"{f['attenuation']:.3f}")
+        for f in tree["verdict"]["forecasts"]
+    ]
 
 
 def write_report(out: Path, *, png: bool = False) -> Path:
@@ -165,9 +203,17 @@ def write_report(out: Path, *, png: bool = False) -> Path:
     missing (png: kaleido or its browser)."""
     tree = json.loads((out / "measure.json").read_text(encoding="utf-8"))
     sections: list[tuple[str, str, list[Figure | Absent]]] = [
-        ("Causes", "Which part of the gap goes away with which change?", [fall_figure(tree), noise_figure(tree)]),
+        (
+            "Causes",
+            "Which part of the gap goes away with which change?",
+            [fall_figure(tree), noise_figure(tree)],
+        ),
         *distance_sections(tree, load_file(out / "tensors.safetensors")),
-        ("Where the gap sits", "Which tokens carry more than their share of it?", breakdown_figures(tree)),
+        (
+            "Where the gap sits",
+            "Which tokens carry more than their share of it?",
+            breakdown_figures(tree),
+        ),
     ]
     whole_tables: list[tuple[str, tuple[str, ...], Rows]] = []
     if (whole := tree.get("distribution")) is not None:
@@ -193,7 +239,10 @@ def write_report(out: Path, *, png: bool = False) -> Path:
             ("Waterfall", FALL_HEADER, waterfall_rows(tree)),
             ("Each measured alone", ALONE_HEADER, alone_rows(tree)),
             *whole_tables,
-            *((f"By {name}", ROW_HEADER, breakdown_rows(rows)) for name, rows in tree["breakdowns"].items()),
+            *(
+                (f"By {name}", ROW_HEADER, breakdown_rows(rows))
+                for name, rows in tree["breakdowns"].items()
+            ),
             ("Corrections, predicted for what is left", FORECAST_HEADER, forecast_rows(tree)),
         ],
         config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
@@ -202,9 +251,15 @@ def write_report(out: Path, *, png: bool = False) -> Path:
     return write_text(out / "report.html", page)
 
 
-def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[str, str, list[Figure | Absent]]]:
+def distance_sections(
+    tree: Tree, tensors: dict[str, np.ndarray]
+) -> list[tuple[str, str, list[Figure | Absent]]]:
     """How far apart, and where experts differ."""
-    shown = {name: label_look for name, label_look in SCORINGS.items() if f"{name}.logp_rollout" in tensors}
+    shown = {
+        name: label_look
+        for name, label_look in SCORINGS.items()
+        if f"{name}.logp_rollout" in tensors
+    }
     pairs = [
         Pairs(label, look, tensors[f"{name}.logp_rollout"], tensors[f"{name}.logp_trainer"])
         for name, (label, look) in shown.items()
@@ -212,16 +267,25 @@ def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[
     budget = MAX_POINTS // len(pairs)
     width: Width = "third" if len(pairs) == 3 else "half"
     drawn: list[Figure | Absent] = [
-        scatter(f"scatter-{name}", each, budget, width=width) for name, each in zip(shown, pairs, strict=True)
+        scatter(f"scatter-{name}", each, budget, width=width)
+        for name, each in zip(shown, pairs, strict=True)
     ]
 
     def series(tensor: str) -> list[Series]:
-        return [Series(*_of(name), tensors[f"{name}.{tensor}"]) for name in shown if f"{name}.{tensor}" in tensors]
+        return [
+            Series(*_of(name), tensors[f"{name}.{tensor}"])
+            for name in shown
+            if f"{name}.{tensor}" in tensors
+        ]
 
     question = "How far apart are the engine that samples and the one that learns?"
-    routes: list[Figure | Absent] = [Absent("routing", "A dense model has no routers: nothing to compare.")]
+    routes: list[Figure | Absent] = [
+        Absent("routing", "A dense model has no routers: nothing to compare.")
+    ]
     if series("experts_differing"):
-        mode = tree["config"].get("replay", {}).get("mode", "r3") if "with_replay" in shown else "off"
+        mode = (
+            tree["config"].get("replay", {}).get("mode", "r3") if "with_replay" in shown else "off"
+        )
         routes = routing_figures_of(series, mode=mode)
     return [
         ("Distance", question, [extreme_tokens(pairs), *drawn, *turns(tree)]),
@@ -231,19 +295,34 @@ def distance_sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[tuple[
 
 def turns(tree: Tree) -> list[Figure]:
     """k3 by turn of every scoring; nothing where episodes have one turn."""
-    curves = [Curve.of(*_of(name), [tree["metrics"][name]]) for name in SCORINGS if name in tree["metrics"]]
+    curves = [
+        Curve.of(*_of(name), [tree["metrics"][name]])
+        for name in SCORINGS
+        if name in tree["metrics"]
+    ]
     several = [curve for curve in curves if curve.tokens]
     return [by_turn(several)] if several else []
 
 
 def facts(tree: Tree) -> list[tuple[str, str]]:
     config = tree["config"]
-    engine, sampling, task = config["rollout"]["engine"], config["rollout"]["sampling"], config["task"]
+    engine, sampling, task = (
+        config["rollout"]["engine"],
+        config["rollout"]["sampling"],
+        config["task"],
+    )
     named = " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key))
     out = [
         ("model", tree["model"] if short_name(tree) != tree["model"] else ""),
-        ("engine", " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key))),
-        ("trainer", config["model"]["dtype"] + (" + bf16 autocast" if config["train"]["autocast"] != "off" else "")),
+        (
+            "engine",
+            " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key)),
+        ),
+        (
+            "trainer",
+            config["model"]["dtype"]
+            + (" + bf16 autocast" if config["train"]["autocast"] != "off" else ""),
+        ),
         ("prompts", named),
         ("sampled", f"{tree['sequences']} sequences, {tree['tokens']:,} tokens"),
         ("temperature", f"{sampling['temperature']:g}"),
@@ -264,13 +343,23 @@ def short_name(tree: Tree) -> str:
 def tiles(tree: Tree) -> list[tuple[str, str, str]]:
     """(name, value, small print)"""
     metrics = tree["metrics"]
-    plain, replayed, dense = metrics["without_replay"], metrics.get("with_replay"), metrics.get("dense")
+    plain, replayed, dense = (
+        metrics["without_replay"],
+        metrics.get("with_replay"),
+        metrics.get("dense"),
+    )
     out = [("k3 without replay", nats(plain["mismatch/k3"]), "nats per token")]
     if replayed is not None:
         out.append(("k3 with replay", nats(replayed["mismatch/k3"]), _cut(plain, replayed)))
     if dense is not None:
         out.append(("k3 of the dense model", nats(dense["mismatch/k3"]), "nats per token"))
-    out.append(("F(2)", number(plain["mismatch/f2"], share=True), "of the tokens off by more than a factor of 2"))
+    out.append(
+        (
+            "F(2)",
+            number(plain["mismatch/f2"], share=True),
+            "of the tokens off by more than a factor of 2",
+        )
+    )
     if "routing/routers" in plain:
         more = f"{number(plain['routing/tokens'], share=True)} of the tokens have one"
         out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))

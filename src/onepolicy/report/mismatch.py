@@ -85,7 +85,10 @@ def k3_by_age(run: Run) -> Figure | Absent:
     scale = LogScale.of(found.values())
     label, look = trained_label(run)
     curve = line(label, list(found), scale.lift(found.values()), look) | {"mode": "lines+markers"}
-    layout = {"xaxis": axis("updates old", rangemode="tozero", dtick=1), "yaxis": scale.axis("k3 (nats per token)")}
+    layout = {
+        "xaxis": axis("updates old", rangemode="tozero", dtick=1),
+        "yaxis": scale.axis("k3 (nats per token)"),
+    }
     note = "k3 between the weights that sampled a token and those that train on it, over all tokens of the run."
     ends = list(found.values())
     title = f"k3 is {number(ends[0])} nats of tokens {min(found)} updates old"
@@ -103,7 +106,11 @@ NO_PROBE = "no probe was written (log.counterfactual_every)"
 def mismatch_figures(run: Run) -> list[Figure | Absent]:
     if run.probe is None:
         return [k3(run), Absent("f_tau", f"F({TAU}): {NO_PROBE}."), *scatters(run)]
-    return [k3(run), extreme_tokens(pairs_of(run), f" of the probe at step {run.probe.step}"), *scatters(run)]
+    return [
+        k3(run),
+        extreme_tokens(pairs_of(run), f" of the probe at step {run.probe.step}"),
+        *scatters(run),
+    ]
 
 
 def trained_label(run: Run) -> tuple[str, Look]:
@@ -123,15 +130,23 @@ def k3(run: Run) -> Figure | Absent:
     note = f"k3 = mean({RHO} - 1 - log {RHO}), {RHO} = p_trainer / p_rollout of the sampled tokens; 0 = same policy. "
     if other:
         open_zero = {"symbol": scale.symbols(other, TRAINER.symbol), "size": 9}
-        points = markers("same batch without replay", other_steps, scale.lift(other), TRAINER, marker=open_zero)
+        points = markers(
+            "same batch without replay", other_steps, scale.lift(other), TRAINER, marker=open_zero
+        )
         data.append(
-            points | {"mode": "lines+markers", "line": {"color": TRAINER.color, "dash": TRAINER.dash, "width": 1}}
+            points
+            | {
+                "mode": "lines+markers",
+                "line": {"color": TRAINER.color, "dash": TRAINER.dash, "width": 1},
+            }
         )
         note += "Blue is the same batch scored a second time without replay."
     else:
         note += counterfactual_missing(run)
     if oldest := max(run.points("staleness/max")[1], default=0):
-        note += f" Tokens are up to {oldest:.0f} updates old, which is part of it: k3 by age is below."
+        note += (
+            f" Tokens are up to {oldest:.0f} updates old, which is part of it: k3 by age is below."
+        )
     layout = {"xaxis": step_axis(), "yaxis": scale.axis("k3 (nats per token, log)")}
     return Figure("k3", _k3_title(run, values), note, data, layout, width="wide")
 
@@ -176,7 +191,11 @@ def pairs_of(run: Run) -> list[Pairs]:
     tensors = run.probe.tensors
     found = [Pairs(*trained_label(run), tensors["logp_rollout"], tensors["logp_trainer"])]
     if "logp_trainer_native" in tensors:
-        found.append(Pairs("without replay", TRAINER, tensors["logp_rollout"], tensors["logp_trainer_native"]))
+        found.append(
+            Pairs(
+                "without replay", TRAINER, tensors["logp_rollout"], tensors["logp_trainer_native"]
+            )
+        )
     return found
 
 
@@ -193,7 +212,9 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
     for (each, numbers), shares in zip(found, curves, strict=True):
         stop = shares.index(0.0) + 1 if 0.0 in shares else len(grid)  # to the first zero
         lifted = scale.lift(shares[:stop])
-        data.append(line(each.label, grid[:stop], lifted, each.look, hovertemplate="%{x:.3g}: %{y:.2g}"))
+        data.append(
+            line(each.label, grid[:stop], lifted, each.look, hovertemplate="%{x:.3g}: %{y:.2g}")
+        )
         spots = zip(marked, numbers.extreme(marked), strict=True)
         data += [_spot(tau, share, each.look, scale) for tau, share in spots]
     layout = {
@@ -207,7 +228,9 @@ def extreme_tokens(pairs: Sequence[Pairs], where: str = "") -> Figure:
     )
     shares = [(each.label, numbers.extreme(2.0)) for each, numbers in found]
     if any(share for _, share in shares):
-        title = "Off by more than a factor of 2: " + ", ".join(f"{number(s, share=True)} {n}" for n, s in shares)
+        title = "Off by more than a factor of 2: " + ", ".join(
+            f"{number(s, share=True)} {n}" for n, s in shares
+        )
     else:
         title = "No token is off by more than a factor of 2"
     return Figure("f_tau", title, note, data, layout, width="wide")
@@ -222,7 +245,12 @@ def scatters(run: Run) -> list[Figure | Absent]:
     out: list[Figure | Absent] = [scatter("scatter_native", each, budget, where) for each in native]
     out.append(scatter("scatter", trained, budget, where))
     if not native and run.replay:
-        out.append(Absent("scatter_native", "Scatter without replay: the last probe has no logp_trainer_native."))
+        out.append(
+            Absent(
+                "scatter_native",
+                "Scatter without replay: the last probe has no logp_trainer_native.",
+            )
+        )
     return out
 
 
@@ -234,7 +262,14 @@ def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width 
     marker = {"size": 4, "opacity": 0.5, "color": pairs.look.color, "symbol": pairs.look.symbol}
     largest = max(rollout.max(), trainer.max())
     top = 1.0 if largest > 0.5 else float(f"{1.1 * largest:.1g}") or 1.0
-    diagonal = line("equal", [0, top], [0, top], Look("@ink", "dot", "circle", ""), hoverinfo="skip", opacity=0.6)
+    diagonal = line(
+        "equal",
+        [0, top],
+        [0, top],
+        Look("@ink", "dot", "circle", ""),
+        hoverinfo="skip",
+        opacity=0.6,
+    )
     hover = "rollout %{x}<br>trainer %{y}<extra></extra>"
     data = [markers(pairs.label, x, y, pairs.look, marker=marker, hovertemplate=hover), diagonal]
     span = [-0.02 * top, 1.02 * top]
@@ -267,11 +302,15 @@ def subsample(difference: Array, budget: int) -> Array:
 def _spot(tau: float, share: float, look: Look, scale: LogScale) -> Spec:
     marker = {"symbol": scale.symbols([share], look.symbol)}
     text = f"F({tau:g}) = {share:.3g}<extra></extra>"
-    return markers("", [tau], scale.lift([share]), look, marker=marker, showlegend=False, hovertemplate=text)
+    return markers(
+        "", [tau], scale.lift([share]), look, marker=marker, showlegend=False, hovertemplate=text
+    )
 
 
 def _ratio_ticks(end: float) -> Spec:
-    ticks = [t for t in (1.0, *MARKED) if t <= end] + [10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)]
+    ticks = [t for t in (1.0, *MARKED) if t <= end] + [
+        10.0**k for k in range(1, math.ceil(math.log10(end)) + 1)
+    ]
     return {
         "range": [0, math.log10(end)],
         "tickmode": "array",

@@ -47,10 +47,18 @@ def _learning(summary: Tree) -> str:
     change = last - first
     moved = abs(change) >= LEAST_CHANGE * max(1.0, abs(first), abs(last))
     verb = "stayed" if not moved else "rose" if change > 0 else "fell"
-    told = f"{name} {verb} from {number(first)} to {number(last)}" if moved else f"{name} stayed near {number(last)}"
+    told = (
+        f"{name} {verb} from {number(first)} to {number(last)}"
+        if moved
+        else f"{name} stayed near {number(last)}"
+    )
     if crash is not None:
         return f"the policy crashed at step {crash}: {told}"
-    judged = "it did not crash" if summary.get("eval_best") is not None else "no evaluation looked for a crash"
+    judged = (
+        "it did not crash"
+        if summary.get("eval_best") is not None
+        else "no evaluation looked for a crash"
+    )
     if not moved:
         return f"the policy hardly changed: {told}, and {judged}"
     result = "the policy learnt" if change > 0 else "the policy got worse"
@@ -107,4 +115,8 @@ def _size(k3: float | None, summary: Tree, scoring: str) -> str:
     if k3 is None:
         return ""
     size = size_in_words(k3, summary[scoring].get("mismatch/f2") or 0.0)
-    return f", {size}" if size else ", more than dense models train well with (see `onepolicy measure`)"
+    return (
+        f", {size}"
+        if size
+        else ", more than dense models train well with (see `onepolicy measure`)"
+    )

@@ -50,7 +50,9 @@ DARK = {
 }
 
 
-def render(template: str, title: str, figures: list[Figure], *, footer: str = FOOTER, **values: Any) -> str:
+def render(
+    template: str, title: str, figures: list[Figure], *, footer: str = FOOTER, **values: Any
+) -> str:
     """One HTML file with everything in it. UsageError: plotly or jinja2 is not installed.
 
     template: a file of templates/ that extends page.html; values: what it fills in, escaped there.
@@ -63,7 +65,8 @@ def render(template: str, title: str, figures: list[Figure], *, footer: str = FO
         footer=footer,
         css=f":root {{ color-scheme: light dark; {_variables(LIGHT)} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}\n"
-        f"body {{ font: 15px/1.5 {FONT}; }}\n" + (TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        f"body {{ font: 15px/1.5 {FONT}; }}\n"
+        + (TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "figures.js").read_text(encoding="utf-8"),
         plotly=_plotly(),
         data=data,
@@ -82,7 +85,13 @@ def _template(name: str) -> Any:
     except ImportError:
         raise UsageError("the HTML report needs jinja2; pip install 'onepolicy[report]'") from None
     loader = FileSystemLoader(TEMPLATES)
-    jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     jinja.filters["powers"] = powers
     jinja.tests["figure"] = lambda item: isinstance(item, Figure)
     jinja.tests["absent"] = lambda item: isinstance(item, Absent)

@@ -13,7 +13,11 @@ from onepolicy.report.figure import Figure, Spec
 from onepolicy.report.html import plain
 from onepolicy.report.page import LIGHT
 
-SIZES = {"third": (620, 400), "half": (820, 440), "wide": (1240, 480)}  # before the title; pixels at SCALE 1
+SIZES = {
+    "third": (620, 400),
+    "half": (820, 440),
+    "wide": (1240, 480),
+}  # before the title; pixels at SCALE 1
 SQUARE = (720, 720)
 SCALE = 2
 LINE = 18  # height of a line of the note [pixels]
@@ -31,7 +35,12 @@ def write_figures(folder: Path, figures: Sequence[Figure], *, png: bool) -> list
         path = folder / f"{figure.name}.json"
         path.write_text(json.dumps(spec, allow_nan=False), encoding="utf-8")
         layout = spec["layout"]
-        opts = {"format": "png", "width": layout["width"], "height": layout["height"], "scale": SCALE}
+        opts = {
+            "format": "png",
+            "width": layout["width"],
+            "height": layout["height"],
+            "scale": SCALE,
+        }
         drawn.append({"fig": spec, "path": path.with_suffix(".png"), "opts": opts})
         written.append(path)
     if png and drawn:
@@ -83,10 +92,16 @@ def _draw(figures: list[dict[str, Any]]) -> None:
         import kaleido
         from kaleido.errors import BrowserFailedError, ChromeNotFoundError, KaleidoError
     except ImportError:
-        raise UsageError("PNG figures need kaleido; pip install 'onepolicy[report]', or leave --png out") from None
+        raise UsageError(
+            "PNG figures need kaleido; pip install 'onepolicy[report]', or leave --png out"
+        ) from None
     try:  # without mathjax nothing is loaded from the network
         kaleido.write_fig_from_object_sync(figures, kopts={"mathjax": False}, cancel_on_error=True)
     except ChromeNotFoundError:
-        raise UsageError("PNG figures are drawn in Chromium or Chrome: install one, or leave --png out") from None
+        raise UsageError(
+            "PNG figures are drawn in Chromium or Chrome: install one, or leave --png out"
+        ) from None
     except (BrowserFailedError, KaleidoError) as error:
-        raise UsageError(f"PNG figures: the browser failed ({str(error)[:200]}); leave --png out") from None
+        raise UsageError(
+            f"PNG figures: the browser failed ({str(error)[:200]}); leave --png out"
+        ) from None

@@ -15,9 +15,7 @@ from onepolicy.report.run import Array, Run
 from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, number
 
 BINS = 16
-WITH_REPLAY = (
-    f"With replay this is what the trainer's routers would have chosen; the {RAN} are {ROLLOUTS_OWN} in every layer."
-)
+WITH_REPLAY = f"With replay this is what the trainer's routers would have chosen; the {RAN} are {ROLLOUTS_OWN} in every layer."
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,9 @@ def routing_figures(run: Run) -> list[Figure | Absent]:
     return routing_figures_of(series, mode=run.config.get("replay", {}).get("mode", "off"))
 
 
-def routing_figures_of(series: Callable[[str], list[Series]], *, mode: str) -> list[Figure | Absent]:
+def routing_figures_of(
+    series: Callable[[str], list[Series]], *, mode: str
+) -> list[Figure | Absent]:
     """series: of every scoring that has the tensor of this name; mode: of the replay."""
     drawn: list[tuple[str, str, Callable[[Sequence[Series]], Figure]]] = [
         ("routers", "experts_differing", per_router),
@@ -72,7 +72,12 @@ def per_router(series: Sequence[Series]) -> Figure:
     shares = [(each, each.values / each.values.sum()) for each in series]
     scale = LogScale.of(*(values[values > 0] for _, values in shares), top=1.0)
     data = [
-        bars(each.label, list(range(len(values))), [v if v > 0 else None for v in values.tolist()], each.look)
+        bars(
+            each.label,
+            list(range(len(values))),
+            [v if v > 0 else None for v in values.tolist()],
+            each.look,
+        )
         for each, values in shares
     ]
     layout = {
@@ -94,7 +99,13 @@ def per_token(series: Sequence[Series]) -> Figure:
     x = axis("layers choosing otherwise", dtick=max(1, layers // 8))
     layout = {"xaxis": x, "yaxis": axis("share of tokens", tickformat=".0%")}
     note = "Prompt and response tokens. At 0 every layer of the token would choose the same experts on both sides."
-    return Figure("tokens", "Tokens with a router that would choose otherwise: " + _each(touched), note, data, layout)
+    return Figure(
+        "tokens",
+        "Tokens with a router that would choose otherwise: " + _each(touched),
+        note,
+        data,
+        layout,
+    )
 
 
 def per_sequence(series: Sequence[Series]) -> Figure:
@@ -118,7 +129,9 @@ def per_sequence(series: Sequence[Series]) -> Figure:
 
 def per_layer(series: Sequence[Series]) -> Figure:
     layers = [list(range(len(each.values))) for each in series]
-    data = [bars(e.label, x, e.values.tolist(), e.look) for e, x in zip(series, layers, strict=True)]
+    data = [
+        bars(e.label, x, e.values.tolist(), e.look) for e, x in zip(series, layers, strict=True)
+    ]
     count = max(map(len, layers))
     layout = {
         "xaxis": axis("MoE layer, from the input", dtick=max(1, count // 12)),
@@ -129,14 +142,19 @@ def per_layer(series: Sequence[Series]) -> Figure:
     title = f"Layer {where} would choose otherwise most: for {number(most, share=True)} of tokens {worst.label}"
     if most == 0:
         title = "No layer would choose another expert"
-    note = "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
+    note = (
+        "Differences add up with depth; one layer that stands out points at a bug, not at rounding."
+    )
     return Figure("layers", title, note, data, layout)
 
 
 def gate_mass(series: Sequence[Series]) -> Figure:
     """What the replayed experts hold of the scores of those the trainer would have chosen, per layer."""
     lost = [(each, 1 - each.values.astype(np.float64)) for each in series]
-    data = [bars(each.label, list(range(len(values))), values.tolist(), each.look) for each, values in lost]
+    data = [
+        bars(each.label, list(range(len(values))), values.tolist(), each.look)
+        for each, values in lost
+    ]
     layout = {
         "xaxis": axis("MoE layer, from the input", dtick=max(1, len(lost[0][1]) // 12)),
         "yaxis": axis("gate mass not captured", tickformat=".2p", rangemode="tozero"),

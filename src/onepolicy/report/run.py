@@ -74,7 +74,9 @@ class Run:
 
     def names(self, prefix: str) -> list[str]:
         """Metric names under a prefix, in order of first appearance."""
-        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+        return list(
+            dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix))
+        )
 
 
 def load_run(folder: Path) -> Run:
@@ -82,7 +84,9 @@ def load_run(folder: Path) -> Run:
         raise UsageError(f"{folder}: no such run folder")
     rows = read_metrics(folder)
     if not rows:
-        raise UsageError(f"{folder / 'metrics.jsonl'}: empty; a report needs at least one finished step")
+        raise UsageError(
+            f"{folder / 'metrics.jsonl'}: empty; a report needs at least one finished step"
+        )
     return Run(
         folder=folder,
         config=read_object(folder / "config.json", Settings, RUN_MEND),
@@ -95,7 +99,11 @@ def load_run(folder: Path) -> Run:
 
 
 def _last_probe(folder: Path) -> Probe | None:
-    matches = [match for path in folder.glob("*.safetensors") if (match := _PROBE_NAME.fullmatch(path.name))]
+    matches = [
+        match
+        for path in folder.glob("*.safetensors")
+        if (match := _PROBE_NAME.fullmatch(path.name))
+    ]
     if not matches:
         return None
     last = max(matches, key=lambda match: int(match[1]))
@@ -123,7 +131,9 @@ def read_probe(path: Path, *, step: int) -> Probe:
                 f"token {size}; {LEFT_OUT}"
             )
         if not np.isfinite(found).all() or np.abs(found).max() > LARGEST_LOGP:
-            raise UsageError(f"{path}: tensor {name!r} has values that no log-probability has; {LEFT_OUT}")
+            raise UsageError(
+                f"{path}: tensor {name!r} has values that no log-probability has; {LEFT_OUT}"
+            )
     for name in ROUTED:
         for full in (name, f"{name}_native"):
             if full in tensors:

@@ -27,7 +27,9 @@ from onepolicy.report.words import (
 
 def summary_table(summary: Tree) -> Table:
     """Two columns, what and how much; a quantity the summary does not have gets no row. Keys: see report/words.py."""
-    table = Table(title=f"{summary['steps']} steps", show_header=False, title_justify="left", pad_edge=False)
+    table = Table(
+        title=f"{summary['steps']} steps", show_header=False, title_justify="left", pad_edge=False
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _rows(summary):
@@ -37,10 +39,16 @@ def summary_table(summary: Tree) -> Table:
 
 def checks_table(checks: Sequence[tuple[str, bool | None, str, str]]) -> Table:
     """What was asked of an engine: (name, passed or None, what was measured, what to do)."""
-    states = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("not applicable", "dim")}
+    states = {
+        True: Text("pass", "green"),
+        False: Text("FAIL", "bold red"),
+        None: Text("not applicable", "dim"),
+    }
     table = Table("check", "result", "measured")
     for name, passed, measured, mend in checks:
-        table.add_row(name, states[passed], Text(f"{measured}. To do: {mend}" if mend else measured))
+        table.add_row(
+            name, states[passed], Text(f"{measured}. To do: {mend}" if mend else measured)
+        )
     return table
 
 
@@ -53,14 +61,26 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     if (parent := summary.get("parent")) is not None:
         rows.append(("continued from", f"{parent['run']}, step {parent['step']}"))
     if summary.get("reward_first") is not None and summary.get("reward_last") is not None:
-        rows.append(("reward", f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}"))
+        rows.append(
+            (
+                "reward",
+                f"{number(summary['reward_first'])} {ARROW} {number(summary['reward_last'])}",
+            )
+        )
     if (best := summary.get("eval_best")) is not None:
-        rows.append((_score(summary), _course(summary) + f"best {number(best['value'])} at step {best['step']}"))
+        rows.append(
+            (
+                _score(summary),
+                _course(summary) + f"best {number(best['value'])} at step {best['step']}",
+            )
+        )
         crash = summary.get("crash_step")  # judged by evaluations
         none = [("none", "green" if idle is None else "")]  # what never rose cannot fall
         rows.append(("crash", none if crash is None else [(f"at step {crash}", "bold red")]))
     if skipped := summary.get("updates_skipped"):
-        rows.append(("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")]))
+        rows.append(
+            ("updates skipped", [(f"{skipped:.0f}: their gradients were not finite", "bold red")])
+        )
     if silent := no_signal(summary):
         rows.append(("groups without signal", silent))
     found = compared(summary)
@@ -72,7 +92,12 @@ def _rows(summary: Tree) -> list[tuple[str, str | list[tuple[str, str]]]]:
     if split := time_shares(summary):
         rows.append(("time per step", split))
     if saved := (summary.get("time") or {}).get("score_saved"):
-        rows.append(("scoring left out", f"about {number(saved)} s per step saved: the rollout is the anchor"))
+        rows.append(
+            (
+                "scoring left out",
+                f"about {number(saved)} s per step saved: the rollout is the anchor",
+            )
+        )
     if summary.get("tokens_per_second") is not None:
         rows.append(("tokens / s", number(summary["tokens_per_second"])))
     rows += [(name, str(summary[name])) for name in ("run", "report") if summary.get(name)]

@@ -25,11 +25,15 @@ class Curve:
     look: Look
     tokens: dict[int, float]
     k3: dict[int, float]  # of all these tokens
-    spread: dict[int, tuple[float, float]]  # k3 of the batch where it is lowest, and where it is highest
+    spread: dict[
+        int, tuple[float, float]
+    ]  # k3 of the batch where it is lowest, and where it is highest
     batches: int
 
     @classmethod
-    def of(cls, label: str, look: Look, rows: Sequence[Mapping[str, float | None]], prefix: str = "") -> Self:
+    def of(
+        cls, label: str, look: Look, rows: Sequence[Mapping[str, float | None]], prefix: str = ""
+    ) -> Self:
         """rows: metrics of batches. prefix: of the names of k3; tokens are counted once, whoever scores them."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row in rows:
@@ -40,7 +44,10 @@ class Curve:
         tokens = {turn: sum(n for n, _ in found[turn]) for turn in sorted(found)}
         tokens = {turn: count for turn, count in tokens.items() if count > 0}
         k3s = {turn: sum(n * k3 for n, k3 in found[turn]) / count for turn, count in tokens.items()}
-        spread = {turn: (min(k3 for _, k3 in found[turn]), max(k3 for _, k3 in found[turn])) for turn in tokens}
+        spread = {
+            turn: (min(k3 for _, k3 in found[turn]), max(k3 for _, k3 in found[turn]))
+            for turn in tokens
+        }
         return cls(label, look, tokens, k3s, spread, len(rows))
 
 
@@ -50,41 +57,72 @@ def turn_figures(run: Run) -> list[Figure | Absent]:
         return []
     rows = [row for row in run.rows if TOKENS + "0" in row]
     if not rows:
-        return [Absent("turns", f"k3 by turn: metrics.jsonl has no {TOKENS}k; it was written before there was one.")]
+        return [
+            Absent(
+                "turns",
+                f"k3 by turn: metrics.jsonl has no {TOKENS}k; it was written before there was one.",
+            )
+        ]
     if not any(row[TOKENS + "0"] for row in rows):
-        return [Absent("turns", f"k3 by turn: metrics.jsonl counts no token of the first turn ({TOKENS}0).")]
+        return [
+            Absent(
+                "turns", f"k3 by turn: metrics.jsonl counts no token of the first turn ({TOKENS}0)."
+            )
+        ]
     label, look = trained_label(run)
     probes = [row for row in rows if NATIVE + K3 + "0" in row]
     if not probes:
         trained = Curve.of(label, look, rows)
-        return [by_turn([trained], f"{_batches('step', trained.batches)}. {counterfactual_missing(run)}")]
+        return [
+            by_turn(
+                [trained], f"{_batches('step', trained.batches)}. {counterfactual_missing(run)}"
+            )
+        ]
     native = Curve.of("without replay", TRAINER, probes, NATIVE)
-    return [by_turn([Curve.of(label, look, probes), native], f"{_batches('probe step', len(probes))}.")]
+    return [
+        by_turn([Curve.of(label, look, probes), native], f"{_batches('probe step', len(probes))}.")
+    ]
 
 
 def by_turn(curves: Sequence[Curve], where: str = "") -> Figure:
     """where: which batches, as a sentence for the note."""
-    scale = LogScale.of(*(values for curve in curves for values in (curve.k3.values(), *curve.spread.values())))
+    scale = LogScale.of(
+        *(values for curve in curves for values in (curve.k3.values(), *curve.spread.values()))
+    )
     turns = sorted({turn for curve in curves for turn in curve.tokens})
     layout = {
         "xaxis": axis(
-            "turn of the model", type="category", categoryorder="array", categoryarray=[turn_name(t) for t in turns]
+            "turn of the model",
+            type="category",
+            categoryorder="array",
+            categoryarray=[turn_name(t) for t in turns],
         ),
         "yaxis": scale.axis("k3 (nats per token, log)"),
     }
     note = f"k3 of the tokens the model wrote in its first, second, ... turn. {where}"
     if any(curve.batches > 1 for curve in curves):
         note += " Whiskers: the lowest and the highest of them."
-    return Figure("turns", _title(curves), note.strip(), [_drawn(c, scale) for c in curves], layout, "wide")
+    return Figure(
+        "turns", _title(curves), note.strip(), [_drawn(c, scale) for c in curves], layout, "wide"
+    )
 
 
 def _drawn(curve: Curve, scale: LogScale) -> Spec:
     values = list(curve.k3.values())
     y = scale.lift(values)
-    marker = {"size": 8, "color": curve.look.color, "symbol": scale.symbols(values, curve.look.symbol)}
+    marker = {
+        "size": 8,
+        "color": curve.look.color,
+        "symbol": scale.symbols(values, curve.look.symbol),
+    }
     text = [f"{tokens:,.0f} tokens" for tokens in curve.tokens.values()]
     hover = "turn %{x}: %{y:.3g} nats, %{text}<extra></extra>"
-    settings: Spec = {"mode": "lines+markers", "marker": marker, "text": text, "hovertemplate": hover}
+    settings: Spec = {
+        "mode": "lines+markers",
+        "marker": marker,
+        "text": text,
+        "hovertemplate": hover,
+    }
     if curve.batches > 1:
         ends = [scale.lift(pair) for pair in curve.spread.values()]
         settings["error_y"] = {

@@ -60,7 +60,9 @@ def number(value: float | None, *, share: bool = False) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
-SUPERSCRIPT = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+SUPERSCRIPT = str.maketrans(
+    "-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+)
 
 
 def nats(value: float | None) -> str:
@@ -75,11 +77,17 @@ def nats(value: float | None) -> str:
 
 def powers(text: str) -> str:
     """The same text with 1.5e-05 written as 1.5\u00d710\u207b\u2075."""
-    return re.sub(r"(\d)e([+-]?\d+)\b", lambda m: f"{m[1]}{TIMES}10{str(int(m[2])).translate(SUPERSCRIPT)}", text)
+    return re.sub(
+        r"(\d)e([+-]?\d+)\b",
+        lambda m: f"{m[1]}{TIMES}10{str(int(m[2])).translate(SUPERSCRIPT)}",
+        text,
+    )
 
 
 def factor(ratio: float | None) -> str:
-    return DASH if ratio is None else f"{ratio:.3g}{TIMES}" if ratio < 1000 else f"{ratio:,.0f}{TIMES}"
+    return (
+        DASH if ratio is None else f"{ratio:.3g}{TIMES}" if ratio < 1000 else f"{ratio:,.0f}{TIMES}"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,11 @@ def unlearnt(summary: Tree) -> Unlearnt | None:
         return None
     learnt, said, why = found.get("learnt"), found.get("verdict"), found["why"]
     silent, steps = found.get("silent"), found.get("steps")
-    texts_good = isinstance(learnt, str) and isinstance(said, str) and all(isinstance(text, str) for text in why)
+    texts_good = (
+        isinstance(learnt, str)
+        and isinstance(said, str)
+        and all(isinstance(text, str) for text in why)
+    )
     if not texts_good or type(silent) is not int or type(steps) is not int:
         return None
     return Unlearnt(str(learnt), str(said), why, silent, steps)
@@ -114,13 +126,17 @@ def verdict(summary: Tree) -> list[str]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if first is not None and last is not None:
         verb = "rose" if last > first else "fell" if last < first else "went"
-        out.append(f"Reward {verb} from {number(first)} to {number(last)} over {summary['steps']} steps.")
+        out.append(
+            f"Reward {verb} from {number(first)} to {number(last)} over {summary['steps']} steps."
+        )
     best = summary.get("eval_best")
     crash = summary.get("crash_step")
     if best is None:  # a crash is judged by evaluations
         out.append("No evaluation was run, so a crash would not have been seen.")
     else:
-        out.append(f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}.")
+        out.append(
+            f"The best evaluation{_of_score(summary)} is {number(best['value'])}, at step {best['step']}."
+        )
         out.append("It did not crash." if crash is None else f"It crashed at step {crash}.")
     silent = no_signal(summary)
     if silent:
@@ -183,7 +199,9 @@ def _replay_sentence(summary: Tree) -> str:
     count = len(summary.get("probe_steps") or [])
     probes = "1 probe batch" if count == 1 else f"{count} probe batches"
     short = {"mismatch/k3": "k3", "mismatch/f2": "F(2)", "routing/routers": WOULD}
-    clauses = [f"{name} {_change(found[key], summary)}" for key, name in short.items() if key in found]
+    clauses = [
+        f"{name} {_change(found[key], summary)}" for key, name in short.items() if key in found
+    ]
     if "routing/routers" in found and summary.get("replay") in WHOLE:
         clauses.append(f"{RAN} with it: {ROLLOUTS_OWN}")
     return f"Without {ARROW} with replay, on {probes} scored both ways: {'; '.join(clauses)}."
@@ -220,7 +238,11 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """without / with; None where replay left nothing or one of both was not measured."""
-        return self.without_replay / self.with_replay if self.with_replay and self.without_replay is not None else None
+        return (
+            self.without_replay / self.with_replay
+            if self.with_replay and self.without_replay is not None
+            else None
+        )
 
     def show(self, value: float | None) -> str:
         return number(value, share=self.is_share)
@@ -231,21 +253,34 @@ def compared(summary: Tree) -> list[Compared]:
     tables = []
     for key in ("mismatch", "mismatch_at_probes", "mismatch_without_replay"):
         table = summary.get(key) or {}
-        if not isinstance(table, dict) or any(not isinstance(v, int | float | None) for v in table.values()):
-            raise UsageError(f"summary.json: {key} is {table!r}; expected an object of metric: number or null")
+        if not isinstance(table, dict) or any(
+            not isinstance(v, int | float | None) for v in table.values()
+        ):
+            raise UsageError(
+                f"summary.json: {key} is {table!r}; expected an object of metric: number or null"
+            )
         tables.append(table)
-    found = [Compared(key, *words, *(table.get(key) for table in tables)) for key, words in QUANTITIES.items()]
+    found = [
+        Compared(key, *words, *(table.get(key) for table in tables))
+        for key, words in QUANTITIES.items()
+    ]
     return [entry for entry in found if entry.trained is not None]
 
 
 def ran_the_rollouts(entry: Compared, summary: Tree) -> bool:
     """Is this the entry of routers, and was what they would choose replaced?"""
-    return entry.metric == "routing/routers" and entry.with_replay is not None and summary.get("replay") in WHOLE
+    return (
+        entry.metric == "routing/routers"
+        and entry.with_replay is not None
+        and summary.get("replay") in WHOLE
+    )
 
 
 def too_small(k3: Compared) -> bool:
     """Is every mean of k3 that was measured too small to matter?"""
-    measured = [value for value in (k3.trained, k3.with_replay, k3.without_replay) if value is not None]
+    measured = [
+        value for value in (k3.trained, k3.with_replay, k3.without_replay) if value is not None
+    ]
     return bool(measured) and all(size_in_words(value, 0.0) == SMALL for value in measured)
 
 
@@ -282,7 +317,9 @@ def comparison(summary: Tree) -> list[tuple[str, ...]]:
     """Rows under COMPARISON_HEADER: mean over all steps as trained; the other columns over probe steps only."""
     rows = []
     for entry in compared(summary):
-        numbers = (entry.show(value) for value in (entry.trained, entry.without_replay, entry.with_replay))
+        numbers = (
+            entry.show(value) for value in (entry.trained, entry.without_replay, entry.with_replay)
+        )
         rows.append((entry.name, *numbers, cut_by(entry, summary) or DASH))
         if ran_the_rollouts(entry, summary):
             rows.append((RAN.capitalize(), DASH, "the trainer's choice", ROLLOUTS_OWN, DASH))
@@ -298,5 +335,11 @@ def time_shares(summary: Tree) -> str:
     step = times.get("step")
     if not step:
         return ""
-    parts = sorted(((v, k) for k, v in times.items() if k not in NOT_PARTS and v is not None and v > 0), reverse=True)
-    return ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts) + f" of {number(step)} s"
+    parts = sorted(
+        ((v, k) for k, v in times.items() if k not in NOT_PARTS and v is not None and v > 0),
+        reverse=True,
+    )
+    return (
+        ", ".join(f"{name} {seconds / step:.0%}" for seconds, name in parts)
+        + f" of {number(step)} s"
+    )

@@ -18,7 +18,9 @@ from onepolicy.types import LARGEST_LOGP, Completion, Group, Sample, Sampling
 T = TypeVar("T")
 
 
-def seed_of(run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0) -> int:
+def seed_of(
+    run_seed: int, problem_id: int, step: int, member: int, turn: int = 0, *, attempt: int = 0
+) -> int:
     """Seed of one request: a pure function of its place in the run, so that a resumed run draws the same numbers."""
     key = (run_seed, problem_id, step, member, turn, attempt)
     place = repr(key if attempt else key[:-1]).encode()
@@ -35,7 +37,9 @@ def check_sampled(completion: Completion, name: str) -> None:
         )
     if not (logp.isfinite() & (logp <= LARGEST_LOGP)).all():
         wrong = logp[~(logp.isfinite() & (logp <= LARGEST_LOGP))][0].tolist()
-        raise TrainingError(f"{name}: the engine returned {wrong} as the log-probability of a token it sampled")
+        raise TrainingError(
+            f"{name}: the engine returned {wrong} as the log-probability of a token it sampled"
+        )
 
 
 async def play(
@@ -51,12 +55,16 @@ async def play(
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
     turn = first_prompt = 0
 
-    async def sample(tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0) -> Completion:
+    async def sample(
+        tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
+    ) -> Completion:
         nonlocal turn, first_prompt
         turn += 1
         first_prompt = first_prompt or len(tokens)
         limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
-        asked = dataclasses.replace(sampling, max_tokens=limit, routes_from=routes_from, first_prompt=first_prompt)
+        asked = dataclasses.replace(
+            sampling, max_tokens=limit, routes_from=routes_from, first_prompt=first_prompt
+        )
         completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
         check_sampled(completion, f"{name}, turn {turn - 1}")
         check_completion(completion, tokens, routes, f"{name}, turn {turn - 1}")
@@ -100,7 +108,12 @@ async def collect(
     prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `routes` (None: a dense
     model), naming problem, sample, layer and row. top_logprobs: see Sampling.
     """
-    sampling = Sampling(config.sampling.temperature, config.sampling.max_tokens, stop=stop, top_logprobs=top_logprobs)
+    sampling = Sampling(
+        config.sampling.temperature,
+        config.sampling.max_tokens,
+        stop=stop,
+        top_logprobs=top_logprobs,
+    )
     wanted, size = config.prompts_per_step, config.group_size
     index = step * wanted * (1 + rounds)
     counts: Counter[str] = Counter()
@@ -112,7 +125,9 @@ async def collect(
         for attempt in range(1 + config.episode_retries):
             seeds = functools.partial(seed_of, seed, problem.id, step, m, attempt=attempt)
             try:
-                samples = await play(engine, environment, problem, sampling, seeds, routes=routes, name=name)
+                samples = await play(
+                    engine, environment, problem, sampling, seeds, routes=routes, name=name
+                )
             except EpisodeError as error:
                 counts["rollout/episodes_failed"] += 1
                 failure = f"{name}: {error}"
@@ -129,7 +144,13 @@ async def collect(
         for i, problem in enumerate(problems):
             episodes = [samples for samples in played[i * size : (i + 1) * size] if samples]
             if len(episodes) >= config.survivors:
-                groups.append(Group(problem.id, tuple(s for samples in episodes for s in samples), problem.answer))
+                groups.append(
+                    Group(
+                        problem.id,
+                        tuple(s for samples in episodes for s in samples),
+                        problem.answer,
+                    )
+                )
             else:
                 counts["rollout/groups_dropped"] += 1
         return groups
@@ -137,7 +158,9 @@ async def collect(
     kept: list[Group] = []
     played = used = 0
     while len(kept) < wanted and used <= rounds:
-        problems = [environment.train_problem(index + played + i) for i in range(wanted - len(kept))]
+        problems = [
+            environment.train_problem(index + played + i) for i in range(wanted - len(kept))
+        ]
         groups = await play_groups(problems)
         kept += groups if accept is None else filter(accept, groups)
         played, used = played + len(problems), used + 1
@@ -155,5 +178,9 @@ async def collect(
     if isinstance(environment, Metered):
         metrics |= environment.take_metrics()
     if accept is not None:
-        metrics |= {"rollout/groups_played": played, "rollout/groups_kept": len(kept), "rollout/refills": used - 1}
+        metrics |= {
+            "rollout/groups_played": played,
+            "rollout/groups_kept": len(kept),
+            "rollout/refills": used - 1,
+        }
     return kept, metrics

@@ -32,8 +32,13 @@ def load_copy(
     """
     engine, quant = rollout.engine, rollout.quant if quantised else None
     lm_head = lm_head or engine.lm_head
-    own = quant if isinstance(engine, HFEngineConfig) else None  # vLLM rounds weights before it quantises them
-    copy, dtype = load_engine_model(model, engine.dtype, lm_head, device, quant=own), DTYPES[engine.dtype]
+    own = (
+        quant if isinstance(engine, HFEngineConfig) else None
+    )  # vLLM rounds weights before it quantises them
+    copy, dtype = (
+        load_engine_model(model, engine.dtype, lm_head, device, quant=own),
+        DTYPES[engine.dtype],
+    )
     if own is not None:
         quantise_policy(copy, own)
     elif quant is not None:
@@ -51,7 +56,12 @@ def load_copy(
 
 
 def load_engine_model(
-    model: ModelConfig, dtype: str, lm_head: Head, device: torch.device, *, quant: QuantFormat | None = None
+    model: ModelConfig,
+    dtype: str,
+    lm_head: Head,
+    device: torch.device,
+    *,
+    quant: QuantFormat | None = None,
 ) -> PreTrainedModel:
     """Rounded as the trainer's weights are, and as the engine's will be unless its lm_head or its quantised weights are
     made of unrounded ones."""
@@ -59,7 +69,9 @@ def load_engine_model(
     return load_model(model, DTYPES["bfloat16" if "bfloat16" in dtypes else "float32"], device)
 
 
-def quantise_policy(model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False) -> Quantised:
+def quantise_policy(
+    model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False
+) -> Quantised:
     """`quantise`, with the model's routers left as they are unless asked for."""
     from onepolicy.models.quant.install import quantise
 

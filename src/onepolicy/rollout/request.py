@@ -47,6 +47,10 @@ def joined(parts: Sequence[Part], finish: Finish, first_slot: int) -> Completion
         finish,
         RoutingTrace.concat(routes) if routes else None,
         first_slot,
-        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None]) if asked else None,
-        top_logp=torch.cat([part.top_logp for part in parts if part.top_logp is not None]) if asked else None,
+        top_ids=torch.cat([part.top_ids for part in parts if part.top_ids is not None])
+        if asked
+        else None,
+        top_logp=torch.cat([part.top_logp for part in parts if part.top_logp is not None])
+        if asked
+        else None,
     )

@@ -48,7 +48,10 @@ class Ahead:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.forget(self._next)
 
@@ -144,7 +147,9 @@ class Ahead:
 
 def versions(groups: list[Group]) -> Tensor:
     """[n] int32, of every trainable token."""
-    return torch.cat([sample.version[sample.trainable] for group in groups for sample in group.samples])
+    return torch.cat(
+        [sample.version[sample.trainable] for group in groups for sample in group.samples]
+    )
 
 
 def staleness(groups: list[Group], version: int) -> dict[str, float]:

@@ -55,7 +55,10 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         )
     console = Console()
     console.print(
-        f"{config.eval.problems} held-out problems, {model.path}", soft_wrap=True, highlight=False, markup=False
+        f"{config.eval.problems} held-out problems, {model.path}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )
     table = Table("metric", "value")
     for name, value in metrics.items():

@@ -54,7 +54,10 @@ async def evaluate(
     if isinstance(environment, Metered):
         environment.take_metrics()  # what ran out of time here is not the next step's
     solved = [samples[-1].reward >= solved_at for samples in episodes]
-    metrics = {"eval/response_length": sum(s.response_length for played in episodes for s in played) / len(episodes)}
+    metrics = {
+        "eval/response_length": sum(s.response_length for played in episodes for s in played)
+        / len(episodes)
+    }
     if config.greedy:
         metrics["eval/greedy"] = sum(solved[: len(problems)]) / len(problems)
     if config.k:

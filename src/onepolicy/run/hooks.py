@@ -65,7 +65,9 @@ class Counterfactual(Hook):
         with self._clock("probe"):
             scored = result.batch if self._config.scores_old else self._scorer.score(result.batch)
             without = self._scorer.score(result.batch, replay=False)
-            result.metrics |= counterfactual(without) | per_layer(scored) | repeat(self._scorer, scored, without)
+            result.metrics |= (
+                counterfactual(without) | per_layer(scored) | repeat(self._scorer, scored, without)
+            )
         self._scored, result.without_replay = scored, without
 
     def after_update(self, result: StepResult, step: int) -> None:

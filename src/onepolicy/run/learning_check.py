@@ -52,10 +52,20 @@ def nothing_learnt(config: RunConfig, rows: Iterable[Row], run: Path) -> Row | N
         why = [_gradient(config, train)] if learnt == "nothing" else []
         why += [*_causes(config, silent), _look(run, {row["step"] for row in silent})]
         verdict = _no_signal(config, *counts.values())
-        return {"learnt": learnt, "verdict": verdict, "why": [text for text in why if text], **counts}
+        return {
+            "learnt": learnt,
+            "verdict": verdict,
+            "why": [text for text in why if text],
+            **counts,
+        }
     still = _no_update(train)
     if still is not None:
-        return {"learnt": "nothing", "verdict": f"Nothing was learnt: {still[0]}", "why": [still[1]], **counts}
+        return {
+            "learnt": "nothing",
+            "verdict": f"Nothing was learnt: {still[0]}",
+            "why": [still[1]],
+            **counts,
+        }
     return None
 
 
@@ -77,7 +87,15 @@ class Watch:
         self._done = True
         found = nothing_learnt(self._config, self._rows, self._run)
         if found is not None and found["learnt"] == "nothing":
-            self._say("\n".join([f"warning, after step {step}: {found['verdict']}", *found["why"], "The run goes on."]))
+            self._say(
+                "\n".join(
+                    [
+                        f"warning, after step {step}: {found['verdict']}",
+                        *found["why"],
+                        "The run goes on.",
+                    ]
+                )
+            )
 
 
 def _silent(config: RunConfig, train: list[Row]) -> list[Row] | None:
@@ -119,7 +137,11 @@ def _gradient(config: RunConfig, train: list[Row]) -> str:
         return ""
     objective = config.objective
     if max(norms) == 0:
-        moved = "only weight decay moved the weights" if config.optim.weight_decay else "no weight moved"
+        moved = (
+            "only weight decay moved the weights"
+            if config.optim.weight_decay
+            else "no weight moved"
+        )
         return f"The gradient was exactly 0: {moved}."
     terms = {
         "the entropy bonus": objective.entropy_coef,
@@ -127,7 +149,9 @@ def _gradient(config: RunConfig, train: list[Row]) -> str:
         "the penalty on overlong answers": objective.overlong_buffer,
     }
     others = " and ".join(name for name, weight in terms.items() if weight)
-    source = f"came from {others}" if others else "did not come from rewards that tell answers apart"
+    source = (
+        f"came from {others}" if others else "did not come from rewards that tell answers apart"
+    )
     return (
         f"The gradient that there was (norm up to {max(norms):.2g}) {source}: the policy moved, but not towards "
         "better answers."
@@ -140,13 +164,18 @@ def _no_update(train: list[Row]) -> tuple[str, str] | None:
     known = [norm for norm in norms if norm is not None]
     if known and max(known) == 0 and len(known) == len(norms):
         rejected = _mean(train, "correction/rejected")
-        kept = "" if rejected is None else f" The correction left {rejected:.0%} of the tokens out of the loss."
+        kept = (
+            ""
+            if rejected is None
+            else f" The correction left {rejected:.0%} of the tokens out of the loss."
+        )
         return f"the gradient was exactly 0 in all {len(norms)} steps, though rewards differed.", (
             f"Look at correction/rejected and train/clip_high in metrics.jsonl.{kept}"
         )
     if not known and all(_number(row, "train/updates_skipped") for row in train):
-        return f"no update was made in {len(norms)} steps: no gradient was finite (optim.max_skipped).", (
-            "Fork from an earlier checkpoint with a lower optim.lr."
+        return (
+            f"no update was made in {len(norms)} steps: no gradient was finite (optim.max_skipped).",
+            ("Fork from an earlier checkpoint with a lower optim.lr."),
         )
     return None
 
@@ -162,7 +191,9 @@ def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
             f"{sampling.max_tokens}): raise it, or let the prompt ask for shorter answers."
         )
     if malformed is not None and malformed >= MANY:
-        out.append(f"{malformed:.2g} turns per episode named no tool and no answer (tools/malformed).")
+        out.append(
+            f"{malformed:.2g} turns per episode named no tool and no answer (tools/malformed)."
+        )
     out.append(_of_rewards(config, silent))
     if entropy is not None and entropy < CERTAIN:
         out.append(
@@ -173,7 +204,9 @@ def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
 
 
 def _of_rewards(config: RunConfig, silent: list[Row]) -> str:
-    lows, highs = ([_number(row, name) for row in silent] for name in ("train/reward_min", "train/reward_max"))
+    lows, highs = (
+        [_number(row, name) for row in silent] for name in ("train/reward_min", "train/reward_max")
+    )
     means = [_number(row, "train/reward") for row in silent]
     values = [value for value in (*lows, *highs, *means) if value is not None]
     least, most = min(values), max(values)
@@ -184,7 +217,9 @@ def _of_rewards(config: RunConfig, silent: list[Row]) -> str:
             f"(rollout.group_size = {config.rollout.group_size})."
         )
     if _same(most, 0.0):
-        names = [f"task.{name}" for name in ("grader", "answer_prefix") if hasattr(config.task, name)]
+        names = [
+            f"task.{name}" for name in ("grader", "answer_prefix") if hasattr(config.task, name)
+        ]
         where = ", ".join(names) or "the task's settings"
         return (
             "Every reward is 0: no answer was right, or the grader found none in the text. Compare the text with the "
@@ -192,13 +227,17 @@ def _of_rewards(config: RunConfig, silent: list[Row]) -> str:
         )
     if most >= getattr(config.task, "threshold", 1.0):
         return f"Every reward is {most:g}: the task is too easy for this policy, or solved; take harder problems."
-    return f"Every reward is {most:g}: the grader gives all answers the same; look at what it reads."
+    return (
+        f"Every reward is {most:g}: the grader gives all answers the same; look at what it reads."
+    )
 
 
 def _look(run: Path, steps: set[int]) -> str:
     sample = _first_sample(run / "samples.jsonl", steps)
     if sample is None:
-        return "Look at the answers: set log.samples_per_step above 0, and they are in samples.jsonl."
+        return (
+            "Look at the answers: set log.samples_per_step above 0, and they are in samples.jsonl."
+        )
     text, answer = _excerpt(sample.get("response")), _excerpt(sample.get("answer"))
     right = f" The right answer is `{answer}`." if answer else ""
     return f"Look at samples.jsonl. Its first of these, of step {sample['step']}, reads `{text}`.{right}"
@@ -221,7 +260,9 @@ def _first_sample(path: Path, steps: set[int]) -> Row | None:
 
 def _excerpt(text: object) -> str:
     """On one line, with nothing in it that a terminal obeys."""
-    clean = "".join(c if c.isprintable() else " " for c in str("" if text is None else text)[: 4 * EXCERPT])
+    clean = "".join(
+        c if c.isprintable() else " " for c in str("" if text is None else text)[: 4 * EXCERPT]
+    )
     line = " ".join(clean.split())
     return line if len(line) <= EXCERPT else f"{line[:EXCERPT]}..."
 
@@ -239,4 +280,6 @@ def _mean(rows: list[Row], name: str) -> float | None:
 
 
 def _same(low: float, high: float) -> bool:
-    return bool(same(torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64)))
+    return bool(
+        same(torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64))
+    )

@@ -160,8 +160,14 @@ METRICS: dict[str, str] = {
     "eval/avg@k": "mean accuracy of k sampled answers per held-out problem [share]",
     "eval/pass@k": "held-out problems with at least one right answer among k [share]",
     "eval/response_length": "mean sampled tokens per evaluation episode [tokens]",
-    **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _MISMATCH.items()},
-    **{f"counterfactual/{name}": f"{text}; same batch scored without replay" for name, text in _ROUTING.items()},
+    **{
+        f"counterfactual/{name}": f"{text}; same batch scored without replay"
+        for name, text in _MISMATCH.items()
+    },
+    **{
+        f"counterfactual/{name}": f"{text}; same batch scored without replay"
+        for name, text in _ROUTING.items()
+    },
     **{
         f"counterfactual/{name}": f"{text}; scored without replay"
         for name, text in (_PER_LAYER | _PER_TURN | _REPEAT).items()
@@ -200,13 +206,18 @@ class RunLog:
             self._metrics = opening.enter_context(_open_lines(self._folder / "metrics.jsonl"))
             self._samples = opening.enter_context(_open_lines(self._folder / "samples.jsonl"))
             if self._tensorboard is not None:
-                writer = self._tensorboard(str(self._folder / "tensorboard"), purge_step=self._last_step + 1)
+                writer = self._tensorboard(
+                    str(self._folder / "tensorboard"), purge_step=self._last_step + 1
+                )
                 self._writer = opening.enter_context(writer)
             self._open = opening.pop_all()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._open.close()
         self._metrics = self._samples = self._writer = None
@@ -217,8 +228,12 @@ class RunLog:
         assert step > self._last_step, f"step {step} after step {self._last_step}: one row per step"
         unknown = [name for name in metrics if not is_known(name)]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: not in loop.metrics.METRICS; add the name with meaning and unit")
-        _append(self._metrics, {"step": step} | {name: float(value) for name, value in metrics.items()})
+            raise ValueError(
+                f"{', '.join(unknown)}: not in loop.metrics.METRICS; add the name with meaning and unit"
+            )
+        _append(
+            self._metrics, {"step": step} | {name: float(value) for name, value in metrics.items()}
+        )
         self._last_step = step
         if self._writer is not None:
             for name, value in metrics.items():
@@ -250,9 +265,14 @@ def truncate_after(folder: Path, step: int) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
     # a lone surrogate in a decoded response becomes its own JSON escape
-    return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+    return (
+        json.dumps(clean, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
+        + b"\n"
+    )
 
 
 def _append(file: FileIO, row: Mapping[str, Any]) -> None:
@@ -268,7 +288,9 @@ def _open_lines(path: Path) -> FileIO:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             file.close()
-            raise UsageError(f"{path}: the last line is half-written; resume the run, which cuts it off")
+            raise UsageError(
+                f"{path}: the last line is half-written; resume the run, which cuts it off"
+            )
     return file
 
 

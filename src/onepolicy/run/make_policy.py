@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from transformers import PreTrainedModel
 
 from onepolicy.build.engines import build_engine
@@ -24,7 +31,14 @@ from onepolicy.envs.warmup.examples import alphabet, warmup_examples
 from onepolicy.models.load import load_tokenizer
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import evaluate
-from onepolicy.tiny.model import Example, make_dense, make_model, make_tokenizer, save_policy, warm_up
+from onepolicy.tiny.model import (
+    Example,
+    make_dense,
+    make_model,
+    make_tokenizer,
+    save_policy,
+    warm_up,
+)
 
 CHECK_PROBLEMS = 64
 
@@ -36,7 +50,11 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     if os.path.lexists(path):
         if out is not None:
             raise UsageError(f"--out: {path} already exists; choose another folder")
-        console.print(f"the policy of these settings is already there: {path}", soft_wrap=True, highlight=False)
+        console.print(
+            f"the policy of these settings is already there: {path}",
+            soft_wrap=True,
+            highlight=False,
+        )
         return path
     start = time.perf_counter()
     tokenizer = make_tokenizer(alphabet(config.task))
@@ -44,22 +62,30 @@ def make_policy(config: PolicyConfig, out: Path | None) -> Path:
     try:
         environment.check(max_tokens=config.max_len // 2, max_len=config.max_len)
     except TooLong as error:
-        raise UsageError(f"max_len: {config.max_len}, half of it for the response: {error.fact}; raise it") from None
+        raise UsageError(
+            f"max_len: {config.max_len}, half of it for the response: {error.fact}; raise it"
+        ) from None
     problems = min(CHECK_PROBLEMS, getattr(config.task, "held_out", CHECK_PROBLEMS))
     check = EvalConfig(problems=problems, greedy=True, k=4)
     environment.held_out(check.problems)  # are there that many?
     torch.set_num_threads(config.threads)
     model = make_model(config, len(tokenizer))
     console.print(
-        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)", highlight=False
+        f"warming up {model.num_parameters() / 1e6:.1f}M parameters on {config.threads} thread(s)",
+        highlight=False,
     )
     with _bars(console) as bars:
         task = bars.add_task("warm-up", total=config.steps, shown="")
 
         def progress(step: int, loss: float, accuracy: float) -> None:
-            bars.update(task, completed=step, shown=f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}")
+            bars.update(
+                task, completed=step, shown=f"loss {loss:.3f}  next-token accuracy {accuracy:.3f}"
+            )
             if step % 100 == 0 and not console.is_terminal:
-                console.print(f"step {step:>4}  loss {loss:.3f}  next-token accuracy {accuracy:.3f}", highlight=False)
+                console.print(
+                    f"step {step:>4}  loss {loss:.3f}  next-token accuracy {accuracy:.3f}",
+                    highlight=False,
+                )
 
         def examples(mistakes: float) -> Iterator[Example]:
             return warmup_examples(config.task, mistakes=mistakes, seed=config.seed)
@@ -82,12 +108,22 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     tokenizer = load_tokenizer(model)
     own = HFEngineConfig(dtype="float32", slots=128)
     engine = build_engine(EngineSpec(model, own, torch.device("cpu"), config.max_len))
-    environment, stop = build(config.task, tokenizer, max_len=config.max_len), (tokenizer.eos_token_id,)
-    return asyncio.run(evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2))
+    environment, stop = (
+        build(config.task, tokenizer, max_len=config.max_len),
+        (tokenizer.eos_token_id,),
+    )
+    return asyncio.run(
+        evaluate(engine, environment, check, stop=stop, max_tokens=config.max_len // 2)
+    )
 
 
 def _bars(console: Console) -> Progress:
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(
         TextColumn("{task.description}"),
         *columns,
@@ -118,7 +154,9 @@ def random_dense() -> Iterator[str]:
 
 
 @contextmanager
-def _saved(config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]) -> Iterator[str]:
+def _saved(
+    config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]
+) -> Iterator[str]:
     """A random model of these settings in a folder that goes away again."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(alphabet(config.task))

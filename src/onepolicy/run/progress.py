@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from onepolicy.config import printable
 from onepolicy.interfaces import Progress as RunProgress
@@ -33,12 +40,20 @@ class TerminalProgress(RunProgress):
         return lambda: self.bars.advance(self.inner)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{label} {metrics[name]:{form}}" for label, name, form in SHOWN if name in metrics)
-        scores = "  ".join(f"{k} {v:.2f}" for k, v in metrics.items() if k.startswith("eval/") and "length" not in k)
+        shown = "  ".join(
+            f"{label} {metrics[name]:{form}}" for label, name, form in SHOWN if name in metrics
+        )
+        scores = "  ".join(
+            f"{k} {v:.2f}"
+            for k, v in metrics.items()
+            if k.startswith("eval/") and "length" not in k
+        )
         self.bars.update(self.steps, completed=step, shown=shown)
         self.bars.update(self.inner, visible=False)
         if scores or not self.console.is_terminal:
-            self.console.print(f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True)
+            self.console.print(
+                f"step {step:>4}  {shown}  {scores}".rstrip(), highlight=False, soft_wrap=True
+            )
 
     def note(self, text: str) -> None:
         self.console.print(
@@ -57,5 +72,7 @@ def terminal_progress(steps: int, first: int = 0) -> Iterator[TerminalProgress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[shown]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
         yield TerminalProgress(console, bars, steps, first)

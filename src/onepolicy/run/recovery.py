@@ -27,7 +27,9 @@ async def nothing() -> None: ...
 
 
 async def outlive(
-    parts: Components, work: Callable[[], Awaitable[T]], forget: Callable[[], Awaitable[None]] = nothing
+    parts: Components,
+    work: Callable[[], Awaitable[T]],
+    forget: Callable[[], Awaitable[None]] = nothing,
 ) -> T:
     """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
 
@@ -57,7 +59,10 @@ async def outlive(
             began = time.monotonic()
             await forget()
             await _back(parts, engine, error, began + patience)
-            LOG.warning("the engine is back after %.0f s and has the weights again", time.monotonic() - began)
+            LOG.warning(
+                "the engine is back after %.0f s and has the weights again",
+                time.monotonic() - began,
+            )
 
 
 async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None:
@@ -104,4 +109,6 @@ async def _back(parts: Components, engine: LastingEngine, lost: EngineLost, end:
                 raise lost from None
             await asyncio.sleep(POLL_S)
         except UsageError as error:
-            raise TrainingError(f"the engine came back as one this run cannot use: {error}") from error
+            raise TrainingError(
+                f"the engine came back as one this run cannot use: {error}"
+            ) from error

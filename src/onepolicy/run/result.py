@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from onepolicy.types import Group, TokenBatch
 
 
-@dataclass(slots=True, repr=False)  # asyncio prints results into errors it throws away, and these are large
+@dataclass(
+    slots=True, repr=False
+)  # asyncio prints results into errors it throws away, and these are large
 class Rollouts:
     groups: list[Group]
     metrics: dict[str, float]  # what became of the episodes
@@ -38,4 +40,6 @@ class Clock:
         self.seconds[part] = time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        return {f"time/{part}": s for part, s in self.seconds.items()} | {"time/step": time.perf_counter() - self.start}
+        return {f"time/{part}": s for part, s in self.seconds.items()} | {
+            "time/step": time.perf_counter() - self.start
+        }

@@ -47,15 +47,21 @@ class Origin:
 START = Origin()
 
 
-def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant: Json | None = None) -> None:
+def create(
+    out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant: Json | None = None
+) -> None:
     """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
     check_new(out)
     wanted = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        while out.is_symlink():  # a link to an empty folder stays; not realpath, which leaves /proc/PID/root
+        while (
+            out.is_symlink()
+        ):  # a link to an empty folder stays; not realpath, which leaves /proc/PID/root
             out = out.parent / os.readlink(out)
-        making = out.with_name(f".making-{os.getpid()}")  # short: the name of `out` may be as long as names can be
+        making = out.with_name(
+            f".making-{os.getpid()}"
+        )  # short: the name of `out` may be as long as names can be
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
         about = _about(config, origin, fingerprint) | {"quant": quant}
@@ -63,7 +69,9 @@ def create(out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant
         write_config(making, config)
         os.rename(making, out)  # an empty folder of that name is replaced
     except OSError as error:
-        raise UsageError(f"out: cannot make {wanted}: {error.strerror}; choose another folder") from None
+        raise UsageError(
+            f"out: cannot make {wanted}: {error.strerror}; choose another folder"
+        ) from None
 
 
 def write_config(run: Path, config: RunConfig) -> None:
@@ -89,7 +97,9 @@ def check_layout(run: Path) -> None:
     """UsageError for a file where the run writes a folder, or the other way round."""
     for name in (checkpoint.FOLDER, PROBES, "tensorboard"):
         if os.path.lexists(run / name) and not (run / name).is_dir():
-            raise UsageError(f"{run / name}: not a folder, which the run writes there; move it away")
+            raise UsageError(
+                f"{run / name}: not a folder, which the run writes there; move it away"
+            )
     for name in (RUN, SUMMARY, METRICS, SAMPLES, "report.html", ".lock"):
         if os.path.lexists(run / name) and not (run / name).is_file():
             raise UsageError(f"{run / name}: not a file, which the run writes there; move it away")
@@ -104,7 +114,9 @@ def resume_origin(run: Path) -> Origin:
             return Origin()
         folder = checkpoint.folder_of(Path(parent["run"]), parent["step"])
         if not folder.is_dir():
-            raise UsageError(f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone")
+            raise UsageError(
+                f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
+            )
         return Origin(parent["step"], folder, parent)
     newest = checkpoint.latest(run)
     return Origin(checkpoint.verify(newest)["step"], newest, parent)
@@ -131,7 +143,9 @@ def held(run: Path) -> Iterator[None]:
             lock = open_while_held.enter_context((run / ".lock").open("w", encoding="utf-8"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{run}: another process is training in this folder; wait for it or stop it") from None
+            raise UsageError(
+                f"{run}: another process is training in this folder; wait for it or stop it"
+            ) from None
         except OSError as error:
             raise refused(run, error.strerror) from None
         yield
@@ -168,7 +182,9 @@ def _without_checkpoint(run: Path) -> str:
 
 def drop_probes_after(run: Path, step: int) -> None:
     for path in (run / PROBES).glob("*.safetensors"):
-        written = re.fullmatch(r"step_([0-9]+)", path.stem)  # a file of another name is not the run's
+        written = re.fullmatch(
+            r"step_([0-9]+)", path.stem
+        )  # a file of another name is not the run's
         if written and int(written[1]) > step:
             path.unlink()
 

@@ -20,19 +20,25 @@ from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
 
 
-async def rl_step(parts: Components, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
+async def rl_step(
+    parts: Components, step: int, *, advance: Callable[[], None] = lambda: None
+) -> StepResult:
     """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
     them overlap is in async_rollouts.py."""
     clock = Clock()
     with clock("rollout"):
-        rollouts = await outlive(parts, lambda: sample(parts, step, advance))  # again, if a server is lost meanwhile
+        rollouts = await outlive(
+            parts, lambda: sample(parts, step, advance)
+        )  # again, if a server is lost meanwhile
     result = learn(parts, step, rollouts, clock)
     with clock("sync"):
         await outlive(parts, lambda: push_weights(parts.learner, *parts.samplers))
     return timed(parts, result, clock)
 
 
-async def sample(parts: Components, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
+async def sample(
+    parts: Components, step: int, advance: Callable[[], None] = lambda: None
+) -> Rollouts:
     """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
     cfg = parts.config
     return Rollouts(
@@ -58,10 +64,14 @@ def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock) -> Ste
     groups = rollouts.groups
     for hook in hooks:
         groups = hook.after_rollout(groups)
-    groups = outcomes(groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens)  # reward against siblings
+    groups = outcomes(
+        groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens
+    )  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
     with clock("score"):
-        batch = learner.score(batch)  # logp_old, the rollout's experts replayed; reference and critic
+        batch = learner.score(
+            batch
+        )  # logp_old, the rollout's experts replayed; reference and critic
     for hook in hooks:
         hook.after_score(batch, groups, step)
     batch = credit(batch, cfg.objective)  # outcome -> slots
@@ -71,9 +81,13 @@ def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock) -> Ste
         hook.before_update(result, step)
     with clock("update"):
         metrics, scored = learner.step(batch)  # forward with replay, loss, backward, optimiser
-    if scored is not None:  # nobody scored it before: the first mini-step saw it with the weights of before
+    if (
+        scored is not None
+    ):  # nobody scored it before: the first mini-step saw it with the weights of before
         result.batch = scored
-    result.metrics |= metrics | measure(result.batch) | rollout_metrics(groups)  # read-only, every step
+    result.metrics |= (
+        metrics | measure(result.batch) | rollout_metrics(groups)
+    )  # read-only, every step
     for hook in hooks:
         hook.after_update(result, step)
     return result
@@ -90,7 +104,9 @@ def corrected(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[st
         segment=batch.segment,
         turn=batch.turn,
         advantage=batch.advantage,
-        average="sequences" if config.objective.reduction == "sequence-mean-token-mean" else "slots",
+        average="sequences"
+        if config.objective.reduction == "sequence-mean-token-mean"
+        else "slots",
     )
     return batch.replace(weight=applied.weight, keep=applied.keep), applied.report
 
@@ -108,7 +124,11 @@ def timed(parts: Components, result: StepResult, clock: Clock) -> StepResult:
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Means over episodes; an episode's last sample has its reward, its end and what happened in it."""
     samples = [sample for group in groups for sample in group.samples]
-    ends = [s for group in groups for s in dict(zip(group.episodes, group.samples, strict=True)).values()]
+    ends = [
+        s
+        for group in groups
+        for s in dict(zip(group.episodes, group.samples, strict=True)).values()
+    ]
     count, events = len(ends), Counter(event for sample in ends for event in sample.events)
     turns = sum(len(s.turn.unique()) - bool((s.turn < 0).any()) for s in samples) / count
     several = {"train/turns": turns} if turns > 1 or events else {}

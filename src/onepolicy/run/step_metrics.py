@@ -25,7 +25,9 @@ def measure(batch: TokenBatch) -> dict[str, float]:
     """Mismatch of a scored batch; routing disagreement too if both sides have routes."""
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
-    metrics = mismatch(batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment).metrics()
+    metrics = mismatch(
+        batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment
+    ).metrics()
     metrics |= per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.routing is not None and batch.routing_native is not None:
@@ -67,7 +69,9 @@ def _disagreement(batch: TokenBatch) -> dict[str, float]:
     assert batch.routing_native is not None
     if not batch.routing.valid.any():  # no engine returned routes, and replay.missing = native
         return {}
-    return routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment).metrics()
+    return routing_disagreement(
+        batch.routing_native, batch.routing, segment=batch.segment
+    ).metrics()
 
 
 def replay_metrics(batch: TokenBatch) -> dict[str, float]:
@@ -91,10 +95,14 @@ def per_layer(batch: TokenBatch) -> dict[str, float]:
         return {}
     layers = batch.routing.layers
     differing = routing_disagreement(batch.routing_native, batch.routing).per_layer.tolist()
-    metrics = {f"routing/layer@{layer}": share for layer, share in zip(layers, differing, strict=True)}
+    metrics = {
+        f"routing/layer@{layer}": share for layer, share in zip(layers, differing, strict=True)
+    }
     if batch.gate_mass is not None:
         held = batch.gate_mass[batch.routing.valid].mean(0).tolist()
-        metrics |= {f"replay/gate_mass@{layer}": share for layer, share in zip(layers, held, strict=True)}
+        metrics |= {
+            f"replay/gate_mass@{layer}": share for layer, share in zip(layers, held, strict=True)
+        }
     return metrics
 
 
@@ -107,7 +115,9 @@ def repeat(scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch) -> dic
     again = scorer.score(reversed_batch).select(order)
     native = scorer.score(reversed_batch, replay=False).select(order)
     plain = variation(without_replay, native)
-    return variation(batch, again) | {f"counterfactual/{name}": value for name, value in plain.items()}
+    return variation(batch, again) | {
+        f"counterfactual/{name}": value for name, value in plain.items()
+    }
 
 
 def variation(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
@@ -117,19 +127,25 @@ def variation(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
     found = mismatch(second.logp_old, first.logp_old, first.trainable)
     metrics = {"repeat/k3": found.k3, "repeat/max_dlogp": found.max_dlogp}
     if first.routing_native is not None and second.routing_native is not None:
-        metrics["repeat/routers"] = routing_disagreement(first.routing_native, second.routing_native).routers
+        metrics["repeat/routers"] = routing_disagreement(
+            first.routing_native, second.routing_native
+        ).routers
     return metrics
 
 
 def counterfactual(without_replay: TokenBatch) -> dict[str, float]:
     """The same measures of the batch scored without replay, named counterfactual/..."""
     metrics = measure(without_replay)
-    return {f"counterfactual/{name}": value for name, value in metrics.items() if not name.startswith("train/")} | {
-        f"counterfactual/{name}": value for name, value in per_layer(without_replay).items()
-    }
+    return {
+        f"counterfactual/{name}": value
+        for name, value in metrics.items()
+        if not name.startswith("train/")
+    } | {f"counterfactual/{name}": value for name, value in per_layer(without_replay).items()}
 
 
-def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str) -> None:
+def save_probe(
+    path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str
+) -> None:
     """Tensors the report draws its figures from and `onepolicy audit RUN` reads, of the n trainable slots; names ending
     in _native are the scoring without replay. fingerprint: of the trainer; the rollouts' stand beside it."""
     assert batch.logp_old is not None
@@ -137,7 +153,11 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None,
     mask = batch.trainable
     tensors = {"logp_rollout": batch.logp_rollout[mask], "logp_trainer": batch.logp_old[mask]}
     tensors |= {"entropy": batch.entropy[mask], "version": batch.version[mask]}
-    tensors |= {"tokens": batch.target_ids[mask], "segment": batch.segment[mask], "turn": batch.turn[mask]}
+    tensors |= {
+        "tokens": batch.target_ids[mask],
+        "segment": batch.segment[mask],
+        "turn": batch.turn[mask],
+    }
     tensors |= routing_tensors(batch, "") | _routes(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
@@ -146,7 +166,11 @@ def save_probe(path: Path, batch: TokenBatch, without_replay: TokenBatch | None,
     path.parent.mkdir(exist_ok=True)
     prints = {"fingerprint": fingerprint, "rollout": json.dumps(sorted(batch.fingerprints))}
     with replaced(path) as temporary:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata=prints)
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            temporary,
+            metadata=prints,
+        )
 
 
 def _routes(batch: TokenBatch) -> dict[str, Tensor]:
@@ -156,7 +180,10 @@ def _routes(batch: TokenBatch) -> dict[str, Tensor]:
     slots = batch.trainable.nonzero()[:, 0]
     slots = slots[: PROBE_ROUTES // (len(batch.routing.layers) * batch.routing.top_k)]
     tensors = {}
-    for name, trace in (("routes_rollout", batch.routing), ("routes_trainer", batch.routing_native)):
+    for name, trace in (
+        ("routes_rollout", batch.routing),
+        ("routes_trainer", batch.routing_native),
+    ):
         kept = trace.at(slots)
         tensors[name] = torch.where(kept.valid[:, None, None], kept.ids.int(), -1)
     return tensors
@@ -166,7 +193,11 @@ def routing_tensors(batch: TokenBatch, suffix: str = "") -> dict[str, Tensor]:
     """How far the trainer's own experts are from the rollout's, per token, layer, sequence; empty without routes."""
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return {}
-    mass = {} if batch.gate_mass is None else {"gate_mass_per_layer": batch.gate_mass[batch.routing.valid].mean(0)}
+    mass = (
+        {}
+        if batch.gate_mass is None
+        else {"gate_mass_per_layer": batch.gate_mass[batch.routing.valid].mean(0)}
+    )
     found = routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment)
     return {
         f"disagree_per_token{suffix}": found.per_token_count.to(torch.int32),

@@ -41,7 +41,11 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     """`rows` are those of metrics.jsonl: one per training step, evaluations under the step they followed."""
     train = [row for row in rows if "train/reward" in row]
     name = score_name(config)
-    scores = [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None] if name else []
+    scores = (
+        [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
+        if name
+        else []
+    )
     best = max(scores, key=lambda s: s[1], default=None)
     window = max(1, min(5, len(train) // 2))
     summary: Row = {
@@ -63,7 +67,16 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "objective": config.objective.name,
         "time": {
             key: _mean(train, f"time/{key}", absent=0.0)
-            for key in ("rollout", "wait", "score", "score_saved", "probe", "update", "sync", "step")
+            for key in (
+                "rollout",
+                "wait",
+                "score",
+                "score_saved",
+                "probe",
+                "update",
+                "sync",
+                "step",
+            )
         },
     }
     if skipped := sum(row.get("train/updates_skipped") or 0.0 for row in train):
@@ -72,12 +85,20 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         summary["groups_without_signal"] = _mean(train[-window:], "train/groups_without_signal")
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
-    measured = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
+    measured = (
+        "mismatch/k3",
+        "mismatch/f2",
+        "routing/routers",
+        "routing/tokens",
+        "routing/sequence",
+    )
     summary["mismatch"] = {key: _mean(train, key) for key in measured}
     probes = [row for row in train if f"counterfactual/{measured[0]}" in row]
     summary["probe_steps"] = [int(row["step"]) for row in probes]
     summary["mismatch_at_probes"] = {key: _mean(probes, key) for key in measured}
-    summary["mismatch_without_replay"] = {key: _mean(probes, f"counterfactual/{key}") for key in measured}
+    summary["mismatch_without_replay"] = {
+        key: _mean(probes, f"counterfactual/{key}") for key in measured
+    }
     pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
     cuts = [without / within for without, within in pairs if without is not None and within]
     summary["k3_cuts"] = sorted(cut for cut in cuts if math.isfinite(cut))
@@ -91,7 +112,9 @@ def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
     return {
         "max_staleness": max_staleness,
         "staleness_mean": _mean(train, "staleness/mean"),
-        "staleness_max": max((age for row in train if (age := row.get("staleness/max")) is not None), default=None),
+        "staleness_max": max(
+            (age for row in train if (age := row.get("staleness/max")) is not None), default=None
+        ),
         "spanning": _mean(train, "staleness/spanning"),
         "learner_busy": _mean(train, "async/learner_busy"),
         "sampler_busy": _mean(train, "async/sampler_busy"),

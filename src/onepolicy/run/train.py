@@ -42,10 +42,14 @@ if TYPE_CHECKING:
     from onepolicy.run.async_rollouts import Ahead
 
 
-def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE) -> Json:
+def start(
+    config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE
+) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
     if isinstance(config.task, PromptsTask):
-        raise UsageError("task.kind: prompts have no answers, so nothing can be learned from them; give another task")
+        raise UsageError(
+            "task.kind: prompts have no answers, so nothing can be learned from them; give another task"
+        )
     config = effective(config)
     out = Path(config.out)
     check_new(out)
@@ -57,11 +61,19 @@ def start(config: RunConfig, progress: Progress, origin: Origin = START, hosts: 
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
     with started_ranks(config, hosts.launch) as others:
-        parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
+        parts, tokenizer = components.build_parts(
+            config, origin.weights, others, hosts.build_engine
+        )
         sizes = parts.engine.caps.sizes
         if sizes is not None:
             progress.note(sizes.words())
-        run_folder.create(out, config, origin, parts.learner.fingerprint, None if sizes is None else sizes.report())
+        run_folder.create(
+            out,
+            config,
+            origin,
+            parts.learner.fingerprint,
+            None if sizes is None else sizes.report(),
+        )
         with run_folder.held(out):
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
@@ -86,12 +98,16 @@ def resume(
     with run_folder.held(run):
         origin = run_folder.resume_origin(run)
         if origin.step > config.steps or (origin.step == config.steps and _finished(config, run)):
-            raise UsageError(f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on")
+            raise UsageError(
+                f"{run}: already finished {origin.step} of {config.steps} steps; give steps=N to train on"
+            )
         if origin.step == config.steps:
             return _finish(config, run, origin)
         asyncio.run(wait_for_server(config, progress.note))
         with started_ranks(config, hosts.launch) as others:
-            parts, tokenizer = components.build_parts(config, origin.weights, others, hosts.build_engine)
+            parts, tokenizer = components.build_parts(
+                config, origin.weights, others, hosts.build_engine
+            )
             with run_folder.writing(run):
                 run_folder.write_config(run, config)
             progress.note(_resuming(run, origin))
@@ -110,14 +126,20 @@ def _resuming(run: Path, origin: Origin) -> str:
 
 
 async def _train(
-    parts: Components, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress
+    parts: Components,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    origin: Origin,
+    progress: Progress,
 ) -> Json:
     config, learner = parts.config, parts.learner
     if origin.weights is not None:
         learner.restore(origin.weights)
         if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
             with run_folder.writing(out):
-                checkpoint.save(out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent})
+                checkpoint.save(
+                    out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent}
+                )
     with run_folder.writing(out):
         checkpoint.sweep(out)
         truncate_after(out, origin.step)
@@ -131,7 +153,9 @@ async def _train(
     await checked_probabilities(parts.engine, learner.scorer, tokenizer, config)
     checked()
     if not parts.engine.caps.seeded:
-        progress.note("the engine draws random numbers as it likes: a resumed or repeated run samples other tokens")
+        progress.note(
+            "the engine draws random numbers as it likes: a resumed or repeated run samples other tokens"
+        )
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         await _repeat(parts, tokenizer, out, origin, progress, log)
     with run_folder.writing(out):
@@ -141,7 +165,12 @@ async def _train(
 
 
 async def _repeat(
-    parts: Components, tokenizer: PreTrainedTokenizerBase, out: Path, origin: Origin, progress: Progress, log: RunLog
+    parts: Components,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    origin: Origin,
+    progress: Progress,
+    log: RunLog,
 ) -> None:
     """Every step of the run, with what belongs to it: evaluation, log, probe, checkpoint."""
     config, learner = parts.config, parts.learner
@@ -171,7 +200,14 @@ async def _repeat(
             if _due(done, config.checkpoint.every, config.steps):
                 with run_folder.writing(out):
                     log.sync()  # a checkpoint never outlives the rows before it
-                    save = partial(checkpoint.save, out, learner, tokenizer, step=done, extra={"parent": origin.parent})
+                    save = partial(
+                        checkpoint.save,
+                        out,
+                        learner,
+                        tokenizer,
+                        step=done,
+                        extra={"parent": origin.parent},
+                    )
                     if ahead is None:
                         save()
                     else:  # episodes are in play, and need the event loop
@@ -188,7 +224,9 @@ def _ahead(parts: Components, first: int) -> AbstractAsyncContextManager[Ahead |
     return Ahead(parts, first)
 
 
-async def _step(parts: Components, ahead: Ahead | None, step: int, progress: Progress) -> StepResult:
+async def _step(
+    parts: Components, ahead: Ahead | None, step: int, progress: Progress
+) -> StepResult:
     """One after the other, or with episodes that are played ahead."""
     rollout = parts.config.rollout
     advance = progress.phase("rollout", rollout.prompts_per_step * rollout.group_size)
@@ -203,7 +241,9 @@ def _look_for_bugs(result: StepResult, progress: Progress) -> None:
 
     found = preflight(result.batch)
     if found.bug:
-        progress.note(f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}")
+        progress.note(
+            f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}"
+        )
 
 
 async def _evaluate(
@@ -224,14 +264,20 @@ async def _evaluate(
         solved_at=getattr(config.task, "threshold", 1.0),
         advance=progress.phase("evaluation", attempts(config.eval)),
     )
-    metrics = await outlive(parts, evaluation, nothing if ahead is None else partial(ahead.forget, done))
+    metrics = await outlive(
+        parts, evaluation, nothing if ahead is None else partial(ahead.forget, done)
+    )
     if ahead is None or ahead.resting or parts.evaluator is not None:
-        await outlive(parts, engine.reset_cache)  # or rollouts would reuse prefixes that a resumed run does not have
+        await outlive(
+            parts, engine.reset_cache
+        )  # or rollouts would reuse prefixes that a resumed run does not have
     return metrics
 
 
 def _finished(config: RunConfig, out: Path) -> bool:
-    return (out / run_folder.SUMMARY).exists() and (not config.log.report or (out / "report.html").exists())
+    return (out / run_folder.SUMMARY).exists() and (
+        not config.log.report or (out / "report.html").exists()
+    )
 
 
 def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
@@ -250,7 +296,11 @@ def _due(done: int, every: int, steps: int) -> bool:
 
 
 def _write_samples(
-    log: RunLog, parts: Components, result: StepResult, tokenizer: PreTrainedTokenizerBase, step: int
+    log: RunLog,
+    parts: Components,
+    result: StepResult,
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
 ) -> None:
     """The first sample of the first groups as text, with both engines' mean log-probability.
 

@@ -39,7 +39,9 @@ class Invitation:
             told = read_as(Invitation, json.loads(text), "weight sync: the invitation")
             bytes.fromhex(told.key)
         except (ValueError, TypeError, RecursionError):
-            raise TrainingError("weight sync: the invitation is malformed: no JSON, or no key") from None
+            raise TrainingError(
+                "weight sync: the invitation is malformed: no JSON, or no key"
+            ) from None
         return told
 
 
@@ -56,7 +58,9 @@ class Board:
     def get(self, name: str) -> Any:
         """Waits for it. TrainingError if the other side fails or is gone, or if who wrote it has not our key."""
         if not self.wait([name], self._refuse_failed):
-            raise TrainingError(f"weight sync: the other side is silent for {self._limit:g} s (waiting for {name})")
+            raise TrainingError(
+                f"weight sync: the other side is silent for {self._limit:g} s (waiting for {name})"
+            )
         return self._read(name)
 
     def wait(self, names: Sequence[str], meanwhile: Callable[[], None]) -> bool:
@@ -64,10 +68,14 @@ class Board:
         end, pause = time.monotonic() + self._limit, POLL_S / 64
         while time.monotonic() < end:
             try:
-                if self.store.check(list(names)):  # store.wait writes a warning for every wait that ends in vain
+                if self.store.check(
+                    list(names)
+                ):  # store.wait writes a warning for every wait that ends in vain
                     return True
             except RuntimeError as error:
-                raise TrainingError(f"weight sync: the other side is gone (waiting for {names[0]}): {error}") from None
+                raise TrainingError(
+                    f"weight sync: the other side is gone (waiting for {names[0]}): {error}"
+                ) from None
             meanwhile()
             time.sleep(pause)
             pause = min(2 * pause, POLL_S)
@@ -81,11 +89,15 @@ class Board:
         data = self.store.get(name)
         signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._sign(name, body)):
-            raise TrainingError(f"weight sync: the message {name} is not from this run; who else is on this network?")
+            raise TrainingError(
+                f"weight sync: the message {name} is not from this run; who else is on this network?"
+            )
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:  # of who has the key
             raise TrainingError(f"weight sync: the message {name} is malformed: {error}") from None
 
     def _sign(self, name: str, body: bytes) -> bytes:
-        return hmac.new(self._key, name.encode() + b"\0" + body, hashlib.sha256).hexdigest().encode()
+        return (
+            hmac.new(self._key, name.encode() + b"\0" + body, hashlib.sha256).hexdigest().encode()
+        )

@@ -33,7 +33,14 @@ from typing_extensions import TypedDict
 from onepolicy.config import TrainingError
 from onepolicy.sync.board import FAILED, Board, Invitation
 from onepolicy.sync.checksum import Checksums, Sums, difference
-from onepolicy.sync.group import finish, join_store, open_store, own_address, process_group, start_broadcast
+from onepolicy.sync.group import (
+    finish,
+    join_store,
+    open_store,
+    own_address,
+    process_group,
+    start_broadcast,
+)
 from onepolicy.sync.messages import quoted, read_as
 
 ALIGN = 16  # every dtype may start at such a byte
@@ -59,11 +66,15 @@ def likes(sums: Sums) -> dict[str, Tensor]:
     for name, (dtype, shape, _) in sums.items():
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
-            raise TrainingError(f"weight sync: {name!r} is to have dtype {dtype[:40]!r}, which is none")
+            raise TrainingError(
+                f"weight sync: {name!r} is to have dtype {dtype[:40]!r}, which is none"
+            )
         try:
             found[name] = torch.empty(shape, dtype=kind, device="meta")
         except (RuntimeError, TypeError, OverflowError) as error:
-            raise TrainingError(f"weight sync: {name!r} is to have a shape that none has: {error}") from None
+            raise TrainingError(
+                f"weight sync: {name!r} is to have a shape that none has: {error}"
+            ) from None
     return found
 
 
@@ -142,13 +153,19 @@ class Sender:
         key = secrets.token_bytes(32) if key is None else key
         self.secret = Invitation(host, store.port, key.hex(), 1 + receivers, backend, timeout_s)
         self.invitation = self.secret.encode()
-        self._store, self._board, self._checksums = store, Board(store, key, timeout_s), Checksums(key)
+        self._store, self._board, self._checksums = (
+            store,
+            Board(store, key, timeout_s),
+            Checksums(key),
+        )
         self._known: Sums | None = None
         self._group: Any = None
         self._ranks = range(1, 1 + receivers)
         self._given_up = threading.Event()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, known: Sums | None = None) -> str:
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, known: Sums | None = None
+    ) -> str:
         """All tensors to all receivers; waits until every one has loaded them. The digest that both sides agree on.
 
         known: what their checksums with this sender's key must be. Blocks: give it a thread of its own beside an event
@@ -214,9 +231,13 @@ class Sender:
             self._checksums.add(name, tensor)
         sums = self._checksums.take()
         if self._known is not None:
-            problem = difference({name: self._known[name] for name in self._known.keys() & sums.keys()}, sums)
+            problem = difference(
+                {name: self._known[name] for name in self._known.keys() & sums.keys()}, sums
+            )
             if problem is not None:
-                raise TrainingError(f"weight sync of version {version}: what is to be sent has changed: {problem}")
+                raise TrainingError(
+                    f"weight sync of version {version}: what is to be sent has changed: {problem}"
+                )
         flat = flattened(list(bucket.values()), cpu=self.secret.backend == "gloo")
         work = start_broadcast(self._group, flat)
         # only now: a receiver that waits for bytes cannot be told that there will be none
@@ -239,7 +260,9 @@ class Sender:
     def _refuse_failed(self) -> None:
         for rank in self._ranks:
             if self._board.store.check([f"done/{rank}"]):
-                raise TrainingError(f"weight sync: receiver {rank} {_told(self._board.get(f'done/{rank}'))}")
+                raise TrainingError(
+                    f"weight sync: receiver {rank} {_told(self._board.get(f'done/{rank}'))}"
+                )
 
     def _wait(self, names: Sequence[str], what: str) -> None:
         def given_up() -> None:
@@ -261,7 +284,9 @@ class Receiver:
     sender's, or if the sender fails or is silent; whoever took the tensors then holds no complete set.
     """
 
-    def __init__(self, invitation: str, rank: int, *, version: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, invitation: str, rank: int, *, version: int, device: torch.device | str = "cpu"
+    ) -> None:
         """rank: 1 to the sender's number of receivers, each once. version: that the caller was promised."""
         self._secret, self._rank, self._version = Invitation.decode(invitation), rank, version
         self._device = torch.device(device)
@@ -277,7 +302,9 @@ class Receiver:
             store = join_store(secret.host, secret.port, secret.limit)
             self._board = Board(store, self._key, secret.limit)
             self._board.put(f"here/{self._rank}", True)
-            self._board.get(ALL_HERE)  # who waits in the group cannot be told that somebody will not come
+            self._board.get(
+                ALL_HERE
+            )  # who waits in the group cannot be told that somebody will not come
             self._group = process_group(
                 dist.PrefixStore("group", store),
                 self._rank,
@@ -299,13 +326,18 @@ class Receiver:
         return next(self._tensors)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None and self._end is not None:
             self._board.put(f"done/{self._rank}", self._end)
             self._group = None
             return
-        problem = f"{type(error).__name__}: {error}" if error is not None else "did not take all tensors"
+        problem = (
+            f"{type(error).__name__}: {error}" if error is not None else "did not take all tensors"
+        )
         with suppress(RuntimeError):  # the sender is gone: that is what went wrong
             self._board.put(f"done/{self._rank}", {FAILED: problem})
         self._group = None  # closes its connections, which ends whoever waits for us
@@ -326,7 +358,9 @@ class Receiver:
             yield from bucket.items()
         ours = {"version": self._version, "digest": self._digest.hexdigest(), "end": number}
         if header != ours:
-            raise TrainingError(f"weight sync of version {self._version}: the sum of all tensors is not the sender's")
+            raise TrainingError(
+                f"weight sync of version {self._version}: the sum of all tensors is not the sender's"
+            )
         self._end = ours
 
     def _header(self, number: int) -> dict[str, Any]:
@@ -341,7 +375,11 @@ class Receiver:
     def _receive(self, sent: Sums) -> dict[str, Tensor]:
         like = likes(sent)
         _, size = places(list(like.values()))
-        flat = torch.empty(size, dtype=torch.uint8, device="cpu" if self._secret.backend == "gloo" else self._device)
+        flat = torch.empty(
+            size,
+            dtype=torch.uint8,
+            device="cpu" if self._secret.backend == "gloo" else self._device,
+        )
         try:
             finish(start_broadcast(self._group, flat), flat.device)
         except RuntimeError as error:

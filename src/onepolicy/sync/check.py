@@ -23,7 +23,9 @@ async def push_weights(learner: HasWeights, *engines: HoldsWeights) -> None:
     for engine in engines:
         await engine.load_weights(learner.named_weights(), learner.version)
         if engine.version != learner.version:
-            raise RuntimeError(f"engine holds version {engine.version} after loading version {learner.version}")
+            raise RuntimeError(
+                f"engine holds version {engine.version} after loading version {learner.version}"
+            )
 
 
 PROMPTS, LENGTH = 16, 24
@@ -59,7 +61,10 @@ async def _first_probe(engine: LastingEngine, vocab: int) -> list[float]:
 async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -> None:
     await engine.load_folder(None, 0)
     after, again = await probe(engine, vocab), await probe(engine, vocab)
-    noise, moved = float((again - after).abs().max()), float((after - torch.tensor(first)).abs().max())
+    noise, moved = (
+        float((again - after).abs().max()),
+        float((after - torch.tensor(first)).abs().max()),
+    )
     if not moved <= MARGIN * noise < math.inf:  # also if either is NaN
         raise UsageError(
             f"rollout.engine: {type(engine).__name__} was given the weights it was started with, and its "
@@ -86,7 +91,9 @@ async def checked_push(learner: HasWeights, engine: RolloutEngine, *, vocab: int
 async def probe(engine: RolloutEngine, vocab: int) -> Tensor:
     """Log-probabilities of the most likely next token of random prompts, nothing cached: [PROMPTS] float32."""
     length = min(LENGTH, engine.caps.max_len - 1)
-    prompts = torch.randint(vocab, (PROMPTS, length), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = torch.randint(
+        vocab, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     await engine.reset_cache()
     greedy = Sampling(temperature=0.0, max_tokens=1)
     # one at a time: which requests of a server meet in a batch is chance, and decides the last bits

@@ -32,7 +32,9 @@ class Checksums:
 
     key: bytes = b""
     _seen: set[str] = field(default_factory=set)
-    _found: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> empty tensor like it, sum
+    _found: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # name -> empty tensor like it, sum
     _tables: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -50,7 +50,9 @@ def own_address(host: str, port: int) -> str:
         return connection.getsockname()[0]
 
 
-def process_group(store: dist.Store, rank: int, size: int, *, backend: str, host: str, limit: float) -> Any:
+def process_group(
+    store: dist.Store, rank: int, size: int, *, backend: str, host: str, limit: float
+) -> Any:
     """Waits until all have come. host: this machine's address for the others; gloo listens there only.
 
     backend: gloo or nccl. limit: seconds of every wait, also of each broadcast.

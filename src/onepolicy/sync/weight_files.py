@@ -43,19 +43,27 @@ class WeightFiles:
     def __init__(self, folder: str | None, setting: str = "rollout.engine.sync_dir") -> None:
         """folder: one that the engine's process sees too; None: the system's temporary one. setting: its name."""
         self._setting = setting
-        base = Path(folder) if folder else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
+        base = (
+            Path(folder)
+            if folder
+            else Path(tempfile.gettempdir()) / f"onepolicy-sync-{os.getuid()}"
+        )
         try:
             base.mkdir(mode=0o777 if folder else 0o700, parents=True, exist_ok=True)
             if not folder:
                 _refuse_foreign(base, setting)
             _remove_orphans(base)
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base))
+            self.folder = Path(
+                tempfile.mkdtemp(prefix=f"{socket.gethostname()}.{os.getpid()}.", dir=base)
+            )
         except OSError as error:
             raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._newest: Path | None = None
 
-    def write(self, weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False) -> Path:
+    def write(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False
+    ) -> Path:
         """A folder with these tensors in files of about SHARD_BYTES, in transformers' layout. Complete or absent.
 
         The weights are never in memory a second time, only a file's worth of them. The version before is removed.
@@ -71,7 +79,9 @@ class WeightFiles:
                 name = f"model-{number:05d}.safetensors"
                 save_file(shard, unfinished / name, metadata={"format": "pt"})
                 index |= dict.fromkeys(shard, name)
-            (unfinished / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+            (unfinished / INDEX).write_text(
+                json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8"
+            )
             unfinished.rename(done)
         except (OSError, SafetensorError) as error:
             raise TrainingError(
@@ -94,7 +104,9 @@ def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor]
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()  # views of one storage cannot be saved together
+        shard[name] = (
+            tensor.detach().to("cpu", copy=True).contiguous()
+        )  # views of one storage cannot be saved together
         size += shard[name].nbytes
         if size >= SHARD_BYTES:
             yield shard
@@ -133,7 +145,9 @@ def _alive(pid: int) -> bool:
 
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder that `WeightFiles` wrote, one at a time."""
-    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    index: dict[str, str] = json.loads((Path(folder) / INDEX).read_text(encoding="utf-8"))[
+        "weight_map"
+    ]
     for name in sorted(set(index.values())):
         if Path(name).name != name:
             raise TrainingError(f"{folder}/{INDEX}: {name!r} is not a file of this folder")

@@ -29,7 +29,9 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import prepare_for_training
 
-Example = tuple[str, ...]  # prompt, response, observation, response ..., each response without its closing eos
+Example = tuple[
+    str, ...
+]  # prompt, response, observation, response ..., each response without its closing eos
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
@@ -39,7 +41,9 @@ def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def make_model(config: PolicyConfig, vocab_size: int) -> Qwen3MoeForCausalLM:
@@ -62,7 +66,9 @@ def make_dense(config: PolicyConfig, vocab_size: int) -> Qwen3ForCausalLM:
     """The same without experts: one feed-forward layer as wide as all experts together, so as many parameters."""
     torch.manual_seed(config.seed)
     return Qwen3ForCausalLM(
-        Qwen3Config(**_shape(config, vocab_size), intermediate_size=config.experts * config.expert_size)
+        Qwen3Config(
+            **_shape(config, vocab_size), intermediate_size=config.experts * config.expert_size
+        )
     )
 
 
@@ -98,7 +104,9 @@ def warm_up(
     device = torch.device("cpu")
     prepare_for_training(model, device)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     stream = examples(0.0)
     for step in range(config.steps):
         if step == config.clean_steps:
@@ -106,7 +114,9 @@ def warm_up(
         rate = min(1.0, (step + 1) / config.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * step / config.steps))
         optimizer.param_groups[0]["lr"] = config.lr * rate * (0.05 + 0.95 * cosine)
-        loss, accuracy = _supervised_loss(model, *_packed(tokenizer, stream, config.tokens_per_step))
+        loss, accuracy = _supervised_loss(
+            model, *_packed(tokenizer, stream, config.tokens_per_step)
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -125,20 +135,30 @@ def _packed(
         path: list[int] = []
         own: list[bool] = []
         for part, text in enumerate(next(examples)):
-            ids = [*tokenizer.encode(text, add_special_tokens=False), *[tokenizer.eos_token_id] * (part % 2)]
+            ids = [
+                *tokenizer.encode(text, add_special_tokens=False),
+                *[tokenizer.eos_token_id] * (part % 2),
+            ]
             path += ids
             own += [part % 2 == 1] * len(ids)
         paths.append(path)
         learnt.append(own)
     inputs = torch.cat([torch.tensor(p[:-1]) for p in paths])
-    targets = [torch.tensor(p[1:]).where(torch.tensor(own[1:]), -100) for p, own in zip(paths, learnt, strict=True)]
+    targets = [
+        torch.tensor(p[1:]).where(torch.tensor(own[1:]), -100)
+        for p, own in zip(paths, learnt, strict=True)
+    ]
     positions = torch.cat([torch.arange(len(p) - 1) for p in paths])
     bounds = torch.tensor([0, *(len(p) - 1 for p in paths)]).cumsum(0).int()
     return inputs, torch.cat(targets), positions, bounds
 
 
 def _supervised_loss(
-    model: PreTrainedModel, inputs: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, bounds: torch.Tensor
+    model: PreTrainedModel,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    positions: torch.Tensor,
+    bounds: torch.Tensor,
 ) -> tuple[torch.Tensor, float]:
     slots = (targets >= 0).nonzero()[:, 0]
     out = model(
@@ -150,16 +170,23 @@ def _supervised_loss(
         packing=Packing.of(bounds, inputs.device),
     )
     logits, wanted = out.logits[0].float(), targets[slots]
-    loss = torch.nn.functional.cross_entropy(logits, wanted) + model.config.router_aux_loss_coef * out.aux_loss
+    loss = (
+        torch.nn.functional.cross_entropy(logits, wanted)
+        + model.config.router_aux_loss_coef * out.aux_loss
+    )
     return loss, (logits.argmax(-1) == wanted).float().mean().item()
 
 
-def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path) -> None:
+def save_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: PolicyConfig, path: Path
+) -> None:
     """Folder in transformers' layout plus policy.json; appears whole or not at all."""
     temporary = path.with_name(f".writing-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    (temporary / "policy.json").write_text(json.dumps(config.model_dump(), indent=1), encoding="utf-8")
+    (temporary / "policy.json").write_text(
+        json.dumps(config.model_dump(), indent=1), encoding="utf-8"
+    )
     os.rename(temporary, path)

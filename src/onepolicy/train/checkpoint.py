@@ -47,7 +47,14 @@ def folder_of(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:05d}"
 
 
-def save(run: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase, *, step: int, extra: dict[str, Any]) -> Path:
+def save(
+    run: Path,
+    learner: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    step: int,
+    extra: dict[str, Any],
+) -> Path:
     """Write the checkpoint of `step` (optimiser steps taken so far); `extra` is kept in state.json.
 
     Sharded learners write in the background: it is there once `learner.finish_saving()` has returned.
@@ -77,7 +84,9 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     files = {name: path.stat().st_size for name, path in zip(names, written, strict=True)}
     sums = dict(zip(names, _sums(written), strict=True))
     state = {**state, "files": files, "sha256": sums}
-    (temporary / STATE).write_text(json.dumps(state | {SELF: _own_sum(state)}, indent=1), encoding="utf-8")
+    (temporary / STATE).write_text(
+        json.dumps(state | {SELF: _own_sum(state)}, indent=1), encoding="utf-8"
+    )
     for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
     os.rename(temporary, final)
@@ -88,7 +97,10 @@ def write(learner: Trained, folder: Path) -> None:
     """Weights in transformers' layout, optimiser and critic, of a learner that is not sharded."""
     learner.model.save_pretrained(folder)
     _write_index(folder)
-    save_file({"rng": torch.get_rng_state()} | moments(learner.model, learner.optimizer), folder / OPTIMIZER)
+    save_file(
+        {"rng": torch.get_rng_state()} | moments(learner.model, learner.optimizer),
+        folder / OPTIMIZER,
+    )
     if learner.critic is not None:
         critic = learner.critic
         save_file(critic.values.state_dict(), folder / CRITIC)
@@ -107,7 +119,9 @@ def _write_index(folder: Path) -> None:
 def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
     for path in complete(run)[:-keep] if keep else []:
-        doomed = path.with_name(f".{path.name}.deleting")  # renamed first: a kill leaves no half checkpoint behind
+        doomed = path.with_name(
+            f".{path.name}.deleting"
+        )  # renamed first: a kill leaves no half checkpoint behind
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
@@ -131,7 +145,11 @@ def complete(run: Path) -> list[Path]:
     folder = run / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
         raise UsageError(f"{folder}: not a folder, which checkpoints are in; move it away")
-    found = [p for p in folder.iterdir() if re.fullmatch("step_[0-9]+", p.name)] if folder.is_dir() else []
+    found = (
+        [p for p in folder.iterdir() if re.fullmatch("step_[0-9]+", p.name)]
+        if folder.is_dir()
+        else []
+    )
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -140,7 +158,9 @@ def latest(run: Path) -> Path:
         raise UsageError(f"{run}: no such run folder")
     found = complete(run)
     if not found:
-        raise UsageError(f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder")
+        raise UsageError(
+            f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder"
+        )
     return found[-1]
 
 
@@ -157,7 +177,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     state = read_object(path, State, MEND)
     named = re.fullmatch("step_([0-9]+)", checkpoint.name)
     if named and int(named[1]) != state["step"]:
-        raise UsageError(f"{path}: step is {state['step']}, but the folder is {checkpoint.name}; {MEND}")
+        raise UsageError(
+            f"{path}: step is {state['step']}, but the folder is {checkpoint.name}; {MEND}"
+        )
     for name in (*state["files"], *state.get("sha256", ())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise UsageError(f"{path}: names {name!r}, which is not in this folder; {MEND}")
@@ -174,14 +196,18 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     Reads all files once. A checkpoint of an older version has no checksums: of that, sizes are checked.
     """
     state = read_state(checkpoint)
-    there = {str(path.relative_to(checkpoint)) for pattern in READ for path in checkpoint.rglob(pattern)}
+    there = {
+        str(path.relative_to(checkpoint)) for pattern in READ for path in checkpoint.rglob(pattern)
+    }
     if others := sorted(there - state["files"].keys()):
         raise UsageError(
             f"{checkpoint}: {', '.join(others)}: not written with this checkpoint, but weights would be read from it; "
             "move it out of the folder"
         )
     if unlisted := sorted(state.get("sha256", {}).keys() - state["files"].keys()):
-        raise UsageError(f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {MEND}")
+        raise UsageError(
+            f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {MEND}"
+        )
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
@@ -189,7 +215,9 @@ def verify(checkpoint: Path) -> dict[str, Any]:
     sums = state.get("sha256", {})
     for name, found in zip(sums, _sums([checkpoint / name for name in sums]), strict=True):
         if found != sums[name]:
-            raise UsageError(f"{checkpoint / name}: damaged, its bytes are not those that were written; {MEND}")
+            raise UsageError(
+                f"{checkpoint / name}: damaged, its bytes are not those that were written; {MEND}"
+            )
     return state
 
 
@@ -220,7 +248,11 @@ def restore_optimizer(checkpoint: Path, learner: Trained) -> None:
     else:
         _restore_files(checkpoint, learner)
     state = read_state(checkpoint)
-    learner.version, learner.updates, learner.skipped = state["step"], state["updates"], state.get("skipped", 0)
+    learner.version, learner.updates, learner.skipped = (
+        state["step"],
+        state["updates"],
+        state.get("skipped", 0),
+    )
 
 
 def _restore_files(checkpoint: Path, learner: Trained) -> None:
@@ -231,10 +263,14 @@ def _restore_files(checkpoint: Path, learner: Trained) -> None:
         weights = load_file(checkpoint / CRITIC)
         learner.critic.load(weights, str(checkpoint / CRITIC))
         moments = load_file(checkpoint / CRITIC_OPTIMIZER)
-        _restore(moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER)
+        _restore(
+            moments, learner.critic.values, learner.critic.optimizer, checkpoint / CRITIC_OPTIMIZER
+        )
 
 
-def _restore(tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+def _restore(
+    tensors: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
+) -> None:
     parameters = dict(model.named_parameters())
     for full, value in tensors.items():
         key, _, name = full.partition("/")

@@ -23,8 +23,19 @@ def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
     TrainingError for per-slot fields of different lengths, token ids outside 0..vocab-1, and log-probabilities of the
     rollout or outcomes that are none; UsageError for routes of another source than replay's.
     """
-    per_slot = ("target_ids", "positions", "segment", "trainable", "version", "turn", "logp_rollout", "routing")
-    lengths = {name: len(getattr(batch, name)) for name in per_slot if getattr(batch, name) is not None}
+    per_slot = (
+        "target_ids",
+        "positions",
+        "segment",
+        "trainable",
+        "version",
+        "turn",
+        "logp_rollout",
+        "routing",
+    )
+    lengths = {
+        name: len(getattr(batch, name)) for name in per_slot if getattr(batch, name) is not None
+    }
     for name, length in (lengths | {"cu_seqlens": int(batch.cu_seqlens[-1])}).items():
         if length != batch.num_slots:
             raise TrainingError(
@@ -34,15 +45,27 @@ def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
     token = f"but the model's tokens are 0..{vocab - 1}"
     for name, values, right, why in (
         ("input_ids", batch.input_ids, (batch.input_ids >= 0) & (batch.input_ids < vocab), token),
-        ("target_ids", batch.target_ids, (batch.target_ids >= 0) & (batch.target_ids < vocab), token),
-        ("logp_rollout", logp, ~batch.trainable | (logp.isfinite() & (logp <= LARGEST_LOGP)), "no log-probability"),
+        (
+            "target_ids",
+            batch.target_ids,
+            (batch.target_ids >= 0) & (batch.target_ids < vocab),
+            token,
+        ),
+        (
+            "logp_rollout",
+            logp,
+            ~batch.trainable | (logp.isfinite() & (logp <= LARGEST_LOGP)),
+            "no log-probability",
+        ),
         ("outcome", outcome, outcome.isfinite(), "no number"),
     ):
         if not right.all():
             slot = int((~right).nonzero()[0, 0])
             sample = int(batch.segment[slot])
             where = f"slot {slot - int(batch.cu_seqlens[sample])} of sample {sample}, group {int(batch.group[sample])}"
-            raise TrainingError(f"batch: {name} is {values[slot].tolist()} in {where}, {why}; not trained on")
+            raise TrainingError(
+                f"batch: {name} is {values[slot].tolist()} in {where}, {why}; not trained on"
+            )
     _check_source(batch, replay)
 
 
@@ -51,7 +74,9 @@ def _check_source(batch: TokenBatch, replay: ReplayConfig) -> None:
         return
     if batch.routing.reprefilled != (replay.source == "reprefill"):
         found = "a re-prefill" if batch.routing.reprefilled else "the engine"
-        raise UsageError(f"replay.source: {replay.source}, but the batch's routes were recorded by {found}")
+        raise UsageError(
+            f"replay.source: {replay.source}, but the batch's routes were recorded by {found}"
+        )
 
 
 def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> TokenBatch:

@@ -77,7 +77,9 @@ class Critic(Extra):
         assert batch.value_target is not None, "credit() fills value_target"
         assert batch.keep is not None
         mask = batch.trainable if self.protect else batch.keep
-        loss, clipped = value_loss(self.values(batch), batch.value, batch.value_target, clip=self.config.clip)
+        loss, clipped = value_loss(
+            self.values(batch), batch.value, batch.value_target, clip=self.config.clip
+        )
         total = torch.where(mask, loss, 0.0).sum()
         (total / slots).backward()
         sums.update({"value_loss": total.item(), "value_clipped": (mask & clipped).sum().item()})
@@ -102,7 +104,9 @@ class Critic(Extra):
         """Take over these tensors (names of `values.state_dict()`)."""
         own = self.values.state_dict()
         if own.keys() != weights.keys():
-            raise UsageError(f"{path}: not the critic of this model; delete the checkpoint for an older one")
+            raise UsageError(
+                f"{path}: not the critic of this model; delete the checkpoint for an older one"
+            )
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(sharded_like(tensor, weights[name]))

@@ -14,14 +14,20 @@ from onepolicy.invariant.switch import TILE, active
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
-LOGP = "log_softmax of float32 logits / temperature, then gather"  # for the contract with the engine
+LOGP = (
+    "log_softmax of float32 logits / temperature, then gather"  # for the contract with the engine
+)
 
 
 class Scored(NamedTuple):
     logp: Tensor  # [T] float32, 0 where not trainable; carries the graph
     entropy: Tensor  # [T] float32, 0 where not trainable; carries the graph if asked for
-    top: Tensor | None  # [T, k] float32, log-probabilities of batch.top_ids, else as `logp`; None if it has none
-    own: tuple[Tensor, Tensor] | None = None  # [T, k] int32, float32: the model's likeliest tokens, if asked for
+    top: (
+        Tensor | None
+    )  # [T, k] float32, log-probabilities of batch.top_ids, else as `logp`; None if it has none
+    own: tuple[Tensor, Tensor] | None = (
+        None  # [T, k] int32, float32: the model's likeliest tokens, if asked for
+    )
 
 
 class Places(NamedTuple):
@@ -47,7 +53,9 @@ def forward(
     """
     device = batch.input_ids.device
     slots, packing = places or (batch.trainable.nonzero()[:, 0], None)
-    logps = torch.log_softmax(tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1)
+    logps = torch.log_softmax(
+        tempered_logits(model, batch, slots, packing=packing, autocast=autocast), -1
+    )
     picked = logps.gather(-1, batch.target_ids[slots, None])[:, 0]
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         entropy = entropy_of(logps)
@@ -97,13 +105,16 @@ def tempered_logits(
 ) -> Tensor:
     """[n, vocabulary] float32: the logits of these slots of a packed batch, divided by their sample's temperature."""
     device = batch.input_ids.device
-    cast: AbstractContextManager = torch.autocast(device.type, autocast) if autocast else nullcontext()
+    cast: AbstractContextManager = (
+        torch.autocast(device.type, autocast) if autocast else nullcontext()
+    )
     with cast:
         logits = model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=slots,
-            packing=packing or Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
+            packing=packing
+            or Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
         ).logits[0]
     return logits.float() / batch.temperature[batch.segment[slots], None]

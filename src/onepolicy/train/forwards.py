@@ -47,7 +47,9 @@ class TwoForwards:
         return {}
 
     def _forward(self, micro: TokenBatch) -> Scored:
-        return self.scorer.forward(micro, entropy_graph=self.scorer.config.objective.entropy_coef > 0)
+        return self.scorer.forward(
+            micro, entropy_graph=self.scorer.config.objective.entropy_coef > 0
+        )
 
 
 class ReusedForward(TwoForwards):

@@ -32,7 +32,9 @@ class LocalLearner:
     extras: what an update has beside the policy's own loss (build/learner.py). critic: the one of them that is saved.
     """
 
-    def __init__(self, scorer: PolicyScorer, *, extras: Sequence[Extra] = (), critic: Valued | None = None) -> None:
+    def __init__(
+        self, scorer: PolicyScorer, *, extras: Sequence[Extra] = (), critic: Valued | None = None
+    ) -> None:
         self.scorer, self.model, self.config = scorer, scorer.model, scorer.config
         self.extras, self.critic = list(extras), critic
         self.updates = 0  # optimiser steps taken, by this run and those it was forked from
@@ -41,7 +43,9 @@ class LocalLearner:
         self.forwards = forwards_of(scorer)
         if self.config.train.activation_checkpointing:
             refuse_randomness(self.model)
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
             self.model.train()  # transformers checkpoints in train mode only
 
     @property
@@ -69,7 +73,10 @@ class LocalLearner:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
         sums: Counter[str] = Counter()
         self.forwards.begin()
-        norms = [self._optimise(part, part.num_trainable, i, sums) for i, part in enumerate(self.mini_steps(batch))]
+        norms = [
+            self._optimise(part, part.num_trainable, i, sums)
+            for i, part in enumerate(self.mini_steps(batch))
+        ]
         self.version += 1
         return Update(self.metrics(batch, sums, norms), self.forwards.scored)
 
@@ -114,7 +121,10 @@ class LocalLearner:
                     extra.weigh(micro)
                 loss, parts = self._loss(micro)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
-            sums.update({"loss": loss.item() * slots} | {name: value.item() for name, value in parts.items()})
+            sums.update(
+                {"loss": loss.item() * slots}
+                | {name: value.item() for name, value in parts.items()}
+            )
             for extra in self.extras:
                 extra.learn(micro, slots, sums)
         self.forwards.end_mini_step()
@@ -143,7 +153,9 @@ class LocalLearner:
         norms += [norm for extra in self.extras for norm in extra.clip()]
         bad = [norm for norm in norms if not norm < math.inf]
         if bad:
-            self.skipped = may_skip(self.skipped, self.config.optim.max_skipped, norms, self.version + 1)
+            self.skipped = may_skip(
+                self.skipped, self.config.optim.max_skipped, norms, self.version + 1
+            )
         else:
             self._take_step(mini_step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -163,9 +175,15 @@ class LocalLearner:
         self.updates += 1
         self.skipped = 0
 
-    def metrics(self, batch: TokenBatch, sums: Counter[str], norms: list[float]) -> dict[str, float]:
+    def metrics(
+        self, batch: TokenBatch, sums: Counter[str], norms: list[float]
+    ) -> dict[str, float]:
         """Of a step: means over its trainable slots, which `sums` are sums over."""
-        metrics = {f"train/{name}": value / batch.num_trainable for name, value in sums.items() if name != "kept"}
+        metrics = {
+            f"train/{name}": value / batch.num_trainable
+            for name, value in sums.items()
+            if name != "kept"
+        }
         metrics |= self.scorer.mode.metrics()
         for extra in self.extras:
             metrics |= extra.metrics(batch, sums)
@@ -177,4 +195,6 @@ def forwards_of(scorer: PolicyScorer) -> TwoForwards:
     """How the run's settings have the old policy scored."""
     if not scorer.config.scores_old:
         return UpdateForward(scorer)
-    return ReusedForward(scorer) if scorer.config.train.reuse_scoring_forward else TwoForwards(scorer)
+    return (
+        ReusedForward(scorer) if scorer.config.train.reuse_scoring_forward else TwoForwards(scorer)
+    )

@@ -58,16 +58,26 @@ class LiveCorrection(Extra):
         self._sums.clear()
         if self.config.ratio == "new/rollout":
             return numbers
-        gates = {f"{name}.new": value for name, value in numbers.items() if name.startswith("correction/rejected/")}
+        gates = {
+            f"{name}.new": value
+            for name, value in numbers.items()
+            if name.startswith("correction/rejected/")
+        }
         kept = sums["kept"]
-        return gates | {"correction/kept": kept, "correction/rejected": 1 - kept / batch.num_trainable}
+        return gates | {
+            "correction/kept": kept,
+            "correction/rejected": 1 - kept / batch.num_trainable,
+        }
 
     def take(self) -> dict[str, Tensor]:
         taken, self._sums = self._sums, []
         if not taken:
             return {}
         sums = combine(taken)
-        return {f"{PREFIX}{field.name}": getattr(sums, field.name).cpu() for field in dataclasses.fields(Sums)}
+        return {
+            f"{PREFIX}{field.name}": getattr(sums, field.name).cpu()
+            for field in dataclasses.fields(Sums)
+        }
 
     def add(self, taken: Sequence[dict[str, Tensor]]) -> None:
         names = [field.name for field in dataclasses.fields(Sums)]
@@ -76,5 +86,7 @@ class LiveCorrection(Extra):
             if missing := [name for name in names if f"{PREFIX}{name}" not in tensors]:
                 raise TrainingError(f"a rank's answer is malformed: its sums lack {missing[0]}")
         if found:
-            each = [Sums(**{name: tensors[f"{PREFIX}{name}"] for name in names}) for tensors in found]
+            each = [
+                Sums(**{name: tensors[f"{PREFIX}{name}"] for name in names}) for tensors in found
+            ]
             self._sums.append(combine(each))

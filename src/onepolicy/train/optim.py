@@ -82,7 +82,10 @@ def clip_gradients(model: nn.Module, limit: float) -> float:
     return _number(norm)
 
 
-SMALL, LARGE = 1e-10, 1e18  # norms; float32 holds the squares of what lies between, or of what is shifted there
+SMALL, LARGE = (
+    1e-10,
+    1e18,
+)  # norms; float32 holds the squares of what lies between, or of what is shifted there
 
 
 def _norm(gradients: Sequence[Tensor], shift: float = 1.0) -> Tensor:
@@ -96,7 +99,9 @@ def _norm(gradients: Sequence[Tensor], shift: float = 1.0) -> Tensor:
         parts.append(torch.linalg.vector_norm(shifted, dtype=wide))
     if not parts:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts])) / shift
+    return (
+        torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts])) / shift
+    )
 
 
 def _number(norm: Tensor) -> float:
@@ -124,6 +129,10 @@ def norm_metrics(norms: list[float], most: int) -> dict[str, float]:
     finite = [norm for norm in norms if math.isfinite(norm)]
     skipped = len(norms) - len(finite)
     if skipped:
-        LOG.warning("%d of %d updates of this step were skipped: their gradients are not finite", skipped, len(norms))
+        LOG.warning(
+            "%d of %d updates of this step were skipped: their gradients are not finite",
+            skipped,
+            len(norms),
+        )
     counted = {"train/updates_skipped": float(skipped)} if most else {}
     return counted | {"train/grad_norm": max(finite, default=math.nan)}

@@ -17,12 +17,28 @@ def pack(groups: list[Group]) -> TokenBatch:
     lengths = torch.tensor([len(s.tokens) - 1 for s in samples], dtype=torch.int32)
     missing = [i for i, s in enumerate(samples) if s.routing is None]
     if missing and len(missing) < len(samples):
-        raise UsageError(f"pack: sample {missing[0]} has no routes while others do; a trace is never made up")
-    if len({span.source == "reprefill" for s in samples if s.routing is not None for span in s.routing.spans}) > 1:
-        raise UsageError("pack: some routes were recorded by the engine and others by a re-prefill; never mix them")
+        raise UsageError(
+            f"pack: sample {missing[0]} has no routes while others do; a trace is never made up"
+        )
+    if (
+        len(
+            {
+                span.source == "reprefill"
+                for s in samples
+                if s.routing is not None
+                for span in s.routing.spans
+            }
+        )
+        > 1
+    ):
+        raise UsageError(
+            "pack: some routes were recorded by the engine and others by a re-prefill; never mix them"
+        )
     widths = {None if s.top_ids is None else s.top_ids.shape[1] for s in samples}
     if len(widths) > 1:
-        raise UsageError(f"pack: samples carry different numbers of top log-probabilities: {widths}")
+        raise UsageError(
+            f"pack: samples carry different numbers of top log-probabilities: {widths}"
+        )
     zero = torch.zeros(1, dtype=torch.int32)
     return TokenBatch(
         input_ids=torch.cat([s.tokens[:-1] for s in samples]).long(),
@@ -40,12 +56,16 @@ def pack(groups: list[Group]) -> TokenBatch:
         top_ids=_joined([s.top_ids for s in samples]),
         top_logp_rollout=_joined(
             [
-                None if s.top_logp_rollout is None else s.top_logp_rollout.masked_fill(~s.trainable[:, None], 0.0)
+                None
+                if s.top_logp_rollout is None
+                else s.top_logp_rollout.masked_fill(~s.trainable[:, None], 0.0)
                 for s in samples
             ]
         ),
         episode=torch.tensor([e for group in groups for e in group.episodes]),
-        routing=None if missing else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
+        routing=None
+        if missing
+        else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
         fingerprints=all_known([s.fingerprints for s in samples]),
     )
 
@@ -87,5 +107,7 @@ def mini_steps(batch: TokenBatch, parts: int) -> list[list[int]]:
     of_group: dict[int, list[int]] = {}
     for sample, group in enumerate(batch.group.tolist()):
         of_group.setdefault(group, []).append(sample)
-    runs = [groups[p * per_part : (p + 1) * per_part] for p in range(parts - 1)] + [groups[(parts - 1) * per_part :]]
+    runs = [groups[p * per_part : (p + 1) * per_part] for p in range(parts - 1)] + [
+        groups[(parts - 1) * per_part :]
+    ]
     return [[sample for group in run for sample in of_group[group]] for run in runs]

@@ -52,7 +52,9 @@ class RolloutRoutes(ReplayMode):
 
     def routes(self, micro: TokenBatch) -> RoutingTrace | None:
         if micro.routing is None:
-            raise RoutingError("replay is on, but the batch has no routes; they were dropped after collect()")
+            raise RoutingError(
+                "replay is on, but the batch has no routes; they were dropped after collect()"
+            )
         return micro.routing
 
 

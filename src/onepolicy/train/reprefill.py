@@ -45,7 +45,10 @@ class Reprefill:
         traces = iter([trace for chunk in self._chunks(samples) for trace in self._record(chunk)])
         return [
             dataclasses.replace(
-                group, samples=tuple(dataclasses.replace(sample, routing=next(traces)) for sample in group.samples)
+                group,
+                samples=tuple(
+                    dataclasses.replace(sample, routing=next(traces)) for sample in group.samples
+                ),
             )
             for group in groups
         ]
@@ -69,11 +72,16 @@ class Reprefill:
             yield chunk
 
     def _record(self, samples: list[Sample]) -> list[RoutingTrace]:
-        graded = tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples)  # not yet; nobody reads it here
+        graded = tuple(
+            dataclasses.replace(sample, outcome=0.0) for sample in samples
+        )  # not yet; nobody reads it here
         batch = pack([Group(0, graded)])
         whole = self._scorer.routes(batch.to(self._scorer.device), weights=self._weights).to("cpu")
         bounds = batch.cu_seqlens.tolist()
         return [
-            dataclasses.replace(whole.rows(start, stop), spans=(RouteSpan(0, stop - start, "reprefill", self.version),))
+            dataclasses.replace(
+                whole.rows(start, stop),
+                spans=(RouteSpan(0, stop - start, "reprefill", self.version),),
+            )
             for start, stop in itertools.pairwise(bounds)
         ]

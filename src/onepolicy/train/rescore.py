@@ -49,7 +49,10 @@ class Rescorer:
 
     @property
     def support(self) -> str:
-        both = [f"top-k {self.top_k}" if self.top_k else "", f"top-p {self.top_p:.3f}" if self.top_p < 1 else ""]
+        both = [
+            f"top-k {self.top_k}" if self.top_k else "",
+            f"top-p {self.top_p:.3f}" if self.top_p < 1 else "",
+        ]
         return " and ".join(part for part in both if part)
 
     @contextmanager
@@ -68,7 +71,9 @@ class Rescorer:
             yield
 
 
-def score_at(scorer: Scorer, batch: TokenBatch, factor: float, *, replay: bool = False) -> TokenBatch:
+def score_at(
+    scorer: Scorer, batch: TokenBatch, factor: float, *, replay: bool = False
+) -> TokenBatch:
     """The batch with logp_old at `factor` times its temperature."""
     at = batch.replace(temperature=batch.temperature * factor)
     return scorer.score(at, replay=replay).replace(temperature=batch.temperature)
@@ -189,7 +194,9 @@ def _mean_rho(batch: TokenBatch) -> tuple[float, float]:
     """Mean rho and its standard error, NaN of one sequence: tokens of a sequence are not independent."""
     mask = batch.trainable
     excess = (logp_of(batch)[mask].double() - batch.logp_rollout[mask].double()).expm1()
-    index, sizes = batch.segment[mask].unique_consecutive(return_inverse=True, return_counts=True)[1:]
+    index, sizes = batch.segment[mask].unique_consecutive(return_inverse=True, return_counts=True)[
+        1:
+    ]
     mean, sequences = excess.mean(), len(sizes)
     if sequences < 2:
         return float(1 + mean), math.nan

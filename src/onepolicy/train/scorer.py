@@ -31,7 +31,9 @@ class PolicyScorer:
     Subclasses score on several ranks (train/sharded/).
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
+    ) -> None:
         if config.numerics == ON_POLICY:
             from onepolicy.invariant.probe import start
 
@@ -80,7 +82,10 @@ class PolicyScorer:
         entropy_graph = keep is not None and self.config.objective.entropy_coef > 0
         for chosen in self.micro_batches(batch):
             micro = batch.select(chosen).to(self.device)
-            with torch.set_grad_enabled(keep is not None), self.routing(micro, native=True, replay=replay) as tape:
+            with (
+                torch.set_grad_enabled(keep is not None),
+                self.routing(micro, native=True, replay=replay) as tape,
+            ):
                 scored = self.forward(micro, entropy_graph=entropy_graph, own_top=True)
                 if keep is not None:
                     self.mode.saw(tape)
@@ -96,7 +101,9 @@ class PolicyScorer:
             found[batch.slots_of(chosen)] = values(batch.select(chosen).to(self.device)).cpu()
         return found
 
-    def forward(self, micro: TokenBatch, model: PreTrainedModel | None = None, **how: bool) -> Scored:
+    def forward(
+        self, micro: TokenBatch, model: PreTrainedModel | None = None, **how: bool
+    ) -> Scored:
         """model: another than the policy. how: see `train.forward.forward`."""
         autocast = torch.bfloat16 if self.config.train.autocast == "bfloat16" else None
         return forward(model or self.model, micro, autocast=autocast, **how)
@@ -112,7 +119,9 @@ class PolicyScorer:
             return nullcontext()
         routes = self.mode.routes(micro) if replay else None
         if routes is not None:
-            return self.routers.replay(routes, native=native, check=False, **self.mode.settings)  # `checked` checks
+            return self.routers.replay(
+                routes, native=native, check=False, **self.mode.settings
+            )  # `checked` checks
         return self.routers.record() if native else nullcontext()
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
@@ -130,17 +139,24 @@ class Scores:
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        self.top: dict[str, Tensor] = {}  # [T, k] each: what both engines find likely, if the batch has top_ids
+        self.top: dict[
+            str, Tensor
+        ] = {}  # [T, k] each: what both engines find likely, if the batch has top_ids
         self.native: Tensor | None = None  # [T, L, K], experts the trainer would choose
         self.mass: Tensor | None = None  # [T, L], how good the replayed experts are to the trainer
 
     def put(self, chosen: list[int], scored: Scored, tape: Tape | Replayed | None) -> None:
         """The micro-batch of samples `chosen`; `tape` recorded its forward."""
         slots = self.batch.slots_of(chosen)
-        self.logp[slots], self.entropy[slots] = scored.logp.detach().cpu(), scored.entropy.detach().cpu()
+        self.logp[slots], self.entropy[slots] = (
+            scored.logp.detach().cpu(),
+            scored.entropy.detach().cpu(),
+        )
         if scored.top is not None and scored.own is not None:
             for name, rows in zip(TOP, (scored.top, *scored.own), strict=True):
-                whole = self.top.setdefault(name, torch.zeros(self.batch.num_slots, rows.shape[1], dtype=rows.dtype))
+                whole = self.top.setdefault(
+                    name, torch.zeros(self.batch.num_slots, rows.shape[1], dtype=rows.dtype)
+                )
                 whole[slots] = rows.detach().cpu()
         if tape is None:
             return
@@ -150,7 +166,9 @@ class Scores:
         self.native[slots] = ids
         if isinstance(tape, Replayed):
             mass = tape.gate_mass().cpu()
-            self.mass = torch.empty(self.batch.num_slots, mass.shape[1]) if self.mass is None else self.mass
+            self.mass = (
+                torch.empty(self.batch.num_slots, mass.shape[1]) if self.mass is None else self.mass
+            )
             self.mass[slots] = mass
 
     def filled(self, routers: Routers | None) -> TokenBatch:

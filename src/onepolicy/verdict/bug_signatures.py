@@ -17,7 +17,12 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.correct.slots import any_layout
 from onepolicy.types import TokenBatch
-from onepolicy.verdict.engine_faults import as_drawn, proportional, renormalised, weights_and_sampling
+from onepolicy.verdict.engine_faults import (
+    as_drawn,
+    proportional,
+    renormalised,
+    weights_and_sampling,
+)
 from onepolicy.verdict.local_faults import local, unlike_parts
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
 from onepolicy.verdict.value_faults import FEWEST_ALIKE, impossible
@@ -70,7 +75,8 @@ def diagnose(
     tokens: Tensor | None = None,  # [T] int, what the trainer scored
     tokens_rollout: Tensor | None = None,  # [T] int, what the engine sampled
     version: Tensor | None = None,  # [T] int, weight version that sampled each slot
-    logp_previous: Tensor | None = None,  # [T] float32, the trainer's score under its previous weights
+    logp_previous: Tensor
+    | None = None,  # [T] float32, the trainer's score under its previous weights
     entropy: Tensor | None = None,  # [T] float32, of the trainer's distribution [nats]
     turn: Tensor | None = None,  # [T] int
     group: Tensor | None = None,  # [T] int, rows that are compared with each other: of one step
@@ -85,11 +91,23 @@ def diagnose(
     mask = mask.cpu()
     slot = mask.nonzero()[:, 0]
     old, rollout, which = logp_trainer.cpu()[slot], logp_rollout.cpu()[slot], segment.cpu()[slot]
-    picked = (None if x is None else x.cpu()[slot] for x in (version, logp_previous, entropy, turn, group))
+    picked = (
+        None if x is None else x.cpu()[slot] for x in (version, logp_previous, entropy, turn, group)
+    )
     version, previous, entropy, turn, group = picked
-    version, previous, entropy = (None if x is None else x.double() for x in (version, previous, entropy))
+    version, previous, entropy = (
+        None if x is None else x.double() for x in (version, previous, entropy)
+    )
     given = Pairs(
-        old.double(), rollout.double(), which.long(), slot, version, previous, entropy, turn=turn, group=group
+        old.double(),
+        rollout.double(),
+        which.long(),
+        slot,
+        version,
+        previous,
+        entropy,
+        turn=turn,
+        group=group,
     )
     findings, good, chosen = impossible(given)
     pairs = given.at(good)
@@ -149,10 +167,15 @@ def _marks(pairs: Pairs) -> list[str]:
     uncertain = pairs.at(pairs.open)
     log_ratio = uncertain.old - uncertain.rollout
     if len(log_ratio) >= FEWEST:
-        above, below = (float((log_ratio > 0).double().mean()), float((log_ratio < 0).double().mean()))
+        above, below = (
+            float((log_ratio > 0).double().mean()),
+            float((log_ratio < 0).double().mean()),
+        )
         if max(above, below) > ONE_SIDED:
             side = "above" if above > below else "below"
-            out.append(f"rho is {side} 1 at {max(above, below):.0%} of the uncertain tokens; noise is on both sides")
+            out.append(
+                f"rho is {side} 1 at {max(above, below):.0%} of the uncertain tokens; noise is on both sides"
+            )
     twice = _repeated_rows(pairs)
     if twice:
         out.append(f"{twice} rows are there twice, with the same values")
@@ -206,7 +229,9 @@ def _moved(pairs: Pairs, by: int) -> Pairs:
     n, size = len(pairs.old), abs(by)
     ahead, behind = slice(None, max(0, n - size)), slice(size, None)
     of_trainer, of_rollout = (ahead, behind) if by > 0 else (behind, ahead)
-    near = (pairs.slot[behind] == pairs.slot[ahead] + size) & (pairs.segment[behind] == pairs.segment[ahead])
+    near = (pairs.slot[behind] == pairs.slot[ahead] + size) & (
+        pairs.segment[behind] == pairs.segment[ahead]
+    )
     old, entropy = pairs.old[of_trainer], None
     if pairs.entropy is not None and len(old) > 1:
         both = pairs.entropy[of_trainer], pairs.entropy[of_rollout]

@@ -70,7 +70,9 @@ def _stale(pairs: Pairs, beside: Fit | None = None) -> tuple[Finding, Pairs] | N
     old, gaps = version < version.max(), left(pairs)
     parts = int(old.sum()), int((~old).sum())
     older, now = float(gaps[old].mean()), float(gaps[~old].mean())
-    error = float(gaps.std()) * sum(1 / n for n in parts) ** 0.5  # of the difference, were both alike
+    error = (
+        float(gaps.std()) * sum(1 / n for n in parts) ** 0.5
+    )  # of the difference, were both alike
     if min(parts) < FEWEST or older <= 1e-3 or older - now <= SURELY * error:
         return None
     if now >= EXPLAINED * older and not _typically_larger(gaps, old, pairs.open):
@@ -88,7 +90,9 @@ def _typically_larger(gaps: Tensor, old: Tensor, uncertain: Tensor) -> bool:
     one, other = gaps[old & uncertain], gaps[~old & uncertain]
     if min(len(one), len(other)) < FEWEST:
         return False
-    return float(one.median()) > 2 * float(other.median()) and float(one.mean()) > 1.3 * float(other.mean())
+    return float(one.median()) > 2 * float(other.median()) and float(one.mean()) > 1.3 * float(
+        other.mean()
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +126,11 @@ def temperature(pairs: Pairs) -> Fit | None:
     assert pairs.entropy is not None
     edges = pairs.entropy.sort().values[torch.arange(1, bins) * len(log_ratio) // bins]
     index = torch.bucketize(pairs.entropy, edges)
-    size = torch.zeros(bins, dtype=log_ratio.dtype).index_add(0, index, torch.ones_like(log_ratio)).clamp(min=1)
+    size = (
+        torch.zeros(bins, dtype=log_ratio.dtype)
+        .index_add(0, index, torch.ones_like(log_ratio))
+        .clamp(min=1)
+    )
 
     def means(values: Tensor) -> Tensor:
         return torch.zeros(bins, dtype=values.dtype).index_add(0, index, values) / size
@@ -134,11 +142,15 @@ def temperature(pairs: Pairs) -> Fit | None:
         own = side - means(side)[index]
         slope = float(apart @ own) / max(float(own @ own), 1e-12)
         slopes.append(slope)
-        shares.append(1 - float((apart - slope * own).square().sum()) / max(float(apart @ apart), 1e-12))
+        shares.append(
+            1 - float((apart - slope * own).square().sum()) / max(float(apart @ apart), 1e-12)
+        )
     same_sign = slopes[0] * slopes[1] > 0
     if not (same_sign and min(map(abs, slopes)) >= LEAST_SLOPE and min(shares) >= LEAST_SHARE):
         return None
-    if min(shares) ** 0.5 * len(log_ratio) ** 0.5 < SURELY:  # a correlation that chance has in so few
+    if (
+        min(shares) ** 0.5 * len(log_ratio) ** 0.5 < SURELY
+    ):  # a correlation that chance has in so few
         return None
     finding = Finding(
         "temperature",
@@ -208,13 +220,18 @@ def _by_entropy(pairs: Pairs) -> float:
     size = torch.zeros(bins, dtype=log_ratio.dtype).index_add(0, index, torch.ones_like(log_ratio))
 
     def apart(values: Tensor) -> Tensor:
-        return values - (torch.zeros(bins, dtype=values.dtype).index_add(0, index, values) / size)[index]
+        return (
+            values
+            - (torch.zeros(bins, dtype=values.dtype).index_add(0, index, values) / size)[index]
+        )
 
     best, mine = 0.0, apart(log_ratio)
     for side in (pairs.rollout, pairs.old):
         own = apart(side)
         slope = float(mine @ own) / max(float(own @ own), 1e-12)
-        best = max(best, 1 - float((mine - slope * own).square().sum()) / float(log_ratio @ log_ratio))
+        best = max(
+            best, 1 - float((mine - slope * own).square().sum()) / float(log_ratio @ log_ratio)
+        )
     return best
 
 
@@ -259,7 +276,9 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
     if pairs.entropy is None or len(pairs.old) < FEWEST:
         return None
     k2 = float((pairs.old - pairs.rollout).square().mean() / 2)
-    surplus = -pairs.old - pairs.entropy  # 0 on average if the tokens were drawn from the trainer's distribution
+    surplus = (
+        -pairs.old - pairs.entropy
+    )  # 0 on average if the tokens were drawn from the trainer's distribution
     mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
     expected = float(pairs.entropy.mean())
     if mean < -0.1 * expected - k2 and mean < -6 * error:

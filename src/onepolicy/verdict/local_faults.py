@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from onepolicy.verdict.engine_faults import places, proportional, temperature
-from onepolicy.verdict.row_faults import CHANCE, CLIP, agreement_at_first, followed, rows_of, strange_rows, swapped_rows
+from onepolicy.verdict.row_faults import (
+    CHANCE,
+    CLIP,
+    agreement_at_first,
+    followed,
+    rows_of,
+    strange_rows,
+    swapped_rows,
+)
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
 
 HARMLESS_K3 = 1e-4
@@ -54,7 +62,9 @@ def ranks(pairs: Pairs) -> Ranks:
     middle = (pairs.old + pairs.rollout)[open_]
     bin_of = torch.empty(size, dtype=torch.int64)
     bin_of[middle.argsort()] = torch.arange(size) * bins // max(1, size)
-    jitter = torch.rand(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # between equals
+    jitter = torch.rand(
+        size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )  # between equals
     order = np.lexsort((jitter.numpy(), pairs.gap[open_].numpy(), bin_of.numpy()))
     counts = torch.bincount(bin_of, minlength=bins)
     before = counts.cumsum(0) - counts
@@ -74,7 +84,15 @@ def local(pairs: Pairs) -> Finding | None:
         return moved
     if _k3(pairs) < HARMLESS_K3:
         return copies(pairs)
-    for look in (copies, unrelated, swapped_rows, strange_rows, odd_rows, unrelated_tails, first_places):
+    for look in (
+        copies,
+        unrelated,
+        swapped_rows,
+        strange_rows,
+        odd_rows,
+        unrelated_tails,
+        first_places,
+    ):
         found = look(pairs)
         if found is not None:
             return found
@@ -88,7 +106,9 @@ def _k3(pairs: Pairs) -> float:
 
 def _row_means(values: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
     size = torch.zeros(count, dtype=torch.float64).index_add(0, index, torch.ones_like(values))
-    return torch.zeros(count, dtype=torch.float64).index_add(0, index, values) / size.clamp(min=1), size
+    return torch.zeros(count, dtype=torch.float64).index_add(0, index, values) / size.clamp(
+        min=1
+    ), size
 
 
 def copies(pairs: Pairs) -> Finding | None:
@@ -123,10 +143,14 @@ def odd_rows(pairs: Pairs) -> Finding | None:
         return None
     far = far_rows[index]
     near = judged[index] & ~far
-    ratio = float(pairs.gap[far & rank.open].mean() / pairs.gap[near & rank.open].mean().clamp(min=1e-12))
+    ratio = float(
+        pairs.gap[far & rank.open].mean() / pairs.gap[near & rank.open].mean().clamp(min=1e-12)
+    )
     if ratio < 1.5:
         return None
-    text = f"{int(far_rows.sum())} of {count} rows are {ratio:.3g} times farther apart than the others"
+    text = (
+        f"{int(far_rows.sum())} of {count} rows are {ratio:.3g} times farther apart than the others"
+    )
     return _of_part(pairs, far, near, text)
 
 
@@ -192,7 +216,8 @@ def _of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Finding:
         return Finding(tail.cause, f"{text}; {tail.evidence}")
     declared = "" if pairs.version is None else "; the column version does not say so"
     return Finding(
-        "stale", f"{text}: a replica that holds other weights, or weights of another step, sampled them{declared}"
+        "stale",
+        f"{text}: a replica that holds other weights, or weights of another step, sampled them{declared}",
     )
 
 
@@ -243,7 +268,9 @@ def shifted_runs(pairs: Pairs) -> Finding | None:
     index, count = rows_of(pairs)
     starts = np.concatenate([[0], np.flatnonzero(np.diff(index.numpy())) + 1, [len(index)]])
     here = pairs.gap.clamp(max=CLIP).numpy()
-    best: list[tuple[float, int, int, int]] = []  # gain, first and last slot of the run, shift; of each row
+    best: list[
+        tuple[float, int, int, int]
+    ] = []  # gain, first and last slot of the run, shift; of each row
     there = {by: _moved_gap(pairs, by) for by in SHIFTS}
     for row in range(count):
         span = slice(int(starts[row]), int(starts[row + 1]))
@@ -269,7 +296,9 @@ def shifted_runs(pairs: Pairs) -> Finding | None:
     )
     if _starts_together(pairs, runs, there):
         return Finding("shift", f"{text}; from a turn or a fixed place on they are not in step")
-    return Finding("retokenised", f"{text}: from there on a token was merged, split or lost on one side")
+    return Finding(
+        "retokenised", f"{text}: from there on a token was merged, split or lost on one side"
+    )
 
 
 def _moved_gap(pairs: Pairs, by: int) -> np.ndarray:
@@ -302,7 +331,9 @@ def _is_shift(here: np.ndarray, there: np.ndarray, run: tuple[float, int, int, i
     return last - first + 1 >= 8 and gain >= 6.0 and after < 0.35 * before
 
 
-def _starts_together(pairs: Pairs, runs: list[tuple[float, int, int, int]], there: dict[int, np.ndarray]) -> bool:
+def _starts_together(
+    pairs: Pairs, runs: list[tuple[float, int, int, int]], there: dict[int, np.ndarray]
+) -> bool:
     """Most runs start with their row or turn, or at one place of all rows."""
     slot, segment = pairs.slot.numpy(), pairs.segment.numpy()
     fresh = np.ones(len(slot), bool)
@@ -313,7 +344,9 @@ def _starts_together(pairs: Pairs, runs: list[tuple[float, int, int, int]], ther
     at_border = 0
     for _, first, _, by in runs:
         border = int(borders[np.searchsorted(borders, first, side="right") - 1])
-        at_border += bool(np.nansum(there[by][border:first]) < 1.0)  # moved, the slots ahead of it meet too
+        at_border += bool(
+            np.nansum(there[by][border:first]) < 1.0
+        )  # moved, the slots ahead of it meet too
     starts = np.array([place[first] for _, first, _, _ in runs])
     near = np.abs(starts - np.median(starts)) <= 2
     return at_border > 0.6 * len(runs) or (len(runs) >= 4 and near.mean() > 0.8)
@@ -328,7 +361,9 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     rows = followed(pairs)
     strange = 0 if rows is None else int(rows.strange(CHANCE).sum())
     if strange:
-        out.append(f"in {strange} of {count} rows the two sides do not follow each other as they do in the others")
+        out.append(
+            f"in {strange} of {count} rows the two sides do not follow each other as they do in the others"
+        )
     place = places(pairs)[rank.open]
     values = rank.values[rank.open]
     if len(place) >= 8 * FEWEST:
@@ -336,11 +371,17 @@ def unlike_parts(pairs: Pairs) -> list[str]:
         parts = [values[each].mean() for each in order.chunk(8)]
         contrast = float(max(parts) - min(parts))
         if contrast > 0.25:
-            out.append(f"the gap depends on the place in the row (mean ranks differ by {contrast:.2f})")
+            out.append(
+                f"the gap depends on the place in the row (mean ranks differ by {contrast:.2f})"
+            )
     run = torch.arange(len(values)) // 16
     means, size = _row_means(values, run, int(run[-1]) + 1 if len(run) else 0)
     full = means[size == 16]
-    if len(full) >= 2 * FEWEST_ROWS and pairs.group is None and split(full, torch.full_like(full, 16.0)) is not None:
+    if (
+        len(full) >= 2 * FEWEST_ROWS
+        and pairs.group is None
+        and split(full, torch.full_like(full, 16.0)) is not None
+    ):
         out.append("stretches of rows are of two kinds, near and far")
     last = rank.open.clone()
     last[:-1] &= index[1:] != index[:-1]
@@ -348,7 +389,9 @@ def unlike_parts(pairs: Pairs) -> list[str]:
         contrast = float(rank.values[last].mean()) - 0.5
         far = float(pairs.gap[last].mean() / pairs.gap[rank.open & ~last].mean().clamp(min=1e-12))
         if contrast > 0.25 and contrast > 6 * RANK_ERROR / int(last.sum()) ** 0.5 and far > 3:
-            out.append(f"the last tokens of the rows are {far:.3g} times farther apart than the others")
+            out.append(
+                f"the last tokens of the rows are {far:.3g} times farther apart than the others"
+            )
     return out
 
 
@@ -359,14 +402,22 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
     gap, (index, count) = pairs.gap, rows_of(pairs)
     place = torch.arange(len(gap))
     end = len(gap)
-    first_bad = torch.full((count,), end).scatter_reduce(0, index, torch.where(gap > 3, place, end), "amin")
+    first_bad = torch.full((count,), end).scatter_reduce(
+        0, index, torch.where(gap > 3, place, end), "amin"
+    )
     point = first_bad[index]
     behind, ahead = place >= point, (place < point) & (point < end)  # of the same sequences
     inside, outside = gap[behind], gap[ahead]
-    if len(inside) < max(FEWEST // 2, 0.01 * end) or len(outside) < max(FEWEST // 2, 0.1 * len(inside)):
+    if len(inside) < max(FEWEST // 2, 0.01 * end) or len(outside) < max(
+        FEWEST // 2, 0.1 * len(inside)
+    ):
         return None
-    agreed = outside.median()  # not the mean: the first tokens behind the point may be near by chance
-    if not (inside.mean() > 1 and inside.mean() > 10 * agreed and (inside > 0.5).double().mean() > 0.5):
+    agreed = (
+        outside.median()
+    )  # not the mean: the first tokens behind the point may be near by chance
+    if not (
+        inside.mean() > 1 and inside.mean() > 10 * agreed and (inside > 0.5).double().mean() > 0.5
+    ):
         return None
     rows = int((first_bad < end).sum())
     text = (
@@ -374,5 +425,11 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
         f"not after it ({float(inside.mean()):.2g} nats)"
     )
     if _correlation(pairs.at(behind)) > EXPLAINED:
-        return Finding("stale", f"{text}, where they still follow each other: other weights sampled from there on")
-    return Finding("retokenised", f"{text}: from there on they scored different tokens, or with far other weights")
+        return Finding(
+            "stale",
+            f"{text}, where they still follow each other: other weights sampled from there on",
+        )
+    return Finding(
+        "retokenised",
+        f"{text}: from there on they scored different tokens, or with far other weights",
+    )

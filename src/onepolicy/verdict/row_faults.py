@@ -137,7 +137,10 @@ def _other_row_that_fits(pairs: Pairs, segment: int, tried: int) -> tuple[float,
         open_ = (x + y) / 2 < -SURE
         size = torch.bincount(index[open_], minlength=count).double()
         gap = (x - y).abs().clamp(max=CLIP)
-        after, before = (torch.zeros(count, dtype=torch.float64).index_add(0, index, each) for each in (gap, stands))
+        after, before = (
+            torch.zeros(count, dtype=torch.float64).index_add(0, index, each)
+            for each in (gap, stands)
+        )
         correlation = _rank_correlation(x[open_], y[open_], index[open_], count)
         surely = _fisher(correlation) * (size - 3).clamp(min=0).sqrt() / RANK_CORRELATION
         fits = (size >= ENOUGH_TO_FOLLOW) & (after < EXPLAINED * before) & (surely > needed)
@@ -145,7 +148,11 @@ def _other_row_that_fits(pairs: Pairs, segment: int, tried: int) -> tuple[float,
         for row in fits.nonzero()[:, 0].tolist():
             slots_of_row = int((index == row).sum())
             if best is None or surely[row] > best[0]:
-                best = float(surely[row]), float(before[row]) / slots_of_row, float(after[row]) / slots_of_row
+                best = (
+                    float(surely[row]),
+                    float(before[row]) / slots_of_row,
+                    float(after[row]) / slots_of_row,
+                )
     return None if best is None else best[1:]
 
 

@@ -72,7 +72,10 @@ class Gap:
         """The mark that mean rho is not 1; empty if it may be. Mismatch of any size has E[rho] = 1: both sides are
         distributions over the same tokens."""
         slack = RHO_SLACK[0] + RHO_SLACK[1] * self.k3
-        if not (math.isfinite(self.mean_rho) and abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)):
+        if not (
+            math.isfinite(self.mean_rho)
+            and abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)
+        ):
             return ""
         return f"mean rho is {self.mean_rho:.4f} +- {self.mean_rho_error:.2g}; under mismatch alone it is 1"
 
@@ -122,18 +125,24 @@ def verdict(
     gap: Gap,  # without replay, or as the run was trained
     diagnosis: Diagnosis,
     *,
-    replayed: Gap | None = None,  # of the same tokens with the rollout's routes replayed; None: not measured
-    routers: float | None = None,  # share of routers that differ; 0: none do or there are none; None: not known
+    replayed: Gap
+    | None = None,  # of the same tokens with the rollout's routes replayed; None: not measured
+    routers: float
+    | None = None,  # share of routers that differ; 0: none do or there are none; None: not known
     routes: str = "",  # why the routes do not belong to these tokens; empty if they do
     since: str = "",  # which part of a run was judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is that older weights sampled, as is declared
-    unchecked: Sequence[str] = (),  # causes that could be there and were not looked for, and what it would take
+    unchecked: Sequence[
+        str
+    ] = (),  # causes that could be there and were not looked for, and what it would take
     copies: bool = False,  # equal sides may be copies: nobody has seen them computed
 ) -> Verdict:
     """The first that holds: bug, too few tokens, a copy, a mark without a name, a cause that was not looked for,
     nothing to do, too far for mismatch, replay, correct."""
     marks = _marks(diagnosis, gap, replayed)
-    found = {f.cause: f.evidence for f in diagnosis.findings} | ({"routes": routes} if routes else {})
+    found = {f.cause: f.evidence for f in diagnosis.findings} | (
+        {"routes": routes} if routes else {}
+    )
     basis = [gap.text()]
     if replayed is not None:
         basis.append(f"with the rollout's routes replayed {replayed.text()}")
@@ -146,7 +155,13 @@ def verdict(
     if doubt:
         return Verdict("unclear", ("age",) if aged else (), doubt, "", (*marks, *basis))
     if gap.max_dlogp == 0:
-        return Verdict("nothing", (), f"Nothing to do: both sides agree on every token{since} to the bit.", "", ())
+        return Verdict(
+            "nothing",
+            (),
+            f"Nothing to do: both sides agree on every token{since} to the bit.",
+            "",
+            (),
+        )
     helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3
     left = replayed if replayed is not None and helps else gap
     forecasts = _forecasts(left)
@@ -178,7 +193,13 @@ def _marks(diagnosis: Diagnosis, gap: Gap, replayed: Gap | None) -> tuple[str, .
 
 
 def _doubt(
-    gap: Gap, marks: tuple[str, ...], replayed: Gap | None, since: str, unchecked: list[str], *, copies: bool
+    gap: Gap,
+    marks: tuple[str, ...],
+    replayed: Gap | None,
+    since: str,
+    unchecked: list[str],
+    *,
+    copies: bool,
 ) -> str:
     """Why nothing may be recommended though no bug was found; empty if it may."""
     if gap.tokens < FEWEST:
@@ -201,7 +222,9 @@ def _doubt(
     if not unchecked:
         return ""
     state = "the two sides' numbers agree" if gap.quiet else f"{gap.k3:.3g} nats a token{since}"
-    return f"Unclear: {state}, but what could be wrong was not all looked for. {'; '.join(unchecked)}."
+    return (
+        f"Unclear: {state}, but what could be wrong was not all looked for. {'; '.join(unchecked)}."
+    )
 
 
 def _mend(
@@ -223,7 +246,9 @@ def _mend(
     basis = [*basis, predicted]
     if measured:
         sentence = f"{first}, and correct the {left.k3:.3g} nats a token that are left with {name}."
-        return Verdict("correct", ("routing",), sentence, f"replay.mode=r3 {correct}", tuple(basis), forecasts)
+        return Verdict(
+            "correct", ("routing",), sentence, f"replay.mode=r3 {correct}", tuple(basis), forecasts
+        )
     size = f"Mismatch{since}, {gap.k3:.3g} nats a token"
     if routers:
         sentence = (
@@ -231,9 +256,20 @@ def _mend(
             f"If that cannot be had, correct with {name}."
         )
         return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
-    unknown = " If the model is a mixture of experts, replay its routes (R3) first." if routers is None else ""
+    unknown = (
+        " If the model is a mixture of experts, replay its routes (R3) first."
+        if routers is None
+        else ""
+    )
     causes = ("numerics",) if routers is not None else ()
-    return Verdict("correct", causes, f"{size}: correct it with {name}.{unknown}", correct, tuple(basis), forecasts)
+    return Verdict(
+        "correct",
+        causes,
+        f"{size}: correct it with {name}.{unknown}",
+        correct,
+        tuple(basis),
+        forecasts,
+    )
 
 
 def _mend_age(gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]) -> Verdict:
@@ -250,7 +286,11 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
     name = "icepop" if gap.f5 > HEAVY_F5 else "tis"
     kept = next(f for f in forecasts if f.preset == name)
     keeps = f"{name} is predicted to keep {kept.keep:.1%} of these tokens"
-    return name, f"correction.preset={name}", f"{keeps} and to multiply the step by {kept.attenuation:.3f}"
+    return (
+        name,
+        f"correction.preset={name}",
+        f"{keeps} and to multiply the step by {kept.attenuation:.3f}",
+    )
 
 
 def _forecasts(gap: Gap) -> tuple[Forecast, ...]:

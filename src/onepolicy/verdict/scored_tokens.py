@@ -48,7 +48,9 @@ class Pairs:
     previous: Tensor | None  # [n] float64
     entropy: Tensor | None  # [n] float64
     turn: Tensor | None = None  # [n] int64
-    group: Tensor | None = None  # [n] int64: rows of one training step, which share a size of the gap
+    group: Tensor | None = (
+        None  # [n] int64: rows of one training step, which share a size of the gap
+    )
 
     @property
     def gap(self) -> Tensor:
@@ -61,7 +63,11 @@ class Pairs:
 
     def at(self, which: Tensor) -> Pairs:
         """These slots: [n] bool."""
-        known = {f.name: value[which] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        known = {
+            f.name: value[which]
+            for f in fields(self)
+            if (value := getattr(self, f.name)) is not None
+        }
         return replace(self, **known)
 
     def before_update(self) -> Pairs:

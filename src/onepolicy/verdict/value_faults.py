@@ -24,10 +24,16 @@ def impossible(pairs: Pairs) -> tuple[list[Finding], Tensor, bool]:
     n, findings, chosen = len(pairs.old), list[Finding](), False
     bad = ~(pairs.old.isfinite() & pairs.rollout.isfinite())
     if count := int(bad.sum()):
-        findings.append(Finding("fill", f"{count} of {n} log-probabilities are NaN or infinite; missing values"))
+        findings.append(
+            Finding("fill", f"{count} of {n} log-probabilities are NaN or infinite; missing values")
+        )
     positive = ~bad & ((pairs.rollout > 1e-3) | (pairs.old > 1e-3))
     if count := int(positive.sum()):
-        findings.append(Finding("not_log", f"{count} of {n} are above 0; probabilities instead of their logarithms?"))
+        findings.append(
+            Finding(
+                "not_log", f"{count} of {n} are above 0; probabilities instead of their logarithms?"
+            )
+        )
     good = ~bad & ~positive
     for look in (_one_sided_zeros, _zeros_of_both, _constant_rows, _piled):
         found = look(pairs, good)
@@ -53,8 +59,12 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     near, side = good & ~far, pairs.rollout if zero is here else pairs.old
     certain = float((side[near] == 0).double().mean()) if bool(near.any()) else 0.0
     rest = far & ~zero
-    as_far = bool(rest.any()) and float(pairs.gap[rest].median()) > max(1.0, 0.3 * float(pairs.gap[zero].median()))
-    if as_far and count < 2 * certain * int(far.sum()):  # as many as elsewhere: certain tokens of another text
+    as_far = bool(rest.any()) and float(pairs.gap[rest].median()) > max(
+        1.0, 0.3 * float(pairs.gap[zero].median())
+    )
+    if as_far and count < 2 * certain * int(
+        far.sum()
+    ):  # as many as elsewhere: certain tokens of another text
         return None
     if _only_choice(pairs, zero, good & ~zero):
         return None
@@ -80,8 +90,13 @@ def _zeros_of_both(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
     if pairs.entropy is not None:
         uncertain = zero & (pairs.entropy > 0.01)
         if int(uncertain.sum()) > max(2, 0.001 * n):
-            return _outside(int(uncertain.sum()), n, "0 on both sides though their entropy is not"), zero
-    for name, run in (("start", _leading(pairs, zero)), ("end", _leading(pairs, zero, backward=True))):
+            return _outside(
+                int(uncertain.sum()), n, "0 on both sides though their entropy is not"
+            ), zero
+    for name, run in (
+        ("start", _leading(pairs, zero)),
+        ("end", _leading(pairs, zero, backward=True)),
+    ):
         rows, inside = len(pairs.segment.unique()), int(run.sum())
         share = min((count - inside) / max(1, n - inside), 0.99)  # of certain tokens elsewhere
         if inside / rows > EDGE + 3 * share / (1 - share):
@@ -145,18 +160,26 @@ def _piled(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
         values, counts = side[usable].unique(return_counts=True)
         for place in counts.argsort(descending=True)[:LOOKED_AT].tolist():
             value, count = float(values[place]), int(counts[place])
-            if count < max(FEWEST_ALIKE, OFTEN * n) or value > -SURE:  # near 0 float32 has few numbers
+            if (
+                count < max(FEWEST_ALIKE, OFTEN * n) or value > -SURE
+            ):  # near 0 float32 has few numbers
                 continue
             here = usable & (side == value)
             rest = usable & ~here
             typical = float(gap[rest].median()) if int(rest.sum()) >= FEWEST_ALIKE else 0.0
-            also = int((usable & (other == value)).sum())  # a number that both sides have often is one of their grid
+            also = int(
+                (usable & (other == value)).sum()
+            )  # a number that both sides have often is one of their grid
             same = bool(rest.any()) and float(equal[here].double().mean()) > 0.9
-            if float(gap[here].median()) > max(0.1, 5 * typical) and count > max(FEWEST_ALIKE, 3 * also):
+            if float(gap[here].median()) > max(0.1, 5 * typical) and count > max(
+                FEWEST_ALIKE, 3 * also
+            ):
                 end = int((here & _last(pairs, good)).sum())
                 where = f", {end} of them at the last slot of a row" if end > count / 2 else ""
                 lowest = value <= float(side[usable].min())
-                what = "a fill value, or the floor they were clipped to" if lowest else "a fill value"
+                what = (
+                    "a fill value, or the floor they were clipped to" if lowest else "a fill value"
+                )
                 text = f"{count} values of the {name} are exactly {value:.6g}{where}, far from the other side's: {what}"
                 return Finding("fill", text), here
             if same and count > 4 * FEWEST_ALIKE and float(equal[rest].double().mean()) < 0.3:

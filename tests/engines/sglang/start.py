@@ -16,7 +16,14 @@ PYTHON = HERE.parents[2] / ".venv-sglang" / "bin" / "python"
 CPU = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "16384", "--max-running-requests", "64"),
+    *(
+        "--mem-fraction-static",
+        "0.1",
+        "--max-total-tokens",
+        "16384",
+        "--max-running-requests",
+        "64",
+    ),
     "--enable-return-routed-experts",
 ]
 
@@ -29,9 +36,20 @@ def start(model, port, *extra, dtype="bfloat16", log=None):
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    where = ["--host", "127.0.0.1", "--port", str(port), "--model-path", str(model), "--dtype", dtype]
+    where = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--model-path",
+        str(model),
+        "--dtype",
+        dtype,
+    ]
     command = [str(PYTHON), "-m", "sglang.launch_server", *where, *CPU, *extra]
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def stop(server):

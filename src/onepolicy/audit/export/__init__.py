@@ -11,7 +11,9 @@ from onepolicy.audit.schema import write_parquet
 from onepolicy.files import replaced
 
 
-def write_step(folder: Path | str, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0) -> Path:
+def write_step(
+    folder: Path | str, step: int, rows: Sequence[Mapping[str, Any]], *, rank: int = 0
+) -> Path:
     """FOLDER/step_00012_0.parquet: rows of schema version 1 of one training step. Complete or absent."""
     path = Path(folder) / f"step_{step:05d}_{rank}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)

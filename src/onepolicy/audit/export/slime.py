@@ -49,12 +49,17 @@ def convert(source: Path | str, folder: Path | str) -> int:
 def samples(path: Path, found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """One dict a sample: slime's list (format_version 2), or miles' columns."""
     if not ({"samples", "rollout_data"} & found.keys()):
-        raise UsageError(f"{path}: neither samples nor rollout_data; is it a --save-debug-train-data file?")
+        raise UsageError(
+            f"{path}: neither samples nor rollout_data; is it a --save-debug-train-data file?"
+        )
     if _whole(path, "cp_size", found.get("cp_size", 1)) != 1:
-        raise UsageError(f"{path}: holds one rank's slices of context parallelism; dump with --context-parallel-size 1")
+        raise UsageError(
+            f"{path}: holds one rank's slices of context parallelism; dump with --context-parallel-size 1"
+        )
     if "samples" in found:
         yield from (
-            _expect(path, sample, dict, "a sample") for sample in _expect(path, found["samples"], list, "samples")
+            _expect(path, sample, dict, "a sample")
+            for sample in _expect(path, found["samples"], list, "samples")
         )
         return
     columns = _expect(path, found["rollout_data"], dict, "rollout_data")

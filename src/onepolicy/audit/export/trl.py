@@ -29,7 +29,9 @@ def export(trainer: Any, folder: Path | str) -> None:
 
     def rewarded(*args: Any, **kwargs: Any) -> Tensor:
         found: Tensor = reward(*args, **kwargs)
-        rewards[:] = [(found * trainer.reward_weights.to(found.device)).nansum(1)]  # of all processes
+        rewards[:] = [
+            (found * trainer.reward_weights.to(found.device)).nansum(1)
+        ]  # of all processes
         return found
 
     def generated(inputs: Any) -> dict[str, Any]:
@@ -45,22 +47,38 @@ def export(trainer: Any, folder: Path | str) -> None:
 
 
 @torch.no_grad()
-def rows(trainer: Any, made: dict[str, Any], step: int, rewards: list[float]) -> list[dict[str, Any]]:
+def rows(
+    trainer: Any, made: dict[str, Any], step: int, rewards: list[float]
+) -> list[dict[str, Any]]:
     rollout = made.get("sampling_per_token_logps")
     if rollout is None:
-        raise UsageError("TRL: no sampling log-probabilities; set use_vllm=True, or return them from a rollout_func")
+        raise UsageError(
+            "TRL: no sampling log-probabilities; set use_vllm=True, or return them from a rollout_func"
+        )
     ids, mask = made["completion_ids"], made["completion_mask"].bool()
-    whole = torch.cat([made["prompt_ids"], ids], 1), torch.cat([made["prompt_mask"], made["completion_mask"]], 1)
+    whole = (
+        torch.cat([made["prompt_ids"], ids], 1),
+        torch.cat([made["prompt_mask"], made["completion_mask"]], 1),
+    )
     size = trainer.args.per_device_train_batch_size
-    scored = trainer._get_per_token_logps_and_entropies(trainer.model, *whole, ids.shape[1], size, compute_entropy=True)
+    scored = trainer._get_per_token_logps_and_entropies(
+        trainer.model, *whole, ids.shape[1], size, compute_entropy=True
+    )
     if (tool := made.get("tool_mask")) is not None:
         mask = mask & tool.bool()
     mask = mask & rollout.isfinite()  # TRL fills what vLLM could not score with NaN
-    columns = {"tokens": ids, "mask": mask, "logp_rollout": rollout, "logp_trainer": scored[0], "entropy": scored[1]}
+    columns = {
+        "tokens": ids,
+        "mask": mask,
+        "logp_rollout": rollout,
+        "logp_trainer": scored[0],
+        "entropy": scored[1],
+    }
     listed = {name: value.cpu().tolist() for name, value in columns.items()}
     lengths = made["completion_mask"].sum(1).tolist()
     return [
-        {name: value[i][:length] for name, value in listed.items()} | {"step": step, "reward": rewards[i]}
+        {name: value[i][:length] for name, value in listed.items()}
+        | {"step": step, "reward": rewards[i]}
         for i, length in enumerate(lengths)
         if length
     ]

@@ -35,7 +35,9 @@ def rows(batch: Any, step: int) -> list[dict[str, Any]]:
     tensors, extra = batch.batch, batch.non_tensor_batch
     for name in NEEDED:
         if name not in tensors:
-            raise UsageError(f"verl batch: no {name}; {MENDS.get(name, 'is this a batch after generation?')}")
+            raise UsageError(
+                f"verl batch: no {name}; {MENDS.get(name, 'is this a batch after generation?')}"
+            )
     names = {
         "responses": "tokens",
         "response_mask": "mask",
@@ -52,10 +54,13 @@ def rows(batch: Any, step: int) -> list[dict[str, Any]]:
         if name in tensors:
             per_row["reward"] = tensors[name].sum(1).tolist()
             break
-    if "min_global_steps" in extra:  # the fully asynchronous trainer: weights the sequence was begun with
+    if (
+        "min_global_steps" in extra
+    ):  # the fully asynchronous trainer: weights the sequence was begun with
         per_row["version"] = [int(value) for value in extra["min_global_steps"]]
     return [
-        {name: value[i][:length] for name, value in listed.items()} | {name: each[i] for name, each in per_row.items()}
+        {name: value[i][:length] for name, value in listed.items()}
+        | {name: each[i] for name, each in per_row.items()}
         for i, length in enumerate(lengths)
         if length
     ]

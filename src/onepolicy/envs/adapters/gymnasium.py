@@ -38,7 +38,13 @@ def check_observation(space: Any) -> None:
                 check_observation(part)
         case spaces.Box() if np.prod(space.shape) > LARGEST_BOX:
             raise NoText(f"a Box of shape {space.shape}")
-        case spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() | spaces.Text():
+        case (
+            spaces.Discrete()
+            | spaces.MultiDiscrete()
+            | spaces.MultiBinary()
+            | spaces.Box()
+            | spaces.Text()
+        ):
             pass
         case _:
             raise NoText(f"a {type(space).__name__}")
@@ -50,9 +56,13 @@ def describe(space: Any, value: Any) -> str:
 
     match space:
         case spaces.Tuple():
-            return ", ".join(describe(part, each) for part, each in zip(space.spaces, value, strict=True))
+            return ", ".join(
+                describe(part, each) for part, each in zip(space.spaces, value, strict=True)
+            )
         case spaces.Dict():
-            return "; ".join(f"{name}: {describe(part, value[name])}" for name, part in space.spaces.items())
+            return "; ".join(
+                f"{name}: {describe(part, value[name])}" for name, part in space.spaces.items()
+            )
         case spaces.Text():
             return str(value)
         case _:
@@ -65,8 +75,14 @@ def expected(space: Any, names: Sequence[str]) -> str:
 
     match space:
         case spaces.Discrete():
-            return ", ".join(names) if names else f"a number from {space.start} to {space.start + space.n - 1}"
-        case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() if np.prod(space.shape) <= LARGEST_BOX:
+            return (
+                ", ".join(names)
+                if names
+                else f"a number from {space.start} to {space.start + space.n - 1}"
+            )
+        case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box() if (
+            np.prod(space.shape) <= LARGEST_BOX
+        ):
             return f"{np.prod(space.shape)} numbers separated by commas"
         case spaces.Text():
             return f"a text of {space.min_length} to {space.max_length} characters"
@@ -122,7 +138,9 @@ def _cliff(env: Any, state: Any) -> str:
 def _taxi(env: Any, state: Any) -> str:
     row, column, passenger, destination = env.decode(int(state))
     where = "in the taxi" if passenger == len(PLACES) else f"at {PLACES[passenger]}"
-    return f"taxi at row {row}, column {column}; passenger {where}; destination {PLACES[destination]}"
+    return (
+        f"taxi at row {row}, column {column}; passenger {where}; destination {PLACES[destination]}"
+    )
 
 
 def _blackjack(env: Any, hand: Any) -> str:
@@ -183,7 +201,9 @@ class World:
         try:
             self.env: Any = gymnasium.make(config.id, **drawn, **config.params)
         except (*self.errors, ImportError) as error:
-            raise UsageError(f"task.id: gymnasium cannot make {config.id!r} with {config.params!r}: {error}") from error
+            raise UsageError(
+                f"task.id: gymnasium cannot make {config.id!r} with {config.params!r}: {error}"
+            ) from error
         self.known = known(self.env)
         names = config.actions or (self.known.actions if self.known else ())
         self.names = tuple(name.lower() for name in names)
@@ -233,7 +253,10 @@ class Gymnasium(InTurns):
         act = act_tool(world)
         plain = tokenizer.chat_template is None
         self.dialogue = build_calls(
-            tokenizer, {act.name: act}, instructions(world, act, plain=plain), fork=config.history == "fork"
+            tokenizer,
+            {act.name: act},
+            instructions(world, act, plain=plain),
+            fork=config.history == "fork",
         )
 
     async def play(self, problem: Problem, episode: Episode) -> float:
@@ -245,7 +268,9 @@ class Gymnasium(InTurns):
             with failing(self.config.id, world.errors):
                 world.reset(problem.entry["seed"])
             while not over and (text := await episode.turn()) is not None:
-                replies, reward, over = self._acted(world, self.dialogue.parse(text), episode.events)
+                replies, reward, over = self._acted(
+                    world, self.dialogue.parse(text), episode.events
+                )
                 total += reward
                 if not over:
                     episode.reply(replies)
@@ -257,7 +282,11 @@ class Gymnasium(InTurns):
         """Take the steps of a turn: (replies, reward of all, whether it is over)."""
         if not turn.calls:
             events.append("malformed")
-            return [f"error: {turn.malformed or 'there is nothing to answer; call act'}"], 0.0, False
+            return (
+                [f"error: {turn.malformed or 'there is nothing to answer; call act'}"],
+                0.0,
+                False,
+            )
         replies, total, over = [], 0.0, False
         for call in turn.calls:
             if call.tool != "act":
@@ -288,7 +317,9 @@ class Act:
 
 
 def act_tool(world: World) -> Act:
-    return Act(f"Take one step in the environment. An action is {expected(world.space, world.names)}.")
+    return Act(
+        f"Take one step in the environment. An action is {expected(world.space, world.names)}."
+    )
 
 
 def instructions(world: World, act: Act, *, plain: bool) -> str:
@@ -297,7 +328,11 @@ def instructions(world: World, act: Act, *, plain: bool) -> str:
     if given is not None:
         return given
     rules = world.known.rules if world.known else f"You are in the environment {world.config.id}."
-    how = f"End every turn with a line `Action: act[action]`. {act.description}" if plain else "Call act in every turn."
+    how = (
+        f"End every turn with a line `Action: act[action]`. {act.description}"
+        if plain
+        else "Call act in every turn."
+    )
     return f"{rules}\n{how}\n\n"
 
 
@@ -313,14 +348,20 @@ def checked_world(config: GymnasiumTask) -> World:
         expected(world.space, world.names)
     except NoText as error:
         found = " and ".join(f"{verb} {space}" for verb, space in spaces)
-        raise UsageError(f"task.id: {config.id} {found}; {error} has no form in words here") from error
+        raise UsageError(
+            f"task.id: {config.id} {found}; {error} has no form in words here"
+        ) from error
     _check_actions(config, world)
     modes = world.env.metadata.get("render_modes", [])
     if config.observation == "ansi" and "ansi" not in modes:
-        raise UsageError(f"task.observation: {config.id} has no ansi form, only {', '.join(modes)}; use words")
+        raise UsageError(
+            f"task.observation: {config.id} has no ansi form, only {', '.join(modes)}; use words"
+        )
     try:
         other, seeds = World(config), range(TRIED_SEEDS)
-        alike = all(_tried(world, seed) == _tried(other, seed) == _tried(world, seed) for seed in seeds)
+        alike = all(
+            _tried(world, seed) == _tried(other, seed) == _tried(world, seed) for seed in seeds
+        )
     except world.errors as error:
         raise UsageError(f"task.id: {config.id} fails in its first steps: {error!r}") from error
     if not alike:
@@ -337,9 +378,13 @@ def _check_actions(config: GymnasiumTask, world: World) -> None:
     if config.actions is None:
         return
     if not isinstance(world.space, Discrete):
-        raise UsageError(f"task.actions: names have no effect, because {config.id} takes {world.space}; leave them out")
+        raise UsageError(
+            f"task.actions: names have no effect, because {config.id} takes {world.space}; leave them out"
+        )
     if len(config.actions) != world.space.n:
-        raise UsageError(f"task.actions: {len(config.actions)} names, but {config.id} has {world.space.n} actions")
+        raise UsageError(
+            f"task.actions: {len(config.actions)} names, but {config.id} has {world.space.n} actions"
+        )
 
 
 def _tried(world: World, seed: int) -> list[object]:

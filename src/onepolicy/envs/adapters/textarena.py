@@ -26,7 +26,10 @@ class GlobalRandom:
     the episode sees the numbers that follow from its seed, and nobody else sees those."""
 
     def __init__(self, seed: int) -> None:
-        self._state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self._state = (
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(),
+        )
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
@@ -45,7 +48,13 @@ class GlobalRandom:
         np.random.set_state(state[1])
 
 
-TRIED = ("[1]", "[up]", "[A B]", "[1 2 3 4]", "hello")  # moves of the two games a run compares before it starts
+TRIED = (
+    "[1]",
+    "[up]",
+    "[A B]",
+    "[1 2 3 4]",
+    "hello",
+)  # moves of the two games a run compares before it starts
 
 
 class Match:
@@ -80,7 +89,9 @@ class Match:
         from textarena import ObservationType
 
         _, messages = self.env.get_observation()
-        return "\n\n".join(str(text).strip() for _, text, kind in messages if kind != ObservationType.PLAYER_ACTION)
+        return "\n\n".join(
+            str(text).strip() for _, text, kind in messages if kind != ObservationType.PLAYER_ACTION
+        )
 
 
 class TextArena(InTurns):
@@ -94,7 +105,10 @@ class TextArena(InTurns):
     ) -> None:
         self.config = config
         match = checked_match(config)
-        problems = Seeded(("textarena", config.game, config.seed), lambda seed: config.instructions + match.reset(seed))
+        problems = Seeded(
+            ("textarena", config.game, config.seed),
+            lambda seed: config.instructions + match.reset(seed),
+        )
         super().__init__(config, problems, tokenizer, max_len=max_len, rows=rows)
         self.dialogue = build_talk(tokenizer, fork=config.history == "fork")
         self._idle: list[Match] = []
@@ -135,12 +149,19 @@ def checked_match(config: TextArenaTask) -> Match:
         match = Match(config)
         match.reset(0)
         if not isinstance(match.env.state, SinglePlayerState):
-            raise UsageError(f"task.game: {config.game} is for several players; take a game for one")
-        alike = _tried(match, 1) == _tried(Match(config), 1) and _tried(match, 2) == _tried(match, 2)
+            raise UsageError(
+                f"task.game: {config.game} is for several players; take a game for one"
+            )
+        alike = _tried(match, 1) == _tried(Match(config), 1) and _tried(match, 2) == _tried(
+            match, 2
+        )
     except UsageError:
         raise
     except (*LIBRARY_ERRORS, ImportError, OSError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if re.search("[a-z]", line)), repr(error))
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if re.search("[a-z]", line)),
+            repr(error),
+        )
         raise UsageError(
             f"task.game: {config.game} with {config.params!r} cannot be played by one player here: {reason}"
         ) from error

@@ -38,8 +38,14 @@ def opening_of(task: Any) -> list[tuple[str, str]]:
     if isinstance(data.prompt, str):
         return [*opening, ("user", data.prompt)]
     for message in data.prompt:
-        if message.role not in ROLES or not isinstance(message.content, str) or getattr(message, "tool_calls", None):
-            raise UsageError(f"task.env: the prompt of task {data.idx} has more than text (pictures or tools)")
+        if (
+            message.role not in ROLES
+            or not isinstance(message.content, str)
+            or getattr(message, "tool_calls", None)
+        ):
+            raise UsageError(
+                f"task.env: the prompt of task {data.idx} has more than text (pictures or tools)"
+            )
         opening.append((message.role, message.content))
     return opening
 
@@ -53,9 +59,17 @@ class Player:
 
     trainable = True
 
-    def __init__(self, spec: Any, seat: str, task: Any, episode: Episode, closed: Callable[[Any], None]) -> None:
+    def __init__(
+        self, spec: Any, seat: str, task: Any, episode: Episode, closed: Callable[[Any], None]
+    ) -> None:
         """closed: gets the trace of the exchange once it is scored."""
-        self.config, self._seat, self._task, self._episode, self._closed = spec, seat, task, episode, closed
+        self.config, self._seat, self._task, self._episode, self._closed = (
+            spec,
+            seat,
+            task,
+            episode,
+            closed,
+        )
         self._taken = False
         self.cut = False
         self.failure: BaseException | None = None
@@ -69,7 +83,9 @@ class Player:
     @asynccontextmanager
     async def interaction(self, task: Any, **where: Any) -> AsyncIterator[Exchange]:
         if self._taken:
-            raise UsageError(f"task.env: the environment plays its agent {self._seat} more than once an episode")
+            raise UsageError(
+                f"task.env: the environment plays its agent {self._seat} more than once an episode"
+            )
         if where or opening_of(task) != opening_of(self._task):
             raise UsageError(
                 f"task.env: the environment hands its agent {self._seat} "
@@ -104,7 +120,9 @@ class Exchange:
 
         opens = not self.trace.num_turns
         if opens != (message is None):
-            raise UsageError("task.env: the task's prompt opens the exchange, and every later turn needs a message")
+            raise UsageError(
+                "task.env: the task's prompt opens the exchange, and every later turn needs a message"
+            )
         if self.trace.is_completed or await self._stopped():
             return vf.Segment(messages=[], terminated=True)
         if opens:
@@ -150,7 +168,11 @@ class Exchange:
     def _read(self, messages: Sequence[tuple[str, str]]) -> None:
         import verifiers.v1 as vf
 
-        kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
+        kinds = {
+            "system": vf.SystemMessage,
+            "user": vf.UserMessage,
+            "assistant": vf.AssistantMessage,
+        }
         for role, text in messages:
             self._append(kinds[role](content=text), sampled=False)
 
@@ -169,7 +191,11 @@ class Exchange:
         import verifiers.v1 as vf
 
         nodes = self.trace.nodes
-        nodes.append(vf.MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
+        nodes.append(
+            vf.MessageNode(
+                parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled
+            )
+        )
         return len(nodes) - 1
 
 
@@ -197,9 +223,13 @@ def _texts(message: Any) -> Sequence[str]:
         return [message]
     texts = []
     for each in message:
-        role, text = (each["role"], each["content"]) if isinstance(each, dict) else (each.role, each.content)
+        role, text = (
+            (each["role"], each["content"]) if isinstance(each, dict) else (each.role, each.content)
+        )
         if role != "user" or not isinstance(text, str):
-            raise UsageError(f"task.env: the environment answers with a message of {role} that is no user's text")
+            raise UsageError(
+                f"task.env: the environment answers with a message of {role} that is no user's text"
+            )
         texts.append(text)
     return texts
 
@@ -273,17 +303,24 @@ class Tasks:
             while self._draw():
                 pass
         if not self._have("train", 1):
-            raise UsageError("task.env: none of the taskset's tasks is for training (one in four is held out)")
+            raise UsageError(
+                "task.env: none of the taskset's tasks is for training (one in four is held out)"
+            )
 
     def train_problem(self, index: int) -> Problem:
         place, side = index, self._sides["train"]
         if self._ends:
             epoch, place = divmod(index, len(side))
             if self._order[0] != epoch:
-                self._order = epoch, rng_of("verifiers epoch", self._seed, epoch).permutation(len(side)).tolist()
+                self._order = (
+                    epoch,
+                    rng_of("verifiers epoch", self._seed, epoch).permutation(len(side)).tolist(),
+                )
             place = self._order[1][place]
         elif not self._have("train", index + 1):
-            raise UsageError(f"task.env: the taskset ended after {len(side)} tasks though it says it has no end")
+            raise UsageError(
+                f"task.env: the taskset ended after {len(side)} tasks though it says it has no end"
+            )
         return _problem(index, side[place])
 
     def held_out(self, count: int) -> list[Problem]:
@@ -322,7 +359,9 @@ def load(config: VerifiersTask) -> tuple[Any, str]:
     if find_spec("verifiers") is None:
         raise UsageError("task.kind: verifiers is not installed; pip install 'verifiers>=0.4,<0.5'")
     if find_spec("verifiers.v1") is None:
-        raise UsageError("task.kind: this release of verifiers has no verifiers.v1; pip install 'verifiers>=0.4,<0.5'")
+        raise UsageError(
+            "task.kind: this release of verifiers has no verifiers.v1; pip install 'verifiers>=0.4,<0.5'"
+        )
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     try:
@@ -343,11 +382,17 @@ def _one_seat(env: Any) -> str:
             f"task.env: {env.config.env_id} has {len(seats)} agents, {', '.join(seats)}; one can be trained"
         )
     ((seat, spec),) = seats.items()
-    if default_harness_id(env.config.taskset.id) != "bash":  # what verifiers takes for a taskset that brings none
-        raise UsageError(f"task.env: {env.config.taskset.id} brings a harness of its own; only plain chat is played")
+    if (
+        default_harness_id(env.config.taskset.id) != "bash"
+    ):  # what verifiers takes for a taskset that brings none
+        raise UsageError(
+            f"task.env: {env.config.taskset.id} brings a harness of its own; only plain chat is played"
+        )
     for name in ("harness", "runtime", "model", "client", "sampling", "timeout", "retries"):
         if getattr(spec, name) != AgentConfig.model_fields[name].default:
-            raise UsageError(f"task.env.{seat}.{name}: has no effect, our engine plays the turns; leave it out")
+            raise UsageError(
+                f"task.env.{seat}.{name}: has no effect, our engine plays the turns; leave it out"
+            )
     return seat
 
 
@@ -356,9 +401,13 @@ def _check_environment(env: Any) -> None:
 
     for name in ("timeout", "retries", "max_concurrent_agents", "interception"):
         if getattr(env.config, name) != vf.EnvConfig.model_fields[name].default:
-            raise UsageError(f"task.env.{name}: has no effect here; leave it out (task.seconds limits an episode)")
+            raise UsageError(
+                f"task.env.{name}: has no effect here; leave it out (task.seconds limits an episode)"
+            )
     if type(env).start is not vf.Env.start or env.taskset.toolsets(env.taskset.config):
-        raise UsageError(f"task.env: {env.config.env_id} starts servers of its own, which are not run here")
+        raise UsageError(
+            f"task.env: {env.config.env_id} starts servers of its own, which are not run here"
+        )
 
 
 def check_task(task: Any) -> None:
@@ -374,15 +423,24 @@ def check_task(task: Any) -> None:
         (bool(task.data.skills or task.data.artifacts), "skills or artifacts in a runtime"),
         (bool(task.plugged_judges()), "judge models"),
         (bool(discover_decorated(task, "intercept")), "to intercept requests"),
-        (any(hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in task.hooks("stop")), "to see requests"),
+        (
+            any(
+                hook_boundary(stop, allow_trace=True) is not vf.Trace for stop in task.hooks("stop")
+            ),
+            "to see requests",
+        ),
     ]
     hooks = [*task.hooks("reward"), *task.hooks("metric")]
     hooks += [
-        getattr(task, hook) for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)
+        getattr(task, hook)
+        for hook in ("setup", "finalize")
+        if getattr(type(task), hook) is not getattr(vf.Task, hook)
     ]
     needs += [(_needs_runtime(hook), f"a runtime (in {hook.__name__})") for hook in hooks]
     if found := [what for needed, what in needs if needed]:
-        raise UsageError(f"task.env: {name} needs {' and '.join(found)}, which is not run here; take a taskset of text")
+        raise UsageError(
+            f"task.env: {name} needs {' and '.join(found)}, which is not run here; take a taskset of text"
+        )
 
 
 def _needs_runtime(hook: Any) -> bool:

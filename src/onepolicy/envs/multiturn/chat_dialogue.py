@@ -24,7 +24,9 @@ class PlainTalk:
     def following(
         self, path: list[int], opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
     ) -> list[int]:
-        return path + encode(self.tokenizer, "\n" + "".join(f"{reply}\n" for reply in replies[-1]), outside=True)
+        return path + encode(
+            self.tokenizer, "\n" + "".join(f"{reply}\n" for reply in replies[-1]), outside=True
+        )
 
 
 class ChatTalk(ChatTurns):
@@ -40,7 +42,9 @@ class ChatTalk(ChatTurns):
 
 
 def build_talk(tokenizer: PreTrainedTokenizerBase, *, fork: bool) -> Dialogue:
-    return PlainTalk(tokenizer) if tokenizer.chat_template is None else ChatTalk(tokenizer, fork=fork)
+    return (
+        PlainTalk(tokenizer) if tokenizer.chat_template is None else ChatTalk(tokenizer, fork=fork)
+    )
 
 
 def said(turn: str) -> str:

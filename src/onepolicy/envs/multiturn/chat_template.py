@@ -16,7 +16,9 @@ from onepolicy.envs.multiturn.render import encode
 
 Message = dict[str, Any]
 Replies = Sequence[str]  # to one turn
-Opening = str | Sequence[tuple[str, str]]  # a question, or (role, text) of every message before the first turn
+Opening = (
+    str | Sequence[tuple[str, str]]
+)  # a question, or (role, text) of every message before the first turn
 
 # Stand-ins, found again in what a template makes of them.
 QUESTION, SAID, REPLY = "textofquestion", "textofmessage", "textofreply"
@@ -60,7 +62,9 @@ class ChatTurns:
         if isinstance(opening, str):
             return [self._user], [QUESTION], [self.instructions + opening]
         marks = [f"{SAID}{i}x" for i in range(len(opening))]
-        messages = [{"role": role, "content": mark} for (role, _), mark in zip(opening, marks, strict=True)]
+        messages = [
+            {"role": role, "content": mark} for (role, _), mark in zip(opening, marks, strict=True)
+        ]
         return messages, marks, [text for _, text in opening]
 
     def _texts_between(self, count: int) -> list[str]:
@@ -75,7 +79,9 @@ class ChatTurns:
             self._between[count] = _split(text[len(ended) :], marks)
         return self._between[count]
 
-    def _whole(self, opening: Opening, turns: Sequence[str], replies: Sequence[Replies]) -> list[int]:
+    def _whole(
+        self, opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
+    ) -> list[int]:
         messages, marks, values = self._asked(opening)
         word = REPLY
         while any(word in turn for turn in turns):  # a turn may say anything
@@ -93,8 +99,12 @@ class ChatTurns:
         one = [self._user, turn]
         sampled = self._until_end(one)
         before = self._render([*one, self.reply_message(_mark(0))], prompt=True)
-        after = self._render([*one, self.reply_message(_mark(0)), turn, self.reply_message(_mark(1))], prompt=True)
-        kept = sampled.startswith(opening) and before.startswith(sampled) and after.startswith(before)
+        after = self._render(
+            [*one, self.reply_message(_mark(0)), turn, self.reply_message(_mark(1))], prompt=True
+        )
+        kept = (
+            sampled.startswith(opening) and before.startswith(sampled) and after.startswith(before)
+        )
         rewritten = not kept or THOUGHT.split()[1] not in sampled
         if rewritten and not self.fork:
             raise UsageError(
@@ -112,7 +122,9 @@ class ChatTurns:
         eos = str(self.tokenizer.eos_token)
         before, ended, _ = self._render(messages).rpartition(eos)
         if not ended:
-            raise UsageError(f"model.path: the chat template does not end a turn with the tokenizer's {eos!r}")
+            raise UsageError(
+                f"model.path: the chat template does not end a turn with the tokenizer's {eos!r}"
+            )
         return before + ended
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -120,7 +132,10 @@ class ChatTurns:
 
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tools=list(self.schemas) or None, add_generation_prompt=prompt, tokenize=False
+                list(messages),
+                tools=list(self.schemas) or None,
+                add_generation_prompt=prompt,
+                tokenize=False,
             )
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)

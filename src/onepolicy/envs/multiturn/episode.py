@@ -43,7 +43,13 @@ class InTurns:
         rows: RowPolicy = "as-sampled",
     ) -> None:
         """max_len: tokens of a path. rows: whose route stays where two forwards fed the same token."""
-        self.limits, self.problems, self.tokenizer, self.max_len, self.rows = config, problems, tokenizer, max_len, rows
+        self.limits, self.problems, self.tokenizer, self.max_len, self.rows = (
+            config,
+            problems,
+            tokenizer,
+            max_len,
+            rows,
+        )
 
     async def play(self, problem: Problem, episode: Episode) -> float:
         """The reward of the episode, which is over then."""
@@ -65,7 +71,9 @@ class InTurns:
             check_known(self.tokenizer, ids, problem, problem.prompt)
             check_length(ids, max_tokens, max_len, problem)
 
-    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> tuple[Sample, ...]:
+    async def episode(
+        self, problem: Problem, sample: SampleFn, temperature: float
+    ) -> tuple[Sample, ...]:
         """An episode that its time ends earns 0."""
         played = Episode(self, problem, sample)
         try:
@@ -76,7 +84,9 @@ class InTurns:
                 raise
             reward, played.finish = 0.0, "time"
         if not played.began:
-            why = "after its prompt" if played.finish == "length" else f"in {self.limits.seconds:g} s"
+            why = (
+                "after its prompt" if played.finish == "length" else f"in {self.limits.seconds:g} s"
+            )
             raise EpisodeError(f"not one turn was sampled {why}")
         if not math.isfinite(reward):
             raise EpisodeError(f"its reward is {reward}")
@@ -111,7 +121,9 @@ class Episode:
         if self.spent or room < 1:
             self.finish = "turns" if self.spent else "length"
             return None
-        completion = await self._sample(self.path.tokens, max_tokens=room, routes_from=self.path.next_route)
+        completion = await self._sample(
+            self.path.tokens, max_tokens=room, routes_from=self.path.next_route
+        )
         self.path.sampled(completion)
         self.finish = completion.finish
         if completion.finish != "stop":
@@ -123,7 +135,9 @@ class Episode:
     def reply(self, replies: list[str]) -> None:
         """Append the replies to the last turn; a history that does not go on as it was becomes a path of its own."""
         self._replies.append(replies)
-        self.events += ["unknown" for reply in replies if unknown_characters(self.env.tokenizer, reply)]
+        self.events += [
+            "unknown" for reply in replies if unknown_characters(self.env.tokenizer, reply)
+        ]
         tokens = self.path.tokens
         following = self.env.dialogue.following(tokens, self._opening, self._turns, self._replies)
         if following[: len(tokens)] == tokens:

@@ -28,7 +28,9 @@ class ReAct(InTurns):
         super().__init__(config, task, tokenizer, max_len=max_len, rows=rows)
         self.config, self.task = config, task
         self.tools = build_tools(config.tools)
-        self.dialogue = build_calls(tokenizer, self.tools, config.instructions, fork=config.history == "fork")
+        self.dialogue = build_calls(
+            tokenizer, self.tools, config.instructions, fork=config.history == "fork"
+        )
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Before a run: what every episode of several turns needs, and that the tokenizer knows what the tools say."""
@@ -75,4 +77,8 @@ class ReAct(InTurns):
 
     def _cut(self, reply: str) -> str:
         most = self.config.reply_chars
-        return reply if len(reply) <= most else f"{reply[:most]}... ({len(reply) - most} more characters)"
+        return (
+            reply
+            if len(reply) <= most
+            else f"{reply[:most]}... ({len(reply) - most} more characters)"
+        )

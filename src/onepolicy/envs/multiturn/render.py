@@ -44,7 +44,9 @@ class TooLong(UsageError):
         self.fact = fact
 
 
-def check_length(prompt_ids: Sequence[int], max_tokens: int, max_len: int, problem: Problem) -> None:
+def check_length(
+    prompt_ids: Sequence[int], max_tokens: int, max_len: int, problem: Problem
+) -> None:
     if len(prompt_ids) + max_tokens > max_len:
         raise TooLong(
             f"problem {problem.id}{source(problem)}: its prompt has {len(prompt_ids)} tokens, which with "
@@ -54,7 +56,9 @@ def check_length(prompt_ids: Sequence[int], max_tokens: int, max_len: int, probl
         )
 
 
-def check_known(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], problem: Problem, text: str) -> None:
+def check_known(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], problem: Problem, text: str
+) -> None:
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in ids:
         return
@@ -69,7 +73,9 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in encode(tokenizer, text, outside=True):
         return ""
-    return "".join(each for each in sorted(set(text)) if unknown in encode(tokenizer, each, outside=True))
+    return "".join(
+        each for each in sorted(set(text)) if unknown in encode(tokenizer, each, outside=True)
+    )
 
 
 def source(problem: Problem) -> str:

@@ -52,14 +52,19 @@ class PlainReAct:
     as `Observation: ...` (ReAct, arXiv:2210.03629)."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Mapping[str, ToolSpec],
+        instructions: str | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.opening = explained(tools) if instructions is None else instructions
 
     def start(self, opening: Opening) -> list[int]:
         assert isinstance(opening, str), "a question"
-        return encode(self.tokenizer, self.opening) + encode(self.tokenizer, f"{opening}\n", outside=True)
+        return encode(self.tokenizer, self.opening) + encode(
+            self.tokenizer, f"{opening}\n", outside=True
+        )
 
     def following(
         self, path: list[int], opening: Opening, turns: Sequence[str], replies: Sequence[Replies]
@@ -89,7 +94,9 @@ def explained(tools: Mapping[str, ToolSpec]) -> str:
     lines = [f"{tool.name}[{tool.argument}]: {tool.description}" for tool in tools.values()]
     return (
         "Answer the question in turns. End a turn with a line `Action: tool[input]` to use a tool, whose reply you "
-        "then see as an observation, or with a line `Answer: ...`.\nTools:\n" + "\n".join(lines) + "\n\nQuestion: "
+        "then see as an observation, or with a line `Answer: ...`.\nTools:\n"
+        + "\n".join(lines)
+        + "\n\nQuestion: "
     )
 
 
@@ -101,7 +108,12 @@ class ChatReAct(ChatTurns):
     """The tokenizer's chat template with tools. How it writes a call is read off a call it renders itself."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None, *, fork: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Mapping[str, ToolSpec],
+        instructions: str | None,
+        *,
+        fork: bool,
     ) -> None:
         super().__init__(tokenizer, fork=fork)
         self.tools, self.instructions = tools, instructions or ""
@@ -114,7 +126,9 @@ class ChatReAct(ChatTurns):
             )
         called = self._until_end([self._user, self.turn_message("")])
         before = opening if called.startswith(opening) else self._render([self._user])
-        self._open, self._close, self._keys = _call_format(called[len(before) : -len(str(tokenizer.eos_token))])
+        self._open, self._close, self._keys = _call_format(
+            called[len(before) : -len(str(tokenizer.eos_token))]
+        )
         self._check_marks()
         self._check_history()
 
@@ -152,7 +166,13 @@ class ChatReAct(ChatTurns):
             given = json.loads(given) if isinstance(given, str) else given
             tool = self.tools.get(made[name])
             values = list(given.values())
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # also numbers of 5,000 digits
+        except (
+            ValueError,
+            RecursionError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # also numbers of 5,000 digits
             return f'a call is written as JSON: {{"{name}": ..., "{arguments}": {{...}}}}'
         if tool is not None and (set(given) != {tool.argument} or not isinstance(values[0], str)):
             return f'{tool.name} takes one argument, the string "{tool.argument}"'
@@ -194,7 +214,11 @@ def _call_format(turn: str) -> tuple[str, str, tuple[str, str]]:
 
 
 def build_calls(
-    tokenizer: PreTrainedTokenizerBase, tools: Mapping[str, ToolSpec], instructions: str | None, *, fork: bool
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Mapping[str, ToolSpec],
+    instructions: str | None,
+    *,
+    fork: bool,
 ) -> CallDialogue:
     """In the form of the tokenizer's chat template, or plain ReAct where it has none."""
     if tokenizer.chat_template is None:

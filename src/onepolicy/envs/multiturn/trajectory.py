@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import RowPolicy
-from onepolicy.types import Completion, Finish, RouteSource, RouteSpan, RoutingTrace, Sample, all_known
+from onepolicy.types import (
+    Completion,
+    Finish,
+    RouteSource,
+    RouteSpan,
+    RoutingTrace,
+    Sample,
+    all_known,
+)
 
 SOURCES: tuple[RouteSource, ...] = get_args(RouteSource)
 OBSERVED = -1  # turn, and version, of a token the policy did not sample
@@ -29,7 +37,9 @@ class Trajectory:
         self._turn = [OBSERVED] * len(self.tokens)
         self._logp = [float("nan")] * len(self.tokens)
         self._version = [OBSERVED] * len(self.tokens)
-        self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # token -> its [k] top_ids and top_logp, where asked for
+        self._tops: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # token -> its [k] top_ids and top_logp, where asked for
         self._routes = Routes(rows)
         self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
@@ -52,7 +62,11 @@ class Trajectory:
         self._routes.put(completion)
         if completion.top_ids is not None and completion.top_logp is not None:
             here = range(len(self.tokens), len(self.tokens) + new)
-            self._tops |= zip(here, zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True), strict=True)
+            self._tops |= zip(
+                here,
+                zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True),
+                strict=True,
+            )
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
@@ -68,7 +82,9 @@ class Trajectory:
     def common_prefix(self, ids: Sequence[int]) -> int:
         """How many tokens `ids` and this path share at the start."""
         pairs = zip(self.tokens, ids, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(ids)))
+        return next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.tokens), len(ids))
+        )
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens and what is known of them."""
@@ -98,7 +114,12 @@ class Trajectory:
         return sum(turn != OBSERVED for turn in self._turn)
 
     def sample(
-        self, *, reward: float, temperature: float, finish: Finish | None = None, events: tuple[str, ...] = ()
+        self,
+        *,
+        reward: float,
+        temperature: float,
+        finish: Finish | None = None,
+        events: tuple[str, ...] = (),
     ) -> Sample:
         """The path up to its last sampled token. Observations after that are predicted by nobody."""
         length = max(i for i, turn in enumerate(self._turn) if turn != OBSERVED) + 1
@@ -124,7 +145,9 @@ class Trajectory:
         if not self._tops:
             return None
         absent = torch.full_like(next(iter(self._tops.values()))[which], fill)
-        return torch.stack([self._tops[i][which] if i in self._tops else absent for i in range(1, length)])
+        return torch.stack(
+            [self._tops[i][which] if i in self._tops else absent for i in range(1, length)]
+        )
 
 
 class Routes:
@@ -236,7 +259,9 @@ def _spans(valid: Tensor, source: Tensor, version: Tensor) -> tuple[RouteSpan, .
     """Runs of equal source and version; rows that were not captured belong to none."""
     keys = torch.where(valid, version.long() * len(SOURCES) + source, -1)
     spans, start = [], 0
-    for key, length in zip(*(x.tolist() for x in keys.unique_consecutive(return_counts=True)), strict=True):
+    for key, length in zip(
+        *(x.tolist() for x in keys.unique_consecutive(return_counts=True)), strict=True
+    ):
         if key >= 0:
             spans.append(RouteSpan(start, length, SOURCES[key % len(SOURCES)], key // len(SOURCES)))
         start += length

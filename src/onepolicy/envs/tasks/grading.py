@@ -21,7 +21,8 @@ MOST_TIMEOUTS = 8
 """Responses of one step that may run out of time; each costs `timeout` and a new worker, a few seconds."""
 _RELATION = r"[=<>≠≤≥]|\\(?:neq?|not\s*=|leq?|geq?|leqslant|geqslant|lt|gt)(?![a-zA-Z])"
 FORMULA = re.compile(
-    rf"(?=.*(?:{_RELATION}))(?:{_RELATION}|[-+*/^()\d\s.,!]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+", re.DOTALL
+    rf"(?=.*(?:{_RELATION}))(?:{_RELATION}|[-+*/^()\d\s.,!]|(?<![a-zA-Z])[a-zA-Z](?![a-zA-Z]))+",
+    re.DOTALL,
 )
 """Numbers, single letters and a relation, and nothing else: math-verify would take its last number for the answer."""
 
@@ -48,7 +49,9 @@ class MathGrader:
 
     def __init__(self, timeout: float = 5.0, startup: float = 60.0) -> None:
         if find_spec("math_verify") is None:
-            raise UsageError("task.grader: math needs math-verify, which is not installed; pip install onepolicy[envs]")
+            raise UsageError(
+                "task.grader: math needs math-verify, which is not installed; pip install onepolicy[envs]"
+            )
         self.timeout = timeout  # seconds for one response
         self.startup = startup  # seconds for the import
         self._lock = threading.Lock()
@@ -78,7 +81,10 @@ class MathGrader:
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call. A step begins anew: responses are read again after too many that took too long."""
-        counted = {"rollout/grader_timeouts": self._timeouts, "rollout/grader_skipped": self._skipped}
+        counted = {
+            "rollout/grader_timeouts": self._timeouts,
+            "rollout/grader_skipped": self._skipped,
+        }
         self._timeouts = self._skipped = 0
         return {name: float(count) for name, count in counted.items() if count}
 
@@ -114,8 +120,14 @@ class MathGrader:
             return reply
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", str(WORKER)]  # -P: the script's folder must not shadow modules (json, gym)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        command = [
+            sys.executable,
+            "-P",
+            str(WORKER),
+        ]  # -P: the script's folder must not shadow modules (json, gym)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         self._process, self._finalizer = process, weakref.finalize(self, _stop, process)
         if _exchange(process, "{}", self.startup) is None:
             self.close()

@@ -28,7 +28,9 @@ class Prompts:
         return Problem(index, self.prompts[index % len(self.prompts)], "")
 
     def held_out(self, count: int) -> list[Problem]:
-        raise UsageError("task.kind: prompts have no answers to evaluate against; give a task with answers")
+        raise UsageError(
+            "task.kind: prompts have no answers to evaluate against; give a task with answers"
+        )
 
     def grade(self, asked: Problem, response: str) -> float:
         return 0.0
@@ -60,7 +62,10 @@ class Jsonl:
     def held_out(self, count: int) -> list[Problem]:
         lines = len(self._train) + len(self._held_out)
         check_held_out(self.config, count, len(self._held_out), lines, self.section)
-        return [Problem(-1 - i, p.prompt, p.answer, p.entry) for i, p in enumerate(self._held_out[:count])]
+        return [
+            Problem(-1 - i, p.prompt, p.answer, p.entry)
+            for i, p in enumerate(self._held_out[:count])
+        ]
 
     def grade(self, asked: Problem, response: str) -> float:
         if self._math is None:
@@ -72,7 +77,9 @@ class Jsonl:
         return {} if self._math is None else self._math.take_metrics()
 
     def reference(self, asked: Problem) -> str | None:
-        return f"{self.config.answer_prefix}{asked.answer}" if self.config.grader == "exact" else None
+        return (
+            f"{self.config.answer_prefix}{asked.answer}" if self.config.grader == "exact" else None
+        )
 
     def start_up_problems(self) -> Iterable[Problem]:
         """Every line; with the math grader each answer is also read once, as an unreadable one can never be matched."""

@@ -24,8 +24,13 @@ ROUNDED = 0.05
 
 
 def main() -> None:
-    logging.disable(logging.CRITICAL)  # math-verify warns about the missing time limit; the other side keeps it
-    replies, sys.stdout = sys.stdout, sys.stderr  # a library's print must not end up between the replies
+    logging.disable(
+        logging.CRITICAL
+    )  # math-verify warns about the missing time limit; the other side keeps it
+    replies, sys.stdout = (
+        sys.stdout,
+        sys.stderr,
+    )  # a library's print must not end up between the replies
     for line in sys.stdin:
         question = json.loads(line)
         print(json.dumps(judge(question) if question else {}), file=replies, flush=True)
@@ -36,7 +41,10 @@ def judge(question: dict[str, str]) -> dict[str, bool]:
     gold = parse(question["answer"], parsing_timeout=None)
     given = parse(question["response"], parsing_timeout=None)
     equal = bool(gold) and verify(gold, given, timeout_seconds=None)
-    return {"readable": bool(gold), "equal": equal and relation(given) == relation(gold) and not contradicts(given)}
+    return {
+        "readable": bool(gold),
+        "equal": equal and relation(given) == relation(gold) and not contradicts(given),
+    }
 
 
 def relation(found: list[Any]) -> str:
@@ -48,14 +56,26 @@ def relation(found: list[Any]) -> str:
 def contradicts(found: list[Any]) -> bool:
     """Whether it is an equation, or has one in a chain, of two numbers that are far apart. Of 4 = 5 math-verify
     compares the 5 alone."""
-    links = [link for each in found if isinstance(each, Basic) for link in each.atoms(Eq) if not link.free_symbols]
+    links = [
+        link
+        for each in found
+        if isinstance(each, Basic)
+        for link in each.atoms(Eq)
+        if not link.free_symbols
+    ]
     return any(_far_apart(link) for link in links)
 
 
 def _far_apart(link: Eq) -> bool:
     try:
         left, right = complex(link.lhs), complex(link.rhs)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError):  # sets, intervals, too large
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ):  # sets, intervals, too large
         return False
     return abs(left - right) > ROUNDED * max(abs(left), abs(right))
 

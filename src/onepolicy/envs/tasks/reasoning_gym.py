@@ -23,7 +23,22 @@ from onepolicy.envs.warmup.noise import garbled
 from onepolicy.interfaces import Problem
 
 NAMES = frozenset(
-    ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt", "Abs", "pi")
+    (
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "exp",
+        "log",
+        "sqrt",
+        "Abs",
+        "pi",
+    )
 )
 LEAVES = (ast.Expression, ast.Constant, ast.Load, ast.operator, ast.unaryop)
 LARGEST_EXPONENT = 64
@@ -195,9 +210,15 @@ class Gym:
 
         if (split, chunk) not in self._datasets:
             seed = digest("gym", self.config.seed, split, chunk) % 2**31
-            kept = {key: value for key, value in self._datasets.items() if key[0] != split or key[1] == 0}
+            kept = {
+                key: value
+                for key, value in self._datasets.items()
+                if key[0] != split or key[1] == 0
+            }
             params = copy.deepcopy(self.config.params)
-            dataset = reasoning_gym.create_dataset(self.config.name, seed=seed, size=CHUNK, **params)
+            dataset = reasoning_gym.create_dataset(
+                self.config.name, seed=seed, size=CHUNK, **params
+            )
             self._datasets = {**kept, (split, chunk): dataset}
         return self._datasets[split, chunk]
 
@@ -237,17 +258,30 @@ def _check_config(config: GymTask, section: str) -> None:
 
     if config.name not in DATASETS or config.name == "composite":
         close = difflib.get_close_matches(config.name, set(DATASETS) - {"composite"}, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(sorted(DATASETS))}"
-        raise UsageError(f"{section}.name: reasoning-gym has no single data set {config.name!r}; {hint}")
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"it has {', '.join(sorted(DATASETS))}"
+        )
+        raise UsageError(
+            f"{section}.name: reasoning-gym has no single data set {config.name!r}; {hint}"
+        )
     if config.name in HASH_ORDERED and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UsageError(
             f"{section}.name: the questions of {config.name} depend on Python's string hashes, which change from "
             "process to process, so a resumed run would see others; set PYTHONHASHSEED=0 in the environment"
         )
-    known = {field.name for field in dataclasses.fields(DATASETS[config.name][1])} - {"seed", "size"}
+    known = {field.name for field in dataclasses.fields(DATASETS[config.name][1])} - {
+        "seed",
+        "size",
+    }
     for name, value in config.params.items():
         if name in ("seed", "size"):
-            mend = f"use {section}.seed" if name == "seed" else "leave it out: problems are drawn without end"
+            mend = (
+                f"use {section}.seed"
+                if name == "seed"
+                else "leave it out: problems are drawn without end"
+            )
             raise UsageError(f"{section}.params.{name}: {value!r} cannot be set here; {mend}")
         if name not in known:
             raise UsageError(

@@ -8,7 +8,14 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.render import TooLong, check_known, check_length, decode, render, source
+from onepolicy.envs.multiturn.render import (
+    TooLong,
+    check_known,
+    check_length,
+    decode,
+    render,
+    source,
+)
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import Metered, Problem, SampleFn
 from onepolicy.types import Sample
@@ -45,7 +52,9 @@ class SingleTurn:
     def held_out(self, count: int) -> list[Problem]:
         return self.task.held_out(count)
 
-    async def episode(self, problem: Problem, sample: SampleFn, temperature: float) -> tuple[Sample, ...]:
+    async def episode(
+        self, problem: Problem, sample: SampleFn, temperature: float
+    ) -> tuple[Sample, ...]:
         """A response that did not end by itself (cut at max_tokens, aborted) earns 0 in every task: a cut text is not
         an answer, and rewarding one teaches the policy not to stop."""
         path = Trajectory(render(self.tokenizer, problem.prompt))

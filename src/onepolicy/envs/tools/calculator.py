@@ -28,8 +28,12 @@ class Calculator:
 
     def __init__(self, config: CalculatorTool) -> None:
         self.operations = config.operations
-        one = "" if self.operations is None else f", at most {self.operations} operation(s) at a time"
-        self.description = f"Exact arithmetic: + - * / // % **, parentheses, abs, max, min, gcd, lcm{one}."
+        one = (
+            "" if self.operations is None else f", at most {self.operations} operation(s) at a time"
+        )
+        self.description = (
+            f"Exact arithmetic: + - * / // % **, parentheses, abs, max, min, gcd, lcm{one}."
+        )
 
     async def call(self, text: str) -> str:
         return calculate(text, operations=self.operations)
@@ -67,14 +71,20 @@ def _value(node: ast.expr) -> Value:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return _small(Fraction(number))
         case ast.Constant(value=float() as number):
-            return _small(Fraction(ast.unparse(node)) if math.isfinite(number) else _refuse("not a finite number"))
+            return _small(
+                Fraction(ast.unparse(node))
+                if math.isfinite(number)
+                else _refuse("not a finite number")
+            )
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand)
         case ast.BinOp(left=left, op=operator, right=right):
             return _small(_apply(operator, _value(left), _value(right)))
-        case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if name in FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if (
+            name in FUNCTIONS
+        ):
             if name == "abs" and len(arguments) != 1:
                 raise _Refused("abs takes one number")
             return _small(FUNCTIONS[name](*map(_value, arguments)))

@@ -25,7 +25,9 @@ def enter(user: int, limits: dict[str, int], seconds: float, inodes: int, tables
     if root:
         os.setgroups([])
         os.setresgid(user, user, user)
-        os.setresuid(user, user, 0)  # a saved 0 lets bubblewrap, which is root without capabilities, end this process
+        os.setresuid(
+            user, user, 0
+        )  # a saved 0 lets bubblewrap, which is root without capabilities, end this process
     if not _prctl(SET_NO_HUGE_PAGES, 1):  # one of them stays whole while any 4 KiB of it are mapped
         os._exit(NOT_READY)
     for name, most in limits.items():
@@ -33,7 +35,9 @@ def enter(user: int, limits: dict[str, int], seconds: float, inodes: int, tables
             _limit(name, most)
     wait, ready = os.pipe()
     code = os.fork()
-    _limit("NPROC", limits["NPROC"])  # only now: Linux before 5.14 counts the user's processes outside too
+    _limit(
+        "NPROC", limits["NPROC"]
+    )  # only now: Linux before 5.14 counts the user's processes outside too
     if code == 0:
         os.close(ready)
         os.read(wait, 1)  # ends when the watch begins
@@ -58,7 +62,9 @@ def _prctl(option: int, value: int) -> bool:
     """Set an option of this process, and return whether the kernel did."""
     import ctypes
 
-    return bool(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) == 0)
+    return bool(
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) == 0
+    )
 
 
 def _watched(code: int, ready: int, seconds: float, inodes: int, tables_kib: int) -> int:
@@ -99,7 +105,10 @@ def _page_tables_kib() -> int:
                 threads = os.listdir(f"/proc/{process}/task")
             except OSError:  # it has ended
                 continue
-            total += max((_page_tables_of_kib(f"/proc/{process}/task/{thread}") for thread in threads), default=0)
+            total += max(
+                (_page_tables_of_kib(f"/proc/{process}/task/{thread}") for thread in threads),
+                default=0,
+            )
     return total
 
 

@@ -93,7 +93,10 @@ class PythonSandbox:
                 f"task.tools: python has no filter of system calls for a {platform.machine()} processor, only for "
                 f"{', '.join(seccomp.MACHINES)}; use one of those, {MEND}"
             )
-        self._bwrap, self._rest = [bwrap, *_namespaces()], ["--", _python(), "-I", "-B", "-u", "-c", _script(config)]
+        self._bwrap, self._rest = (
+            [bwrap, *_namespaces()],
+            ["--", _python(), "-I", "-B", "-u", "-c", _script(config)],
+        )
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._users = itertools.count(secrets.randbelow(USERS))
         self._check()
@@ -158,7 +161,9 @@ class PythonSandbox:
                     env={},
                 )
         except OSError as error:  # out of processes, memory or file descriptors
-            raise EpisodeError(f"the python tool's sandbox could not be started: {error}") from error
+            raise EpisodeError(
+                f"the python tool's sandbox could not be started: {error}"
+            ) from error
         printed = bytearray()
         try:
             async with asyncio.timeout(self.config.seconds):
@@ -181,7 +186,10 @@ class PythonSandbox:
         most = 4 * self.config.output_chars  # bytes
         while chunk := await process.stdout.read(1 << 16):
             printed += chunk
-            if len(printed) > most or len(printed.decode(errors="replace")) > self.config.output_chars:
+            if (
+                len(printed) > most
+                or len(printed.decode(errors="replace")) > self.config.output_chars
+            ):
                 return "error: too much output"
         status = await process.wait()
         if status in SAID:
@@ -192,7 +200,11 @@ class PythonSandbox:
 def _python() -> str:
     """The interpreter's path in the sandbox: outside any virtual environment, and under PYTHON if not under /usr."""
     path = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    return path if path.startswith("/usr/") else os.path.join(PYTHON, os.path.relpath(path, sys.base_prefix))
+    return (
+        path
+        if path.startswith("/usr/")
+        else os.path.join(PYTHON, os.path.relpath(path, sys.base_prefix))
+    )
 
 
 def _script(config: PythonTool) -> str:
@@ -217,9 +229,20 @@ def _namespaces() -> list[str]:
             shown += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             shown += ["--ro-bind", folder, folder]
-    if not _python().startswith("/usr/"):  # elsewhere, as its own parent folders may be closed to other users
-        shown += ["--ro-bind", sys.base_prefix, PYTHON, "--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib"]
-    if os.geteuid() == 0:  # limits do not hold for root, nor for a root that has another name inside
+    if not _python().startswith(
+        "/usr/"
+    ):  # elsewhere, as its own parent folders may be closed to other users
+        shown += [
+            "--ro-bind",
+            sys.base_prefix,
+            PYTHON,
+            "--setenv",
+            "LD_LIBRARY_PATH",
+            f"{PYTHON}/lib",
+        ]
+    if (
+        os.geteuid() == 0
+    ):  # limits do not hold for root, nor for a root that has another name inside
         user = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         user = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
@@ -234,8 +257,22 @@ def _namespaces() -> list[str]:
             *user,
         ),
         *("--die-with-parent", "--clearenv", *shown, "--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(SCRATCH_MIB * 2**20), "--perms", "1777", "--tmpfs", "/scratch", "--chdir", "/scratch"),
-        *("--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"),  # no pseudo terminals: all of the machine share 4096
+        *(
+            "--size",
+            str(SCRATCH_MIB * 2**20),
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/scratch",
+            "--chdir",
+            "/scratch",
+        ),
+        *(
+            "--tmpfs",
+            "/dev/pts",
+            "--remount-ro",
+            "/dev/pts",
+        ),  # no pseudo terminals: all of the machine share 4096
         *("--remount-ro", "/dev", "--remount-ro", "/", "--setenv", "PATH", "/usr/bin:/bin"),
         *("--setenv", "HOME", "/scratch", "--setenv", "LANG", "C.UTF-8"),
     ]
@@ -263,4 +300,6 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), 10)
     except TimeoutError as error:
-        raise EpisodeError("the python tool's sandbox did not end within 10 s of being killed") from error
+        raise EpisodeError(
+            "the python tool's sandbox did not end within 10 s of being killed"
+        ) from error

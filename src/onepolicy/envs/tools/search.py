@@ -15,7 +15,9 @@ class Search:
 
     def __init__(self, config: SearchTool) -> None:
         if find_spec("bm25s") is None:
-            raise UsageError("task.tools: search needs bm25s, which is not installed; pip install 'onepolicy[envs]'")
+            raise UsageError(
+                "task.tools: search needs bm25s, which is not installed; pip install 'onepolicy[envs]'"
+            )
         import bm25s
 
         self.config = config
@@ -37,7 +39,11 @@ class Search:
             return "nothing found"
         k = min(self.config.passages, len(self.passages))
         found, scores = self._index.retrieve(query, k=k, show_progress=False)
-        hits = [self.passages[i] for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True) if score > 0]
+        hits = [
+            self.passages[i]
+            for i, score in zip(found[0].tolist(), scores[0].tolist(), strict=True)
+            if score > 0
+        ]
         return "\n".join(f"[{n}] {passage}" for n, passage in enumerate(hits, 1)) or "nothing found"
 
     def sources(self) -> list[str]:
@@ -62,6 +68,8 @@ def read_corpus(path: Path) -> list[str]:
         except (ValueError, RecursionError, KeyError):
             text = None
         if not isinstance(text, str) or not text.strip():
-            raise UsageError(f'{path}:{number}: expected {{"text": "..."}} with some text, got {line[:80]!r}')
+            raise UsageError(
+                f'{path}:{number}: expected {{"text": "..."}} with some text, got {line[:80]!r}'
+            )
         passages.append(text)
     return passages

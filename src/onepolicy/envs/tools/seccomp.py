@@ -64,7 +64,10 @@ NO_KERNEL_MEMORY: dict[str, Numbers] = {  # what they allocate counts in no limi
     "splice": (275, 76),
     "tee": (276, 77),
     "vmsplice": (278, 75),  # one byte in a pipe can hold a huge page
-    "io_setup": (206, 0),  # a ring that waits for a file keeps it open when no process has it open any more
+    "io_setup": (
+        206,
+        0,
+    ),  # a ring that waits for a file keeps it open when no process has it open any more
     "io_destroy": (207, 1),
     "io_submit": (209, 2),
     "io_cancel": (210, 3),
@@ -124,10 +127,22 @@ NO_USE: dict[str, Numbers] = {  # interfaces of the kernel in which holes were f
     "personality": (135, 92),
 }
 REFUSED = NO_NAMESPACES | NO_KERNEL_MEMORY | NO_SOCKETS | NO_INTERFERENCE | NO_USE
-SOCKET, SOCKETPAIR, FCNTL, CLONE = (41, 198), (53, 199), (72, 25), (56, 220)  # looked at more closely
+SOCKET, SOCKETPAIR, FCNTL, CLONE = (
+    (41, 198),
+    (53, 199),
+    (72, 25),
+    (56, 220),
+)  # looked at more closely
 PRLIMIT64, MMAP, PRCTL = (302, 261), (9, 222), (157, 167)
 
-LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # classic BPF (linux/bpf_common.h)
+LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = (
+    0x20,
+    0x54,
+    0x15,
+    0x35,
+    0x45,
+    0x06,
+)  # classic BPF (linux/bpf_common.h)
 NUMBER, ARCH = 0, 4  # offsets in struct seccomp_data, little-endian
 FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 16, 24, 32, 40
 KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
@@ -144,7 +159,12 @@ def program(machine: str) -> bytes:
     An instruction is (code, jump if true, jump if false, constant); jumps count the instructions to leave out.
     """
     column = list(MACHINES).index(machine)
-    code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, MACHINES[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    code = [
+        (LOAD, 0, 0, ARCH),
+        (EQUAL, 1, 0, MACHINES[machine]),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+    ]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, FAIL | ENOSYS)]
     code += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | ENOSYS)]
     code += [(EQUAL, 0, 1, SOCKET[column]), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
@@ -162,15 +182,32 @@ def program(machine: str) -> bytes:
 def _closer() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
     """Return, by system call, the instructions that refuse some of its arguments and leave the rest to what follows."""
     refuse = (RETURN, 0, 0, FAIL | EPERM)
-    only_streams = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 3, AF_UNIX), (LOAD, 0, 0, SECOND_ARGUMENT)]
-    only_streams += [(AND, 0, 0, SOCKET_TYPES), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
+    only_streams = [
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (EQUAL, 0, 3, AF_UNIX),
+        (LOAD, 0, 0, SECOND_ARGUMENT),
+    ]
+    only_streams += [
+        (AND, 0, 0, SOCKET_TYPES),
+        (EQUAL, 1, 0, SOCK_STREAM),
+        (RETURN, 0, 0, FAIL | EAFNOSUPPORT),
+    ]
     no_large_pipes = [(LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 1, F_SETPIPE_SZ), refuse]
     no_namespaces = [(LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACE), refuse]
     only_own_limits = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 1, 0, 0), refuse]
-    only_private = [(LOAD, 0, 0, FOURTH_ARGUMENT), (AND, 0, 0, MAP_TYPE), (EQUAL, 1, 0, MAP_PRIVATE), refuse]
+    only_private = [
+        (LOAD, 0, 0, FOURTH_ARGUMENT),
+        (AND, 0, 0, MAP_TYPE),
+        (EQUAL, 1, 0, MAP_PRIVATE),
+        refuse,
+    ]
     # Huge pages may be given up, as inside.py does, wholly (the third argument is 0), and never be had again.
     no_filters_nor_huge_pages = [(LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 5, 0, PR_SET_SECCOMP)]
-    no_filters_nor_huge_pages += [(EQUAL, 0, 5, PR_SET_THP_DISABLE), (LOAD, 0, 0, SECOND_ARGUMENT), (EQUAL, 0, 2, 1)]
+    no_filters_nor_huge_pages += [
+        (EQUAL, 0, 5, PR_SET_THP_DISABLE),
+        (LOAD, 0, 0, SECOND_ARGUMENT),
+        (EQUAL, 0, 2, 1),
+    ]
     no_filters_nor_huge_pages += [(LOAD, 0, 0, THIRD_ARGUMENT), (EQUAL, 1, 0, 0), refuse]
     return {
         SOCKETPAIR: only_streams,

@@ -39,11 +39,17 @@ def alphabet(config: TaskConfig, section: str = "task") -> str:
         case PromptsTask():
             return "".join(sorted(set(ASCII).union(*Prompts(config).prompts)))
         case ReActTask():
-            corpora = (read_corpus(Path(tool.corpus)) for tool in config.tools if isinstance(tool, SearchTool))
+            corpora = (
+                read_corpus(Path(tool.corpus))
+                for tool in config.tools
+                if isinstance(tool, SearchTool)
+            )
             given = [config.instructions or "", *itertools.chain.from_iterable(corpora)]
             return "".join(sorted(set(alphabet(config.problems, "task.problems")).union(*given)))
         case GymnasiumTask():
-            return "".join(sorted(set(ASCII).union(config.instructions or "", *(config.actions or ()))))
+            return "".join(
+                sorted(set(ASCII).union(config.instructions or "", *(config.actions or ())))
+            )
         case TextArenaTask() | VerifiersTask():
             raise _nothing_to_learn_from(config.kind)
 
@@ -64,7 +70,9 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
         case JsonlTask():
             return jsonl.warmup_examples(config, mistakes=mistakes, seed=seed)
         case PromptsTask():
-            raise UsageError("task.kind: prompts have no answers to learn from; give a task with answers")
+            raise UsageError(
+                "task.kind: prompts have no answers to learn from; give a task with answers"
+            )
         case ReActTask():
             return react.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymnasiumTask():
@@ -74,4 +82,6 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
 
 
 def _nothing_to_learn_from(kind: str) -> UsageError:
-    return UsageError(f"task.kind: {kind} has no worked episodes to warm up on; train a model that can play")
+    return UsageError(
+        f"task.kind: {kind} has no worked episodes to warm up on; train a model that can play"
+    )

@@ -21,12 +21,17 @@ DISCOUNT = 0.99
 SWEEPS = 1000
 
 
-def warmup_examples(task: GymnasiumTask, *, mistakes: float, seed: int) -> Iterator[tuple[str, ...]]:
+def warmup_examples(
+    task: GymnasiumTask, *, mistakes: float, seed: int
+) -> Iterator[tuple[str, ...]]:
     """Endless episodes as texts: prompt, turn, observation, turn, ... A turn's end token is left out."""
     world = checked_world(task)
     best = plan(world)
     before = instructions(world, act_tool(world), plain=True)
-    problems, start = Seeded(("gymnasium warm-up", task.id, task.seed), world.reset), digest("warm-up", seed) % 2**31
+    problems, start = (
+        Seeded(("gymnasium warm-up", task.id, task.seed), world.reset),
+        digest("warm-up", seed) % 2**31,
+    )
     names = world.names or tuple(map(str, range(best.shape[1])))
     index = 0
     while True:
@@ -56,7 +61,9 @@ def plan(world: World) -> np.ndarray:
     for _ in range(SWEEPS):
         for state, actions in table.items():
             for action, ends in actions.items():
-                worth[state, action] = sum(p * (r + DISCOUNT * value[to] * (not over)) for p, to, r, over in ends)
+                worth[state, action] = sum(
+                    p * (r + DISCOUNT * value[to] * (not over)) for p, to, r, over in ends
+                )
         moved = float(np.abs(worth.max(axis=1) - value).max())
         value = worth.max(axis=1)
         if moved < 1e-9:

@@ -33,7 +33,11 @@ def warmup_examples(task: ReActTask, *, mistakes: float, seed: int) -> Iterator[
             "one, or train a model that knows how to use tools"
         )
     opening = explained(build_tools(task.tools)) if task.instructions is None else task.instructions
-    gym, start, index = Gym(task.problems, "task.problems"), digest("react warm-up", seed) % 2**31, 0
+    gym, start, index = (
+        Gym(task.problems, "task.problems"),
+        digest("react warm-up", seed) % 2**31,
+        0,
+    )
     while True:
         rng = rng_of("react warm-up", task.problems.seed, seed, index)
         problem = gym.train_problem(start + index)
@@ -43,10 +47,15 @@ def warmup_examples(task: ReActTask, *, mistakes: float, seed: int) -> Iterator[
                 f"task.max_turns: {task.max_turns} turns cannot hold the {len(calls)} calls and the answer of "
                 f"{problem.prompt[:60]!r}; raise it, or narrow task.problems.params"
             )
-        made = int(np.argmax([*(rng.random(len(calls)) < mistakes), True]))  # calls before a guess, or all
+        made = int(
+            np.argmax([*(rng.random(len(calls)) < mistakes), True])
+        )  # calls before a guess, or all
         texts = [f"{opening}{problem.prompt}\n"]
         for call in calls[:made]:
-            texts += [f"Action: calculator[{call}]", observation([calculate(call, operations=calculator.operations)])]
+            texts += [
+                f"Action: calculator[{call}]",
+                observation([calculate(call, operations=calculator.operations)]),
+            ]
         answer = problem.answer if made == len(calls) else _guess(problem.answer, rng)
         yield (*texts, f"Answer: {answer}")
         index += 1

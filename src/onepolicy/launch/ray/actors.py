@@ -65,18 +65,25 @@ class _Processes:
         rank: Any = ray.remote(RankProcess)
         self.replicas = [
             replica.options(
-                max_restarts=cluster.restarts, max_concurrency=CALLS, **room.options(needs.replica(i))
+                max_restarts=cluster.restarts,
+                max_concurrency=CALLS,
+                **room.options(needs.replica(i)),
             ).remote()
             for i in range(cluster.replicas)
         ]
         self.ranks = [
-            rank.options(**room.options(needs.rank(i))).remote(environment) for i in range(1, len(needs.ranks) + 1)
+            rank.options(**room.options(needs.rank(i))).remote(environment)
+            for i in range(1, len(needs.ranks) + 1)
         ]
         self.where = [Where.told("driver" + ", rank 0" * bool(config.train.ranks), about())]
-        named: list[tuple[str, Any]] = [(f"rank {i}", actor) for i, actor in enumerate(self.ranks, start=1)]
+        named: list[tuple[str, Any]] = [
+            (f"rank {i}", actor) for i, actor in enumerate(self.ranks, start=1)
+        ]
         named += [(f"replica {i}", actor) for i, actor in enumerate(self.replicas)]
         for name, actor in named:
-            self.where.append(Where.told(name, _get(name, actor.about.remote(), cluster.start_timeout)))
+            self.where.append(
+                Where.told(name, _get(name, actor.about.remote(), cluster.start_timeout))
+            )
         if (
             cluster.weights == "disk"
             and cluster.shared_dir is None
@@ -96,7 +103,11 @@ class _Processes:
 
             def tell(driver: str) -> None:
                 for i, actor in enumerate(self.ranks, start=1):
-                    serving.append(actor.serve.remote(i, config.train.ranks, (self.address, store.port), driver))
+                    serving.append(
+                        actor.serve.remote(
+                            i, config.train.ranks, (self.address, store.port), driver
+                        )
+                    )
 
             place = Place(0, config.train.ranks, self.local_rank, False)
             yield Launched(place, store, self.address, tell, partial(_alive, serving))
@@ -112,7 +123,9 @@ class _Processes:
             "numerics": spec.numerics,
             "quant": None if spec.quant is None else spec.quant.model_dump(),
             "threads": self.cluster.cpus_per_replica,
-            "cuda": self.cuda if self.cluster.gpus_per_replica is None else self.cluster.gpus_per_replica > 0,
+            "cuda": self.cuda
+            if self.cluster.gpus_per_replica is None
+            else self.cluster.gpus_per_replica > 0,
         }
         text = json.dumps(about)
         building = [actor.build.remote(text, 0) for actor in self.replicas]
@@ -120,7 +133,14 @@ class _Processes:
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
             built = json.loads(_get(f"replica {i}", reference, self.cluster.start_timeout))
             engines.append(
-                RemoteEngine(f"replica {i}", actor, text, EngineCaps(**built["caps"]), self.cluster, self.address)
+                RemoteEngine(
+                    f"replica {i}",
+                    actor,
+                    text,
+                    EngineCaps(**built["caps"]),
+                    self.cluster,
+                    self.address,
+                )
             )
         contract, sizes = built["contract"], built["sizes"]
         return Replicas(
@@ -141,7 +161,9 @@ def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Si
 
 
 def contract_of(about: dict[str, Any]) -> NumericsContract:
-    return NumericsContract(**{**about, "modules": tuple((name, text) for name, text in about["modules"])})
+    return NumericsContract(
+        **{**about, "modules": tuple((name, text) for name, text in about["modules"])}
+    )
 
 
 def _get(name: str, reference: Any, limit: float) -> Any:
@@ -149,7 +171,9 @@ def _get(name: str, reference: Any, limit: float) -> Any:
     try:
         return ray.get(reference, timeout=limit)
     except GetTimeoutError:
-        raise NotThere(f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs") from None
+        raise NotThere(
+            f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs"
+        ) from None
     except RayTaskError as error:
         raise told(name, error) from None
     except RayActorError as error:

@@ -43,7 +43,9 @@ def opened(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
     if importlib.util.find_spec("ray") is None:
         raise UsageError("cluster.kind: ray is not installed; pip install 'onepolicy[ray]'")
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        raise UsageError("cluster.kind: ray starts the learner's ranks itself; start this without torchrun")
+        raise UsageError(
+            "cluster.kind: ray starts the learner's ranks itself; start this without torchrun"
+        )
     with _connected(cluster):
         from onepolicy.launch.ray.actors import hosts_of
 
@@ -63,7 +65,9 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
     start: AbstractContextManager[None] = nullcontext()
     if cluster.address is None:
         start = _without_api_server()
-    limits: dict[str, Any] = {} if cluster.address else {"num_cpus": _cpus(cluster), "object_store_memory": OBJECTS}
+    limits: dict[str, Any] = (
+        {} if cluster.address else {"num_cpus": _cpus(cluster), "object_store_memory": OBJECTS}
+    )
     try:
         with start:
             ray.init(
@@ -93,7 +97,10 @@ def _without_api_server() -> Iterator[None]:
     from ray._private import services
 
     started = services.start_api_server
-    services.start_api_server = lambda *arguments, **settings: (None, None)  # what it returns if it does not start
+    services.start_api_server = lambda *arguments, **settings: (
+        None,
+        None,
+    )  # what it returns if it does not start
     try:
         yield
     finally:
@@ -106,7 +113,9 @@ def prepare(*, own: bool) -> None:
     UsageError, which does not repeat it, for a token that Ray could not send and would show in its error.
     """
     if "RAY_AUTH_TOKEN" in os.environ:
-        checked(os.environ["RAY_AUTH_TOKEN"], "cluster.auth: the environment variable RAY_AUTH_TOKEN")
+        checked(
+            os.environ["RAY_AUTH_TOKEN"], "cluster.auth: the environment variable RAY_AUTH_TOKEN"
+        )
     elif "RAY_AUTH_TOKEN_PATH" in os.environ:
         _check_token_file(os.environ["RAY_AUTH_TOKEN_PATH"])
     turn_off()
@@ -153,8 +162,12 @@ def _check_token_file(path: str) -> None:
     try:
         token = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:
-        raise UsageError(f"cluster.auth: {path} (RAY_AUTH_TOKEN_PATH) cannot be read: {error.strerror}") from error
-    checked(token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)")  # Ray strips it too
+        raise UsageError(
+            f"cluster.auth: {path} (RAY_AUTH_TOKEN_PATH) cannot be read: {error.strerror}"
+        ) from error
+    checked(
+        token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)"
+    )  # Ray strips it too
 
 
 _KEPT: list[tempfile.TemporaryDirectory] = []

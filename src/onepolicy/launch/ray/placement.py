@@ -77,7 +77,9 @@ class Room:
         return {
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0.0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=index
+            ),
         }
 
     def close(self) -> None:
@@ -102,7 +104,10 @@ class Where:
 
 def table(where: Sequence[Where]) -> str:
     rows = [("", "process", "node", "GPU")]
-    rows += [(each.name, str(each.pid), f"{each.address} ({each.node[:6]})", ",".join(each.gpus)) for each in where]
+    rows += [
+        (each.name, str(each.pid), f"{each.address} ({each.node[:6]})", ",".join(each.gpus))
+        for each in where
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(row).rstrip() for row in padded)
@@ -113,14 +118,21 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
 
 
 def _listed(needs: Needs) -> str:
-    kinds = {"the learner in this process": [needs.driver] if needs.driver else [], "learner ranks": needs.ranks}
+    kinds = {
+        "the learner in this process": [needs.driver] if needs.driver else [],
+        "learner ranks": needs.ranks,
+    }
     kinds["replicas"] = needs.replicas
-    return "\n".join(f"  {len(some)} x {_amount(some[0])}: {kind}" for kind, some in kinds.items() if some)
+    return "\n".join(
+        f"  {len(some)} x {_amount(some[0])}: {kind}" for kind, some in kinds.items() if some
+    )
 
 
 def _nodes() -> str:
     living = [node for node in ray.nodes() if node["Alive"]]
-    return "\n".join(f"  {_amount(node['Resources'])}: node {node['NodeManagerAddress']}" for node in living)
+    return "\n".join(
+        f"  {_amount(node['Resources'])}: node {node['NodeManagerAddress']}" for node in living
+    )
 
 
 def _amount(resources: dict[str, float]) -> str:

@@ -16,7 +16,13 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, NodeDiedError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+)
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
@@ -42,7 +48,9 @@ LOOKS = 10
 class RemoteEngine:
     """actor: a ReplicaProcess that was built from `text`. version and caps: what it then has."""
 
-    def __init__(self, name: str, actor: Any, text: str, caps: EngineCaps, config: RayCluster, host: str) -> None:
+    def __init__(
+        self, name: str, actor: Any, text: str, caps: EngineCaps, config: RayCluster, host: str
+    ) -> None:
         """host: this machine's address for the replica."""
         self.name, self.caps, self.version = name, caps, 0
         self._actor, self._text, self._config, self._host = actor, text, config, host
@@ -59,14 +67,18 @@ class RemoteEngine:
         self._weights: Written | None = None  # of load_files; None: those it was built with
         self._restarts = self._repeated = 0
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """EngineLost if its process is gone for good."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
         self._asked[number] = (Request(prompt, sampling, seed), future)
         self._unsent.append(number)
         self._more.set()
-        if self._task is None:  # starts once all that are asked in this turn of the event loop have been noted
+        if (
+            self._task is None
+        ):  # starts once all that are asked in this turn of the event loop have been noted
             self._start()
         try:
             return await future
@@ -100,7 +112,10 @@ class RemoteEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """What was lost and repeated since the last call; {} if nothing."""
-        counts = {"rollout/replica_restarts": self._restarts, "rollout/requests_repeated": self._repeated}
+        counts = {
+            "rollout/replica_restarts": self._restarts,
+            "rollout/requests_repeated": self._repeated,
+        }
         self._restarts = self._repeated = 0
         return {name: count for name, count in counts.items() if count}
 
@@ -133,14 +148,24 @@ class RemoteEngine:
     async def _send(self) -> None:
         life = self._life
         self._more.clear()
-        requests = {number: self._asked[number][0] for number in self._unsent if number in self._asked}
-        await self._call("submit", life, encode_requests(requests), limit=self._config.reply_timeout)
+        requests = {
+            number: self._asked[number][0] for number in self._unsent if number in self._asked
+        }
+        await self._call(
+            "submit", life, encode_requests(requests), limit=self._config.reply_timeout
+        )
         if life == self._life:  # a new process has been asked nothing yet
-            self._unsent = [number for number in self._unsent if number in self._asked and number not in requests]
+            self._unsent = [
+                number
+                for number in self._unsent
+                if number in self._asked and number not in requests
+            ]
 
     async def _collect(self, life: int) -> None:
         limit, taken = self._config.reply_timeout, list(self._taken)
-        answers = decode_answers(await self._call("collect", life, min(POLL, limit / 2), taken, limit=limit))
+        answers = decode_answers(
+            await self._call("collect", life, min(POLL, limit / 2), taken, limit=limit)
+        )
         self._taken = list(answers)
         self._settle(answers)
 
@@ -204,7 +229,12 @@ class RemoteEngine:
             self._unsent = list(self._asked)
             self._more.set()
             seconds = time.monotonic() - begun
-            LOG.warning("%s is back after %.1f s; %d requests are repeated", self.name, seconds, len(self._asked))
+            LOG.warning(
+                "%s is back after %.1f s; %d requests are repeated",
+                self.name,
+                seconds,
+                len(self._asked),
+            )
 
     async def _come_back(self, error: Exception) -> int:
         """The new process's life: requests under it are taken from now on."""
@@ -242,7 +272,9 @@ class RemoteEngine:
             self._loading -= 1
 
     async def _receive(self, version: int, invitation: str, rank: int) -> int:
-        return await self._call("receive", invitation, rank, version, limit=math.inf)  # whose limit is the broadcast's
+        return await self._call(
+            "receive", invitation, rank, version, limit=math.inf
+        )  # whose limit is the broadcast's
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
         """One of GONE, or the error that the method raised. limit: seconds; while weights are loaded, which has a limit
@@ -257,7 +289,9 @@ class RemoteEngine:
             raise told(self.name, error) from None
 
 
-async def heard(answer: asyncio.Future[Any], limit: float, excused: Callable[[], bool] = lambda: False) -> Any:
+async def heard(
+    answer: asyncio.Future[Any], limit: float, excused: Callable[[], bool] = lambda: False
+) -> Any:
     """Its result. TimeoutError if there is none after `limit` seconds in which this event loop could have seen it.
 
     What holds the event loop up, for however long, takes one of LOOKS parts of the limit. excused(): this one does not

@@ -40,7 +40,9 @@ class ReplicaProcess:
         self._engine: RolloutEngine | None = None
         self._life = 0
         self._running: set[asyncio.Task[None]] = set()
-        self._done: dict[int, Completion | BaseException] = {}  # until the driver says that it has them
+        self._done: dict[
+            int, Completion | BaseException
+        ] = {}  # until the driver says that it has them
         self._some = asyncio.Event()
 
     async def about(self) -> str:
@@ -100,7 +102,9 @@ class ReplicaProcess:
         await self._built.load_weights(checksums.passing(read_weights(folder)), version)
         if (problem := difference(sums, checksums.take())) is not None:
             self._built.version = -1  # it answers nothing
-            raise TrainingError(f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}")
+            raise TrainingError(
+                f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}"
+            )
         return self._built.version
 
     async def receive(self, invitation: str, rank: int, version: int) -> int:
@@ -133,7 +137,9 @@ class ReplicaProcess:
             (answer,) = await asyncio.gather(asked, return_exceptions=True)
             if not isinstance(answer, Exception) or engine.version >= 0:
                 break
-            while engine.version < 0:  # a broadcast broke off half-way; the weights are sent once more, alone
+            while (
+                engine.version < 0
+            ):  # a broadcast broke off half-way; the weights are sent once more, alone
                 await asyncio.sleep(AGAIN)
         self._done[number] = answer
         self._some.set()
@@ -148,7 +154,9 @@ def description(engine: RolloutEngine) -> dict[str, Any]:
     return {
         "caps": dataclasses.asdict(dataclasses.replace(engine.caps, contract=None, sizes=None)),
         "contract": None if contract is None else dataclasses.asdict(contract),
-        "sizes": None if sizes is None else [[dataclasses.asdict(part) for part in sizes.parts], sizes.method],
+        "sizes": None
+        if sizes is None
+        else [[dataclasses.asdict(part) for part in sizes.parts], sizes.method],
     }
 
 
@@ -172,7 +180,9 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
             TypeAdapter(EngineConfig).validate_python(settings["engine"]),
             device_of("cuda" if settings["cuda"] else "cpu"),
             settings["max_len"],
-            routes=None if routes is None else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
+            routes=None
+            if routes is None
+            else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
             combine_weights=settings["combine_weights"],
             numerics=settings["numerics"],
             quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),

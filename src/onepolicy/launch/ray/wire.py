@@ -42,7 +42,9 @@ def encode_requests(requests: Mapping[int, Request]) -> bytes:
         {"number": number, "seed": each.seed, "sampling": dataclasses.asdict(each.sampling)}
         for number, each in requests.items()
     ]
-    return Message({"requests": about}, {str(number): each.prompt_ids for number, each in requests.items()}).encode()
+    return Message(
+        {"requests": about}, {str(number): each.prompt_ids for number, each in requests.items()}
+    ).encode()
 
 
 class RequestAbout(TypedDict):
@@ -60,8 +62,15 @@ def decode_requests(data: bytes) -> dict[int, Request]:
     requests: dict[int, Request] = {}
     for each in read_as(list[RequestAbout], message.header.get("requests"), "a batch of requests"):
         prompt = message.tensors.get(str(each["number"]))
-        if prompt is None or prompt.dim() != 1 or kind_of(prompt) != "int" or each["sampling"].keys() != SAMPLING:
-            raise TrainingError(f"request {each['number']} is malformed: its prompt or its sampling is none")
+        if (
+            prompt is None
+            or prompt.dim() != 1
+            or kind_of(prompt) != "int"
+            or each["sampling"].keys() != SAMPLING
+        ):
+            raise TrainingError(
+                f"request {each['number']} is malformed: its prompt or its sampling is none"
+            )
         sampling = read_as(Sampling, each["sampling"], f"request {each['number']}")
         requests[each["number"]] = Request(prompt, sampling, each["seed"])
     return requests
@@ -73,7 +82,10 @@ def encode_answers(answers: Mapping[int, Completion | BaseException]) -> bytes:
     tensors: dict[str, Tensor] = {}
     for number, answer in answers.items():
         if isinstance(answer, BaseException):
-            header[str(number)] = {"error": str(answer) or type(answer).__name__, "kind": type(answer).__name__}
+            header[str(number)] = {
+                "error": str(answer) or type(answer).__name__,
+                "kind": type(answer).__name__,
+            }
             continue
         parts = {name: getattr(answer, name) for name in TENSORS}
         about = {name: getattr(answer, name) for name in ABOUT}
@@ -101,14 +113,20 @@ def decode_answers(data: bytes) -> dict[int, Completion | Exception]:
     """TrainingError for bytes that are no answers."""
     message = Message.decode(data)
     answers: dict[int, Completion | Exception] = {}
-    for number, about in read_as(dict[str, Failed | Done], message.header.get("answers"), "a batch of answers").items():
+    for number, about in read_as(
+        dict[str, Failed | Done], message.header.get("answers"), "a batch of answers"
+    ).items():
         if not (number.isascii() and number.isdecimal()):
-            raise TrainingError(f"an answer is malformed: {number[:20]!r} is no number of a request")
+            raise TrainingError(
+                f"an answer is malformed: {number[:20]!r} is no number of a request"
+            )
         answers[int(number)] = _answer(number, about, message.tensors)
     return answers
 
 
-def _answer(number: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Completion | Exception:
+def _answer(
+    number: str, about: dict[str, Any], tensors: dict[str, Tensor]
+) -> Completion | Exception:
     if "error" in about:
         kind = ERRORS.get(about["kind"])
         return kind(about["error"]) if kind else TrainingError(f"{about['kind']}: {about['error']}")
@@ -119,11 +137,18 @@ def _answer(number: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> C
         if part is None and not needed:
             continue
         if part is None or kind_of(part) != kind_wanted or part.dim() != dims or len(part) != rows:
-            raise TrainingError(f"answer {number} is malformed: its {name} is missing or does not fit its tokens")
+            raise TrainingError(
+                f"answer {number} is malformed: its {name} is missing or does not fit its tokens"
+            )
     routing = None
     if "trace" in about:
         spans = tuple(RouteSpan(*span) for span in about.get("spans", ()))
         routing = trace_of(tensors, f"{number}.trace", about["trace"], spans)
-        if any(span.start < 0 or span.length < 0 or span.start + span.length > len(routing) for span in spans):
-            raise TrainingError(f"answer {number} is malformed: a span of its routes is not among them")
+        if any(
+            span.start < 0 or span.length < 0 or span.start + span.length > len(routing)
+            for span in spans
+        ):
+            raise TrainingError(
+                f"answer {number} is malformed: a span of its routes is not among them"
+            )
     return Completion(**parts, **{name: about[name] for name in ABOUT}, routing=routing)

@@ -38,7 +38,11 @@ def e4m3_product(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor)
     `_scaled_mm` rounds to bfloat16 when it is given scales of rows (on 8.9 always), so it gets none: as on the CPU.
     """
     one = scale.new_ones(())
-    return torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32).mul_(scale).mul_(weight_scale.t())
+    return (
+        torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32)
+        .mul_(scale)
+        .mul_(weight_scale.t())
+    )
 
 
 def check_device(config: QuantFormat, device: torch.device) -> None:
@@ -63,7 +67,9 @@ def check_device(config: QuantFormat, device: torch.device) -> None:
             e4m3_rows(one)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"{where}: torch has no kernels for {config.format} here: {reason}") from error
+        raise UsageError(
+            f"{where}: torch has no kernels for {config.format} here: {reason}"
+        ) from error
 
 
 def check_shape(config: QuantFormat, path: str, weight: Tensor) -> None:
@@ -103,7 +109,9 @@ def e4m3_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., n] -> codes [..., n] float8_e4m3fn, scale [..., 1] float32: a row's largest value becomes 448."""
     x = x.float()
     scale = absmax(x) / E4M3_MAX
-    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale  # rounding can pass 448, where e4m3 has only NaN
+    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(
+        E4M3
+    ), scale  # rounding can pass 448, where e4m3 has only NaN
 
 
 def from_e4m3(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,15 @@ from onepolicy.config import UsageError
 from onepolicy.config.quant import Fp8, Int8, QuantFormat, Simulated
 from onepolicy.models import decode_experts
 from onepolicy.models.linear import plain
-from onepolicy.models.quant.formats import INT8_MAX, SMALLEST, check_device, check_shape, fake, int8_rows, to_int8
+from onepolicy.models.quant.formats import (
+    INT8_MAX,
+    SMALLEST,
+    check_device,
+    check_shape,
+    fake,
+    int8_rows,
+    to_int8,
+)
 from onepolicy.models.quant.layers import (
     Activations,
     CodedExperts,
@@ -81,7 +89,8 @@ def staleness(layers: dict[str, Static]) -> dict[str, float]:
         return {}
     drift = [layer.drift for layer in seen]
     found = {
-        "quant/clipped": sum(int(layer.clipped) for layer in seen) / sum(layer.values for layer in seen),
+        "quant/clipped": sum(int(layer.clipped) for layer in seen)
+        / sum(layer.values for layer in seen),
         "quant/drift_mean": sum(drift) / len(drift),
         "quant/drift_max": max(drift),
     }
@@ -123,7 +132,11 @@ class Quantised:
             found.append(PartSize(each.part, count, count * itemsize, each.nbytes()))
         for name, tensor in self._model.named_parameters():
             if name not in self.stored:
-                found.append(PartSize(part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes))
+                found.append(
+                    PartSize(
+                        part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes
+                    )
+                )
         return Sizes(self.config, summed(found))
 
     def calibrate(self) -> None:
@@ -149,7 +162,11 @@ class Quantised:
 
 
 def quantise(
-    model: PreTrainedModel, config: QuantFormat, *, routers: Collection[str], experts_only: bool = False
+    model: PreTrainedModel,
+    config: QuantFormat,
+    *,
+    routers: Collection[str],
+    experts_only: bool = False,
 ) -> Quantised:
     """Replace weights of attention, MLPs and experts, and what `config.also` names. Norms and biases stay.
 
@@ -176,7 +193,9 @@ def quantise(
                 _router(made, path, module)
         elif (part := _wanted(model, path, module, config, routers)) is not None:
             _layer(made, model, path, module, part)
-        elif any(p.ndim == 3 for n, p in module.named_parameters(recurse=False) if "conv" not in path):
+        elif any(
+            p.ndim == 3 for n, p in module.named_parameters(recurse=False) if "conv" not in path
+        ):
             left.append(path)
     if left:
         raise UsageError(
@@ -184,7 +203,9 @@ def quantise(
             f"({left[0]}); they are most of its weights, so leave rollout.quant out"
         )
     if missing := set(config.also) - {stored.part for stored in made.stored.values()}:
-        raise UsageError(f"rollout.quant.also: {type(model).__name__} has no {min(missing)} of a kind to quantise")
+        raise UsageError(
+            f"rollout.quant.also: {type(model).__name__} has no {min(missing)} of a kind to quantise"
+        )
     if getattr(model, "set_experts_implementation", None) is not None:
         model.set_experts_implementation(decode_experts.NAME)
     _check_forward(model)
@@ -200,14 +221,22 @@ def check_kernels(config: QuantFormat, device: torch.device) -> None:
     check_device(config, device)
     if isinstance(config, Int8) and device.type == "cpu":
         try:
-            Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)._few(torch.ones(1, 8), torch.zeros(1).long())
+            Int8Matrices(torch.eye(8)[None], int8_rows, bags=True)._few(
+                torch.ones(1, 8), torch.zeros(1).long()
+            )
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
-            raise UsageError(f"rollout.quant.format: torch has no kernels for int8 experts here: {reason}") from error
+            raise UsageError(
+                f"rollout.quant.format: torch has no kernels for int8 experts here: {reason}"
+            ) from error
 
 
 def _wanted(
-    model: PreTrainedModel, path: str, module: nn.Module, config: QuantFormat, routers: Collection[str]
+    model: PreTrainedModel,
+    path: str,
+    module: nn.Module,
+    config: QuantFormat,
+    routers: Collection[str],
 ) -> str | None:
     """The part this layer belongs to, if it is to be quantised."""
     if module is model.get_output_embeddings():
@@ -246,7 +275,9 @@ def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part
 
 
 def _router(made: Quantised, path: str, module: nn.Module) -> None:
-    if not isinstance(made.config, Simulated) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+    if not isinstance(made.config, Simulated) or not isinstance(
+        getattr(module, "weight", None), nn.Parameter
+    ):
         raise UsageError(
             f"rollout.quant.also: {path} computes its scores itself ({type(module).__name__}), so its weight cannot be "
             f"replaced by {made.config.format} codes; leave router out"
@@ -258,7 +289,9 @@ def _experts(made: Quantised, path: str, module: Any) -> None:
     config, names = made.config, (decode_experts.up_name(module), "down_proj")
     if isinstance(config, Simulated):
         for name in names:
-            _simulate(made, f"{path}.{name}", module, name, "experts", transposed=module.is_transposed)
+            _simulate(
+                made, f"{path}.{name}", module, name, "experts", transposed=module.is_transposed
+            )
         return
     shapes = [tuple(getattr(module, name).shape) for name in names]
     up, down = (getattr(module, name).detach() for name in names)
@@ -275,7 +308,9 @@ def _experts(made: Quantised, path: str, module: Any) -> None:
     module.quantised = own
     for name, shape, side in zip(names, shapes, ("up", "down"), strict=True):
         delattr(module, name)
-        made.stored[f"{path}.{name}"] = Stored("experts", shape, _taker(own, side, module), _sizer(own, side))
+        made.stored[f"{path}.{name}"] = Stored(
+            "experts", shape, _taker(own, side, module), _sizer(own, side)
+        )
 
 
 def _taker(experts: Any, side: str, module: Any) -> Callable[[Tensor], None]:
@@ -287,7 +322,13 @@ def _sizer(experts: Any, side: str) -> Callable[[], int]:
 
 
 def _simulate(
-    made: Quantised, name: str, module: nn.Module, attribute: str, part: str, *, transposed: bool = False
+    made: Quantised,
+    name: str,
+    module: nn.Module,
+    attribute: str,
+    part: str,
+    *,
+    transposed: bool = False,
 ) -> None:
     assert isinstance(made.config, Simulated)
     bits = made.config.bits
@@ -297,7 +338,9 @@ def _simulate(
         getattr(module, attribute).data.copy_(rounded)  # looked up now: a cast replaces its storage
 
     weight = getattr(module, attribute)
-    made.stored[name] = Stored(part, tuple(weight.shape), take, lambda: getattr(module, attribute).nbytes)
+    made.stored[name] = Stored(
+        part, tuple(weight.shape), take, lambda: getattr(module, attribute).nbytes
+    )
     take(weight.detach())
 
 
@@ -317,4 +360,6 @@ def _check_forward(model: PreTrainedModel) -> None:
             "replaced; leave rollout.quant out or use format = simulated"
         ) from error
     if not logits.isfinite().all():
-        raise UsageError(f"rollout.quant: {type(model).__name__} quantised computes logits that are not finite")
+        raise UsageError(
+            f"rollout.quant: {type(model).__name__} quantised computes logits that are not finite"
+        )

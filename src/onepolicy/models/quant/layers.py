@@ -46,9 +46,14 @@ class Rows:
     top_k: int
 
     @classmethod
-    def of(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int, *, sort: bool) -> Rows:
+    def of(
+        cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int, *, sort: bool
+    ) -> Rows:
         (tokens, top_k), expert = top_k_index.shape, top_k_index.reshape(-1)
-        weight, row = top_k_weights.reshape(-1, 1).float(), torch.arange(len(expert), device=expert.device)
+        weight, row = (
+            top_k_weights.reshape(-1, 1).float(),
+            torch.arange(len(expert), device=expert.device),
+        )
         if not sort:
             return cls(row // top_k, expert, weight, None, None, top_k)
         order = expert.argsort(stable=True)
@@ -59,7 +64,9 @@ class Rows:
     def sum(self, out: Tensor) -> Tensor:
         """out [R, H] -> [N, H], weighted."""
         out = out * self.weight
-        return (out.view(-1, self.top_k, out.shape[1]) if self.back is None else out[self.back]).sum(1)
+        return (
+            out.view(-1, self.top_k, out.shape[1]) if self.back is None else out[self.back]
+        ).sum(1)
 
 
 class Int8Matrices:
@@ -77,7 +84,9 @@ class Int8Matrices:
             self.codes = codes
             self._matrices = [each.t() for each in codes]
             return
-        rows = codes.mT.reshape(-1, codes.shape[1]).view(torch.uint8) ^ 128  # [E * in, out], code + 128
+        rows = (
+            codes.mT.reshape(-1, codes.shape[1]).view(torch.uint8) ^ 128
+        )  # [E * in, out], code + 128
         unit = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(rows), -1)
         self.codes = torch.cat([rows, unit], 1)
 
@@ -96,7 +105,9 @@ class Int8Matrices:
 
     def _many(self, x: Tensor, counts: list[int]) -> Tensor:
         out = x.new_empty(len(x), self._shape[2], dtype=torch.int32)
-        for own, matrix, target in zip(x.split(counts), self._unpacked(), out.split(counts), strict=True):
+        for own, matrix, target in zip(
+            x.split(counts), self._unpacked(), out.split(counts), strict=True
+        ):
             if len(own) >= ROWS or (len(own) and x.device.type == "cpu"):
                 torch._int_mm(own, matrix, out=target)
             elif len(own):
@@ -133,7 +144,13 @@ class E4M3Matrices:
     def __call__(self, x: Tensor, scale: Tensor, rows: Rows) -> Tensor:
         """x [R, in], scale [R, 1], sorted by expert -> [R, out]."""
         assert rows.counts is not None
-        parts = zip(x.split(rows.counts), scale.split(rows.counts), self._weight.codes, self._weight.scale, strict=True)
+        parts = zip(
+            x.split(rows.counts),
+            scale.split(rows.counts),
+            self._weight.codes,
+            self._weight.scale,
+            strict=True,
+        )
         return torch.cat([self._one(*part) for part in parts if len(part[0])])
 
     def _one(self, x: Tensor, scale: Tensor, codes: Tensor, weight_scale: Tensor) -> Tensor:
@@ -156,13 +173,17 @@ class CodedExperts:
         """cost: multiplications of a row."""
         self.num_experts, self._cost = num_experts, cost
 
-    def __call__(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         few = self.up.bags and top_k_index.numel() * self._cost <= CALL * self.num_experts
         rows = Rows.of(top_k_index, top_k_weights, self.num_experts, sort=not few)
         x, scale = self.up.activations(hidden)
         inner = self.up(x[rows.token], scale[rows.token], rows)
         up_bias, down_bias = decode_experts.biases(module)
-        inner = decode_experts.activation(module)(inner if up_bias is None else inner + up_bias[rows.expert])
+        inner = decode_experts.activation(module)(
+            inner if up_bias is None else inner + up_bias[rows.expert]
+        )
         out = self.down(*self.down.activations(inner), rows)
         out = out if down_bias is None else out + down_bias[rows.expert]
         return rows.sum(out).to(hidden.dtype)
@@ -174,7 +195,9 @@ class Int8Experts(CodedExperts):
         super().__init__(len(up), up[0].numel() + down[0].numel())
         widest = max(up.shape[2], down.shape[2])
         bags = up.device.type == "cpu" and widest <= BAG_WIDTH and self._cost <= BAG_SIZE
-        self.up, self.down = (Int8Matrices(w, a, bags=bags) for w, a in zip((up, down), activations, strict=True))
+        self.up, self.down = (
+            Int8Matrices(w, a, bags=bags) for w, a in zip((up, down), activations, strict=True)
+        )
 
 
 class E4M3CodedExperts(CodedExperts):
@@ -182,7 +205,9 @@ class E4M3CodedExperts(CodedExperts):
 
     def __init__(self, up: Tensor, down: Tensor, *, activations: bool) -> None:
         super().__init__(len(up), up[0].numel() + down[0].numel())
-        self.up, self.down = (E4M3Matrices(weight, activations=activations) for weight in (up, down))
+        self.up, self.down = (
+            E4M3Matrices(weight, activations=activations) for weight in (up, down)
+        )
 
 
 class E4M3Experts:
@@ -192,7 +217,9 @@ class E4M3Experts:
         self.up, self.down = E4M3Weight(up, transposed=True), E4M3Weight(down, transposed=True)
         self._activations = activations
 
-    def __call__(self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def __call__(
+        self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         activate, x, dtype = decode_experts.activation(module), hidden, hidden.dtype
         if self._activations:
             own, dtype = activate, torch.float32
@@ -202,7 +229,9 @@ class E4M3Experts:
 
             x = e4m3_activations(hidden)
         weights = self.up.expand(dtype), self.down.expand(dtype), *decode_experts.biases(module)
-        return decode_experts.weighted_experts(weights, activate, x, top_k_index, top_k_weights).to(hidden.dtype)
+        return decode_experts.weighted_experts(weights, activate, x, top_k_index, top_k_weights).to(
+            hidden.dtype
+        )
 
 
 Activations = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -224,7 +253,10 @@ class E4M3Weight:
     def take(self, weight: Tensor) -> None:
         codes, scale = e4m3_rows(weight)
         if self._transposed:
-            codes, scale = codes.view(torch.int8).transpose(-1, -2).contiguous().view(codes.dtype), scale.mT
+            codes, scale = (
+                codes.view(torch.int8).transpose(-1, -2).contiguous().view(codes.dtype),
+                scale.mT,
+            )
         self.codes, self.scale = codes, scale.contiguous()
 
     def expand(self, dtype: torch.dtype) -> Tensor:
@@ -303,7 +335,9 @@ class E4M3Linear(QuantLinear):
 class QuantEmbedding(nn.Module):
     """In place of nn.Embedding: rows are converted when they are looked up."""
 
-    def __init__(self, plain: nn.Embedding, *, int8: bool, dtype: Callable[[], torch.dtype]) -> None:
+    def __init__(
+        self, plain: nn.Embedding, *, int8: bool, dtype: Callable[[], torch.dtype]
+    ) -> None:
         """dtype: what lookups return, asked at every one."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim

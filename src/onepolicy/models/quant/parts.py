@@ -42,8 +42,12 @@ class Sizes:
 
     def report(self) -> dict[str, Any]:
         """JSON-ready, for run.json."""
-        totals = PartSize("all", *(sum(getattr(p, f.name) for p in self.parts) for f in fields(PartSize)[1:]))
-        about = self.config.model_dump(mode="json") | ({"method": self.method} if self.method else {})
+        totals = PartSize(
+            "all", *(sum(getattr(p, f.name) for p in self.parts) for f in fields(PartSize)[1:])
+        )
+        about = self.config.model_dump(mode="json") | (
+            {"method": self.method} if self.method else {}
+        )
         return about | {"parts": [asdict(part) for part in [*self.parts, totals]]}
 
     def words(self) -> str:

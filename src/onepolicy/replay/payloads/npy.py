@@ -35,11 +35,17 @@ def parse_npy(data: bytes) -> np.ndarray:
     except TypeError:
         raise NotNpy(f"an .npy of the unknown kind {kind!r}") from None
     if dtype.kind not in "biuf" or not dtype.isnative:
-        reason = "which needs allow_pickle; nothing is unpickled" if dtype.hasobject else "not plain numbers"
+        reason = (
+            "which needs allow_pickle; nothing is unpickled"
+            if dtype.hasobject
+            else "not plain numbers"
+        )
         raise NotNpy(f"an .npy of {dtype}, {reason}")
     shape = tuple(int(size) for size in sizes.split(", ") if size)
     size = math.prod(shape) * dtype.itemsize
     if len(data) - header.end() != size:
-        raise NotNpy(f"an .npy of {len(data) - header.end()} bytes where shape {shape} of {dtype} needs {size}")
+        raise NotNpy(
+            f"an .npy of {len(data) - header.end()} bytes where shape {shape} of {dtype} needs {size}"
+        )
     layout: Literal["F", "C"] = "F" if order == "True" else "C"
     return np.frombuffer(data, dtype, offset=header.end()).reshape(shape, order=layout)

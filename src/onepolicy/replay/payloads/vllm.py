@@ -67,7 +67,9 @@ def contract_of(version: str) -> Contract:
     for contract in CONTRACTS:
         if found <= contract.newest:
             return contract
-    raise UsageError(f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST}")
+    raise UsageError(
+        f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST}"
+    )
 
 
 def trace_of(
@@ -93,7 +95,9 @@ def trace_of(
     if rows is None:
         if aborted or contract.loses_requests:
             return None
-        raise UsageError("vLLM returned no routes for a request; start it with --enable-return-routed-experts")
+        raise UsageError(
+            "vLLM returned no routes for a request; start it with --enable-return-routed-experts"
+        )
     expected = prompt + completion - 1 - first
     captured: np.ndarray = np.ones(len(rows), dtype=bool)  # [R]
     if contract.zeros_missing and rules.top_k > 1 and rows.ndim == 3 and len(rows):
@@ -142,7 +146,9 @@ def _array(name: str, found: Any) -> np.ndarray | None:
     if found is None:
         return None
     if not _are_rows(found):
-        raise UsageError(f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(found)}")
+        raise UsageError(
+            f"{name}: expected nested lists [rows][layers][K] of integers, got {shown(found)}"
+        )
     return np.asarray(found, dtype=np.int64)
 
 
@@ -174,7 +180,9 @@ def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
     if rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
         raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
     if rows.ndim != 3:
-        raise UsageError(f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {rows.shape}")
+        raise UsageError(
+            f"routed_experts: expected the shape [rows, layers, K], got an .npy of shape {rows.shape}"
+        )
     return rows.copy()  # torch wants memory that may be written to
 
 

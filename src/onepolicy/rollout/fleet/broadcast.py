@@ -28,7 +28,9 @@ class Broadcast:
         """host: this machine's address for the receivers. limit: seconds of every wait; all of it may take longer."""
         self._limit = limit
         self._sender = Sender(receivers=receivers, host=host, timeout_s=limit, key=written.key)
-        self._send = partial(self._sender.send, read_weights(written.folder), written.version, written.sums)
+        self._send = partial(
+            self._sender.send, read_weights(written.folder), written.version, written.sums
+        )
         self._ranks = itertools.count(1)
         self._failed = False
 
@@ -37,7 +39,9 @@ class Broadcast:
         receiving = asyncio.ensure_future(receive(self._sender.invitation, next(self._ranks)))
         try:
             await asyncio.wait((receiving, self._sending), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((receiving,), timeout=self._limit)  # while the sender sends, it has an eye on receivers
+            await asyncio.wait(
+                (receiving,), timeout=self._limit
+            )  # while the sender sends, it has an eye on receivers
             if not receiving.done():
                 raise TimeoutError
             return receiving.result()
@@ -57,7 +61,10 @@ class Broadcast:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None or self._failed:
             self._sender.give_up()  # everybody has ended

@@ -33,7 +33,9 @@ class Replica(Protocol):
     caps: EngineCaps
     version: int
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion: ...
 
     async def reset_cache(self) -> None: ...
 
@@ -60,17 +62,23 @@ class Replicas:
         all engines; None: each looks after itself. contract (on-policy), sizes (rollout.quant): of each."""
         assert engines
         self.version = 0
-        self.caps = dataclasses.replace(common_caps([each.caps for each in engines]), contract=contract, sizes=sizes)
+        self.caps = dataclasses.replace(
+            common_caps([each.caps for each in engines]), contract=contract, sizes=sizes
+        )
         self._living = list(engines)
         self._files, self._broadcast = files, broadcast
-        self._oldest = self._newest = 0  # versions that engines hold; they differ while weights are loaded
+        self._oldest = self._newest = (
+            0  # versions that engines hold; they differ while weights are loaded
+        )
 
     @property
     def names(self) -> list[str]:
         """Of the engines that are left."""
         return [engine.name for engine in self._living]
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
         asked, root = self._oldest, prompt_ids[: sampling.first_prompt or None]
         while True:
@@ -99,7 +107,9 @@ class Replicas:
         async def load(engine: Replica, shared: Broadcast | None) -> None:
             await engine.load_files(written, shared)
             if engine.version != version:
-                raise TrainingError(f"{engine.name} holds weight version {engine.version} after loading {version}")
+                raise TrainingError(
+                    f"{engine.name} holds weight version {engine.version} after loading {version}"
+                )
 
         if self._broadcast is None:
             await self._on_all(lambda engine: load(engine, None))
@@ -136,13 +146,18 @@ class Replicas:
             self._living.remove(engine)
             LOG.warning("%s; %d replicas are left", error, len(self._living))
         if not self._living:
-            raise TrainingError(f"no rollout replica is left: {error}; `--resume` continues after the last checkpoint")
+            raise TrainingError(
+                f"no rollout replica is left: {error}; `--resume` continues after the last checkpoint"
+            )
 
 
 def chosen(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
     """Rendezvous hashing: what another engine's end moves are only its own requests."""
     key = np.asarray(root, dtype=np.int64).tobytes()
-    return max(engines, key=lambda engine: hashlib.blake2b(key + engine.name.encode(), digest_size=8).digest())
+    return max(
+        engines,
+        key=lambda engine: hashlib.blake2b(key + engine.name.encode(), digest_size=8).digest(),
+    )
 
 
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:

@@ -31,13 +31,18 @@ if TYPE_CHECKING:
     from onepolicy.models.quant.install import Quantised, Stored
 
 SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # frequencies follow the longest sequence of the batch
+BATCH_DEPENDENT_ROPE = {
+    "dynamic",
+    "longrope",
+}  # frequencies follow the longest sequence of the batch
 
 
 def build(spec: EngineSpec) -> HFEngine:
     """The engine with a copy of its own of the model's weights."""
     assert isinstance(spec.config, HFEngineConfig)
-    own = load_engine_model(spec.model, spec.config.dtype, spec.config.lm_head, spec.device, quant=spec.quant)
+    own = load_engine_model(
+        spec.model, spec.config.dtype, spec.config.lm_head, spec.device, quant=spec.quant
+    )
     return HFEngine(
         own,
         spec.config,
@@ -70,7 +75,9 @@ class HFEngine:
         """
         context = int(model.config.get_text_config().max_position_embeddings)
         if not 2 <= max_len <= context:
-            raise UsageError(f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}")
+            raise UsageError(
+                f"max_len: {max_len} is not in 2..{context}, the context length of {type(model).__name__}"
+            )
         self.version = 0
         dtype, self._head = DTYPES[config.dtype], None
         self.quantised: Quantised | None = None
@@ -79,13 +86,17 @@ class HFEngine:
         if config.lm_head == "float32":
             from onepolicy.models import fp32_head
 
-            self._head = fp32_head.install(model.eval(), dtype, field="rollout.engine.lm_head", copy=True)
+            self._head = fp32_head.install(
+                model.eval(), dtype, field="rollout.engine.lm_head", copy=True
+            )
         self.model: PreTrainedModel = cast(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         device = next(model.parameters()).device
         decode_experts.prepare(model, device)
         linear.prepare(model, device)
-        self.batch = _batch_of(model, config, max_len, bind_routers(model) if record else None, weights=weights)
+        self.batch = _batch_of(
+            model, config, max_len, bind_routers(model) if record else None, weights=weights
+        )
         if numerics == "on-policy":
             _make_invariant(model, self.batch)
         self.fingerprint = fingerprint(device, numerics)
@@ -99,7 +110,9 @@ class HFEngine:
         )
         self._driver = Driver(self.batch)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """Sample until a stop token or max_tokens. The result depends on the seed and the logits, not on the batch.
 
         What load_weights interrupts goes on from its tokens, with the random numbers it would have had anyway.
@@ -117,22 +130,35 @@ class HFEngine:
                 parts.append(part)
                 path += part.token_ids.tolist()
             if part.finish != "aborted":
-                return replace(joined(parts, part.finish, sampling.routes_from), fingerprint=self.fingerprint)
+                return replace(
+                    joined(parts, part.finish, sampling.routes_from), fingerprint=self.fingerprint
+                )
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.interrupt(self.batch.take_out(self.version))
         stored: dict[str, Stored] = {} if self.quantised is None else self.quantised.stored
-        own = {name: tensor for name, tensor in self.model.state_dict().items() if name not in stored}
-        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        own = {
+            name: tensor for name, tensor in self.model.state_dict().items() if name not in stored
+        }
+        self.version = (
+            -1
+        )  # until the last tensor is in, the model is neither the old nor the new one
         loaded, left = set(), set(stored)
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in own and name not in stored:
-                    raise UsageError(f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}")
-                ours, theirs = tuple((stored if name in stored else own)[name].shape), tuple(tensor.shape)
+                    raise UsageError(
+                        f"load_weights: {name!r} is not a tensor of {type(self.model).__name__}"
+                    )
+                ours, theirs = (
+                    tuple((stored if name in stored else own)[name].shape),
+                    tuple(tensor.shape),
+                )
                 if ours != theirs:
-                    raise UsageError(f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}")
+                    raise UsageError(
+                        f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}"
+                    )
                 if name in stored:
                     stored[name].take(tensor.to(self.model.device))
                     left.discard(name)
@@ -141,10 +167,14 @@ class HFEngine:
                 if self._head is not None:
                     self._head.take(own[name], tensor)
                 loaded.add(own[name].data_ptr())
-        missing = [name for name, tensor in own.items() if tensor.data_ptr() not in loaded]  # tied names share memory
+        missing = [
+            name for name, tensor in own.items() if tensor.data_ptr() not in loaded
+        ]  # tied names share memory
         missing += sorted(left)
         if missing:
-            raise UsageError(f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}")
+            raise UsageError(
+                f"load_weights: {len(missing)} tensors are missing, first {missing[0]!r}"
+            )
         self.version = version
 
     async def reset_cache(self) -> None:
@@ -164,7 +194,12 @@ class HFEngine:
 
 
 def _batch_of(
-    model: PreTrainedModel, config: HFEngineConfig, max_len: int, routers: Routers | None, *, weights: bool
+    model: PreTrainedModel,
+    config: HFEngineConfig,
+    max_len: int,
+    routers: Routers | None,
+    *,
+    weights: bool,
 ) -> InterruptibleBatch:
     """How requests run together: over the slab, or over the model's own cache where that holds more than keys."""
     if needs_own_cache(model):
@@ -173,7 +208,9 @@ def _batch_of(
         return OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
     device = next(model.parameters()).device
     slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
-    return SlabBatch(SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse)
+    return SlabBatch(
+        SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
+    )
 
 
 def needs_own_cache(model: PreTrainedModel) -> bool:
@@ -185,7 +222,8 @@ def needs_own_cache(model: PreTrainedModel) -> bool:
         model._is_stateful
         or not set(kinds) <= SLAB_LAYERS
         or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
-        or getattr(config, "index_topk", None) is not None  # sparse attention keeps an index beside the keys
+        or getattr(config, "index_topk", None)
+        is not None  # sparse attention keeps an index beside the keys
     )
 
 

@@ -31,7 +31,9 @@ class Span:
 
 
 class SlabForward:
-    def __init__(self, model: PreTrainedModel, slab: Slab, routers: Routers | None, *, weights: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, slab: Slab, routers: Routers | None, *, weights: bool = False
+    ) -> None:
         self.model, self.slab, self.routers, self._weights = model, slab, routers, weights
         self._tape: Tape | None = None
         model.set_attn_implementation(decode_attention.NAME)

@@ -26,7 +26,9 @@ from onepolicy.types import Completion, Finish, RoutingTrace, id_dtype, spans_of
 class OwnCacheBatch:
     """A `Batch` of equally long prompts over whatever cache the model makes for itself."""
 
-    def __init__(self, model: PreTrainedModel, routers: Routers | None, *, slots: int, weights: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, routers: Routers | None, *, slots: int, weights: bool = False
+    ) -> None:
         self.model, self.routers, self.slots, self._keep_weights = model, routers, slots, weights
         self.device = next(model.parameters()).device
         self._tape: Tape | None = None
@@ -63,7 +65,11 @@ class OwnCacheBatch:
             waiting.popleft()
         if self._requests or not waiting:
             return
-        same = [r for r in waiting if len(r.prompt) == len(waiting[0].prompt) and not r.future.cancelled()]
+        same = [
+            r
+            for r in waiting
+            if len(r.prompt) == len(waiting[0].prompt) and not r.future.cancelled()
+        ]
         self._requests = same[: self.slots]
         for request in self._requests:
             waiting.remove(request)
@@ -90,7 +96,9 @@ class OwnCacheBatch:
 
     def take_out(self, version: int) -> list[tuple[Request, Completion]]:
         """What the running requests have sampled so far, between two steps. They run no longer."""
-        taken = [(self._requests[i], self._completion(i, version, "aborted")) for i in sorted(self._open)]
+        taken = [
+            (self._requests[i], self._completion(i, version, "aborted")) for i in sorted(self._open)
+        ]
         self.clear()
         return taken
 
@@ -101,7 +109,9 @@ class OwnCacheBatch:
             ids = self._tokens[-1][:, None]
         else:
             ids = torch.from_numpy(np.stack([r.prompt for r in self._requests])).to(self.device)
-        out = self.model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        )
         self._cache = out.past_key_values
         if self._tape is not None:
             routes = torch.stack(self._tape.take(), 1)  # [B * fed, L, K]
@@ -129,17 +139,30 @@ class OwnCacheBatch:
         logp = torch.tensor([float(p[i]) for p in self._logp])
         versions = torch.full((len(tokens),), version, dtype=torch.int32)
         request = self._requests[i]
-        trace, (top_ids, top_logp) = self._trace(i, len(request.prompt), version), request.stacked_top()
+        trace, (top_ids, top_logp) = (
+            self._trace(i, len(request.prompt), version),
+            request.stacked_top(),
+        )
         finish = finish or request.finish(int(tokens[-1]))
         first = request.sampling.routes_from
-        return Completion(tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp)
+        return Completion(
+            tokens, logp, versions, finish, trace, first, top_ids=top_ids, top_logp=top_logp
+        )
 
     def _trace(self, i: int, size: int, version: int) -> RoutingTrace | None:
         if self.routers is None:
             return None
-        ids = torch.cat([routes[i] for routes in self._routes]).cpu().to(id_dtype(self.routers.num_experts))
+        ids = (
+            torch.cat([routes[i] for routes in self._routes])
+            .cpu()
+            .to(id_dtype(self.routers.num_experts))
+        )
         spans = spans_of(0, size, len(ids), version)
         valid = torch.ones(len(ids), dtype=torch.bool)
-        weights = torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None
-        trace = RoutingTrace(ids, valid, self.routers.layers, self.routers.num_experts, spans, weights)
+        weights = (
+            torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None
+        )
+        trace = RoutingTrace(
+            ids, valid, self.routers.layers, self.routers.num_experts, spans, weights
+        )
         return trace.rows(self._requests[i].sampling.routes_from, len(ids))

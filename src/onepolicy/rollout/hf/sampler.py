@@ -19,7 +19,9 @@ from onepolicy.config import UsageError
 from onepolicy.models.narrow import WHOLE, narrow
 from onepolicy.types import Sampling
 
-LOGP = "log_softmax of float32 logits / temperature, then gather"  # for the contract with the trainer
+LOGP = (
+    "log_softmax of float32 logits / temperature, then gather"  # for the contract with the trainer
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,22 @@ class SamplingRows:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> SamplingRows:
-        def column(values: list[float] | list[int], off: float, dtype: torch.dtype) -> Tensor | None:
-            return None if all(v == off for v in values) else torch.tensor(values, dtype=dtype, device=device)[:, None]
+        def column(
+            values: list[float] | list[int], off: float, dtype: torch.dtype
+        ) -> Tensor | None:
+            return (
+                None
+                if all(v == off for v in values)
+                else torch.tensor(values, dtype=dtype, device=device)[:, None]
+            )
 
         greedy = [r.temperature == 0 for r in rows]
         return cls(
             column([r.temperature or 1.0 for r in rows], 1.0, torch.float32),
             torch.tensor(greedy, device=device) if any(greedy) else None,
-            column([r.top_k if r.top_k and r.temperature else WHOLE for r in rows], WHOLE, torch.int64),
+            column(
+                [r.top_k if r.top_k and r.temperature else WHOLE for r in rows], WHOLE, torch.int64
+            ),
             column([r.top_p if r.temperature else 1.0 for r in rows], 1.0, torch.float32),
             max(r.top_logprobs for r in rows),
         )
@@ -50,13 +60,17 @@ class SamplingRows:
 class Sampled(NamedTuple):
     tokens: Tensor  # [B] int64
     logp: Tensor  # [B] float32
-    top_ids: Tensor | None  # [B, k] int64, likeliest first, k = rows.top_logprobs; None if that is 0
+    top_ids: (
+        Tensor | None
+    )  # [B, k] int64, likeliest first, k = rows.top_logprobs; None if that is 0
     top_logp: Tensor | None  # [B, k] float32
 
 
 def uniforms(seed: int, count: int, drawn: int = 0) -> np.ndarray:
     """[count] float64 in [0, 1), a pure function of the seed: those after its first `drawn`."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(drawn + count)[drawn:]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).random(
+        drawn + count
+    )[drawn:]
 
 
 def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
@@ -67,7 +81,9 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
     logp = torch.log_softmax(tempered, -1)
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1
-    tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)  # skips zero probabilities
+    tokens = torch.searchsorted(cdf, target, right=True).clamp_(
+        max=logits.shape[1] - 1
+    )  # skips zero probabilities
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
     top_logp, top_ids = logp.topk(rows.top_logprobs, -1) if rows.top_logprobs else (None, None)
@@ -77,7 +93,9 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
 def check_sampling(sampling: Sampling) -> None:
     """Raises UsageError for parameters no distribution belongs to."""
     if not (np.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise UsageError(f"temperature: {sampling.temperature} is not a finite number >= 0 (0 is greedy)")
+        raise UsageError(
+            f"temperature: {sampling.temperature} is not a finite number >= 0 (0 is greedy)"
+        )
     if sampling.max_tokens < 1:
         raise UsageError(f"max_tokens: {sampling.max_tokens}; sample at least 1 token")
     if not 0 < sampling.top_p <= 1:

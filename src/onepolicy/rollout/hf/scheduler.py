@@ -118,7 +118,9 @@ class Driver:
     def clear(self, what: str) -> None:
         """Forget everything cached. RuntimeError, naming `what` was to be done, while requests are running."""
         if self._pending:
-            raise RuntimeError(f"{what} while {len(self._pending)} requests are running; await them first")
+            raise RuntimeError(
+                f"{what} while {len(self._pending)} requests are running; await them first"
+            )
         self.batch.clear()
 
     def interrupt(self, taken: list[tuple[Request, Completion]]) -> None:
@@ -176,17 +178,23 @@ def check_request(
 ) -> np.ndarray:
     """The prompt as [P] int64, if an engine with weights of `version` (negative: half-loaded) can run the request."""
     if version < 0:
-        raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+        raise RuntimeError(
+            "the last load_weights failed half-way; load a complete set of weights first"
+        )
     prompt = np.asarray(prompt_ids, dtype=np.int64)
     if prompt.ndim != 1 or not len(prompt) or prompt.min() < 0 or prompt.max() >= vocab:
         raise UsageError(f"prompt_ids: expected at least one token id in 0..{vocab - 1}")
     if not 0 <= sampling.routes_from < len(prompt):
-        raise UsageError(f"routes_from: {sampling.routes_from} is not a slot of the {len(prompt)} prompt tokens")
+        raise UsageError(
+            f"routes_from: {sampling.routes_from} is not a slot of the {len(prompt)} prompt tokens"
+        )
     if len(prompt) + sampling.max_tokens > caps.max_len:
         raise UsageError(
             f"max_tokens: {len(prompt)} prompt tokens + {sampling.max_tokens} exceed max_len {caps.max_len}; "
             "shorten the prompt, lower max_tokens or raise rollout.engine.max_len"
         )
     if sampling.top_logprobs > caps.top_logprobs:
-        raise UsageError(f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {caps.top_logprobs}")
+        raise UsageError(
+            f"top_logprobs: {sampling.top_logprobs}, but this engine returns at most {caps.top_logprobs}"
+        )
     return prompt

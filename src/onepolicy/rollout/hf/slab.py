@@ -20,17 +20,25 @@ class Slab:
 
     is_compileable = False
 
-    def __init__(self, slots: int, max_len: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, slots: int, max_len: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.slots, self.max_len, self.device, self.dtype = slots, max_len, device, dtype
         self.keys: dict[int, Tensor] = {}  # layer -> [slots, G, D, max_len]
         self.values: dict[int, Tensor] = {}  # layer -> [slots, G, max_len, Dv]
-        self.routes: Tensor | None = None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
-        self.weights: Tensor | None = None  # like routes, in the router's dtype; made by the first write
+        self.routes: Tensor | None = (
+            None  # [slots, max_len, L, K] uint8, or int16 holding the bits of uint16
+        )
+        self.weights: Tensor | None = (
+            None  # like routes, in the router's dtype; made by the first write
+        )
         self._step: SlabStep | None = None
 
     def keep_routes(self, layers: int, top_k: int, num_experts: int) -> None:
         dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
-        self.routes = torch.zeros(self.slots, self.max_len, layers, top_k, dtype=dtype, device=self.device)
+        self.routes = torch.zeros(
+            self.slots, self.max_len, layers, top_k, dtype=dtype, device=self.device
+        )
 
     def begin(self, step: SlabStep) -> None:
         """The next forward writes and reads what `step` says."""
@@ -45,7 +53,9 @@ class Slab:
         self.routes.flatten(0, 1).index_copy_(0, flat, rows)
         if weights is not None:
             if self.weights is None:
-                self.weights = torch.zeros(self.routes.shape, dtype=weights[0].dtype, device=self.device)
+                self.weights = torch.zeros(
+                    self.routes.shape, dtype=weights[0].dtype, device=self.device
+                )
             self.weights.flatten(0, 1).index_copy_(0, flat, torch.stack(weights, 1))
 
     def read_routes(self, row: int, positions: slice, num_experts: int) -> Tensor:
@@ -70,7 +80,9 @@ class Slab:
 
     # The public surface of transformers' Cache
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """key [1, G, T, D], value [1, G, T, Dv] of this step's tokens -> views [V, G, S, D], [V, G, S, Dv]."""
         step = self._step
         assert step is not None
@@ -80,7 +92,10 @@ class Slab:
         keys[step.rows, :, :, step.positions] = key[0].transpose(0, 1).to(self.dtype)  # [T, G, D]
         values[step.rows, :, step.positions] = value[0].transpose(0, 1).to(self.dtype)
         if isinstance(step.view, slice):
-            seen_keys, seen_values = keys[step.view, :, :, : step.keys], values[step.view, :, : step.keys]
+            seen_keys, seen_values = (
+                keys[step.view, :, :, : step.keys],
+                values[step.view, :, : step.keys],
+            )
         else:
             seen_keys = keys[:, :, :, : step.keys].index_select(0, step.view)
             seen_values = values[:, :, : step.keys].index_select(0, step.view)

@@ -85,7 +85,9 @@ class SlabBatch:
         slots, max_len, device = self.slab.slots, self.slab.max_len, self.slab.device
         self.rows = Rows(slots, max_len, device)
         self.logp = torch.zeros(slots, max_len, device=device)  # of tokens[row, n]
-        self.uniform = torch.zeros(slots, max_len, dtype=torch.float64, device=device)  # that decides tokens[row, n]
+        self.uniform = torch.zeros(
+            slots, max_len, dtype=torch.float64, device=device
+        )  # that decides tokens[row, n]
         self.shared = np.zeros(slots, dtype=np.int64)  # prompt tokens taken over from another row
         self._decoding: _Decoding | None = None  # rebuilt when the running set changes
         self._ended: list[int] = []  # rows that ended and are not handed out yet
@@ -131,19 +133,27 @@ class SlabBatch:
         followers: list[tuple[Request, int]] = []  # and the leader of the same prompt
         seen: dict[bytes, int] = {}
         for request in requests:
-            leader = seen.setdefault(request.prompt.tobytes(), len(leaders)) if self.prefix_reuse else len(leaders)
+            leader = (
+                seen.setdefault(request.prompt.tobytes(), len(leaders))
+                if self.prefix_reuse
+                else len(leaders)
+            )
             if leader == len(leaders):
                 leaders.append(request)
             else:
                 followers.append((request, leader))
         spans = self._place(leaders)
         logits = self.forward.prefill(self.rows.tokens, spans)
-        pairs = [(spans[i].row, self._fill(r, self.rows.take(r), len(r.prompt))) for r, i in followers]
+        pairs = [
+            (spans[i].row, self._fill(r, self.rows.take(r), len(r.prompt))) for r, i in followers
+        ]
         self._copy(pairs, max((len(r.prompt) for r, _ in followers), default=0))
         rows = [span.row for span in spans] + [target for _, target in pairs]
         for row in rows:
             self.rows.length[row] = len(self.rows.active[row].prompt)
-        self._emit(_Decoding(self, rows), logits[[*range(len(leaders)), *(i for _, i in followers)]])
+        self._emit(
+            _Decoding(self, rows), logits[[*range(len(leaders)), *(i for _, i in followers)]]
+        )
         self._decoding = None
 
     def _place(self, leaders: list[Request]) -> list[Span]:
@@ -168,7 +178,9 @@ class SlabBatch:
     def _known_prefix(self, request: Request) -> tuple[int, int]:
         if not self.prefix_reuse or not self.rows.length.any():
             return 0, 0
-        source, shared = self.rows.best_prefix(torch.from_numpy(request.prompt).to(self.slab.device))
+        source, shared = self.rows.best_prefix(
+            torch.from_numpy(request.prompt).to(self.slab.device)
+        )
         return (source, shared) if shared >= MIN_SHARED else (0, 0)
 
     def _fill(self, request: Request, row: int, shared: int) -> int:
@@ -191,7 +203,14 @@ class SlabBatch:
             self._decoding = _Decoding(self, sorted(self.rows.active))
         running = self._decoding
         view = slice(0, running.last_row + 1)
-        step = SlabStep(running.rows, running.position, running.longest + 1, view, running.place, even=running.even)
+        step = SlabStep(
+            running.rows,
+            running.position,
+            running.longest + 1,
+            view,
+            running.place,
+            even=running.even,
+        )
         ids = self.rows.tokens.view(-1).index_select(0, running.flat)
         logits = self.forward(ids, step)
         running.advance(self.rows.length)
@@ -222,7 +241,9 @@ class SlabBatch:
             self._decoding = None
         return ended
 
-    def _hand_out(self, row: int, version: int, finish: Finish | None = None) -> tuple[Request, Completion]:
+    def _hand_out(
+        self, row: int, version: int, finish: Finish | None = None
+    ) -> tuple[Request, Completion]:
         request = self.rows.active[row]
         size, fed = len(request.prompt), int(self.rows.length[row])
         tokens = self.rows.tokens[row, size : fed + 1].to("cpu", torch.int32)
@@ -260,13 +281,17 @@ class _Decoding:
         lengths = batch.rows.length[rows]
         self.host_rows, self.last_row = np.array(rows), max(rows)
         self.rows = torch.from_numpy(self.host_rows).to(device)
-        self.position = torch.from_numpy(lengths.copy()).to(device)  # of the newest token: sampled, not fed yet
+        self.position = torch.from_numpy(lengths.copy()).to(
+            device
+        )  # of the newest token: sampled, not fed yet
         self.flat = self.rows * max_len + self.position
         self.longest = int(lengths.max())
         self.place = None if len(rows) == self.last_row + 1 else self.rows
         self.even = bool((lengths == lengths[0]).all())
         self.sampling = SamplingRows.of([r.sampling for r in requests], device)
-        self.asking = [(i, request) for i, request in enumerate(requests) if request.sampling.top_logprobs]
+        self.asking = [
+            (i, request) for i, request in enumerate(requests) if request.sampling.top_logprobs
+        ]
         self._limits = np.array([r.limit for r in requests])
         width = max(len(r.sampling.stop) for r in requests)
         stops = [[*r.sampling.stop, *[-1] * (width - len(r.sampling.stop))] for r in requests]

@@ -57,7 +57,16 @@ def here(known: Traffic | None, slots: int) -> Traffic:
 if TYPE_CHECKING:
     import httpx2
 
-__all__ = ["EngineClient", "EngineLost", "Malformed", "NoEngine", "clients", "field", "is_loopback", "place_of"]
+__all__ = [
+    "EngineClient",
+    "EngineLost",
+    "Malformed",
+    "NoEngine",
+    "clients",
+    "field",
+    "is_loopback",
+    "place_of",
+]
 
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
@@ -90,7 +99,13 @@ class EngineClient:
     """One engine's HTTP API. May be used from one event loop after another; connections live as long as their loop."""
 
     def __init__(
-        self, url: str, *, token_env: str | None = None, timeout_s: float = 600.0, retries: int = 5, server: str
+        self,
+        url: str,
+        *,
+        token_env: str | None = None,
+        timeout_s: float = 600.0,
+        retries: int = 5,
+        server: str,
     ) -> None:
         """token_env: environment variable with a bearer token; None: what a server of this machine has left in its file
         (rollout/servers/token.py). timeout_s: of one attempt. server: its name in errors.
@@ -99,10 +114,15 @@ class EngineClient:
         """
         parts = check_url(url)
         if importlib.util.find_spec("httpx2") is None:
-            raise UsageError("rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'")
+            raise UsageError(
+                "rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'"
+            )
         self.url, self.server, self.counters = url.rstrip("/"), server, Counters()
         self._timeout_s, self._retries = timeout_s, retries
-        self._token_env, self._token = token_env, None if token_env is None else token_of(token_env, TOKEN_ENV)
+        self._token_env, self._token = (
+            token_env,
+            None if token_env is None else token_of(token_env, TOKEN_ENV),
+        )
         if token_env is None and not is_loopback(parts.hostname or ""):
             raise UsageError(
                 f"{TOKEN_ENV}: the server is on another machine; protect it with a token and name the environment "
@@ -196,7 +216,9 @@ class EngineClient:
         kind = TrainingError if self._error is EngineLost else UsageError
         return kind(self._words(method, path, problem, ""))
 
-    async def _try(self, method: str, path: str, timeout_s: float, most: int, content: dict[str, Any]) -> Any:
+    async def _try(
+        self, method: str, path: str, timeout_s: float, most: int, content: dict[str, Any]
+    ) -> Any:
         """One attempt. _NoReply or Malformed if another may help; UsageError or TrainingError for a refusal."""
         import httpx2
 
@@ -255,7 +277,9 @@ class EngineClient:
         async with httpx2.AsyncClient(
             auth=self._authorize,
             headers={"Accept-Encoding": "gzip"},  # what read_body can bound
-            verify=self.url.startswith("https:"),  # reading the system's certificates takes a tenth of a second
+            verify=self.url.startswith(
+                "https:"
+            ),  # reading the system's certificates takes a tenth of a second
             timeout=None,  # asyncio.timeout bounds the whole attempt
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # a proxy of the environment is not meant for an engine on this machine
@@ -265,7 +289,13 @@ class EngineClient:
 
 def clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClient, EngineClient]:
     """With the settings' retries, and without any. server: its name in errors."""
-    client = partial(EngineClient, config.url, token_env=config.token_env, timeout_s=config.timeout_s, server=server)
+    client = partial(
+        EngineClient,
+        config.url,
+        token_env=config.token_env,
+        timeout_s=config.timeout_s,
+        server=server,
+    )
     return client(retries=config.retries), client(retries=0)
 
 

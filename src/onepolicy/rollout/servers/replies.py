@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     import httpx2
 
 MOST_BYTES = 2**24  # of a reply that has no bound of its own
-PIECE_BYTES = 2**20  # decompressed at once; other tasks, and the time limit, come between two pieces
-GZIP_BYTES = 2**16  # of a gzip body beside its data: a header with a file's name, a checksum, empty blocks
+PIECE_BYTES = (
+    2**20
+)  # decompressed at once; other tasks, and the time limit, come between two pieces
+GZIP_BYTES = (
+    2**16
+)  # of a gzip body beside its data: a header with a file's name, a checksum, empty blocks
 DEEPEST = 32  # levels of what a server says of itself
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability, at most
 SMALLEST_LOGP = -1e6  # nats; below it stands a constant for a token that cannot be sampled
@@ -57,8 +61,12 @@ async def _read_gzip(response: httpx2.Response, most: int) -> bytes:
     try:
         async for chunk in response.aiter_raw():
             sent += len(chunk)
-            if sent > most + most // 8 + GZIP_BYTES:  # the worst code of Deflate takes 9 bits for a byte
-                raise Malformed(f"a gzip body of more than {most:,} bytes, and as it unpacks to fewer")
+            if (
+                sent > most + most // 8 + GZIP_BYTES
+            ):  # the worst code of Deflate takes 9 bits for a byte
+                raise Malformed(
+                    f"a gzip body of more than {most:,} bytes, and as it unpacks to fewer"
+                )
             left, full = chunk, True
             while (left or full) and not unzip.eof:
                 piece = unzip.decompress(left, PIECE_BYTES)
@@ -86,7 +94,10 @@ def as_json(body: bytes) -> Any:
         return json.loads(body, object_pairs_hook=_unique)
     except Malformed:
         raise
-    except (ValueError, RecursionError) as error:  # also bytes that are no text, and thousands of digits or brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also bytes that are no text, and thousands of digits or brackets
         raise Malformed(f"not JSON ({str(error)[:160]})") from error
 
 
@@ -131,7 +142,9 @@ def token_ids(of: Any, name: str, *, vocab: int) -> list[int]:
     values: list[Any] = field(of, name, list)
     for value in values:
         if type(value) is not int or not 0 <= value < vocab:
-            raise Malformed(f"{name}: {shown(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?")
+            raise Malformed(
+                f"{name}: {shown(value)!r} is no token id in 0..{vocab - 1}; is it this model's server?"
+            )
     return values
 
 
@@ -149,12 +162,16 @@ def log_probabilities(values: list[Any], name: str) -> Tensor:
                 "because the server's weights or kernels are broken for this model"
             )
         if not SMALLEST_LOGP <= value <= LARGEST_LOGP:
-            raise Malformed(f"{name}: {shown(value)} is no log-probability of a token that was sampled")
+            raise Malformed(
+                f"{name}: {shown(value)} is no log-probability of a token that was sampled"
+            )
     return torch.tensor(values, dtype=torch.float32)
 
 
 def likeliest(
-    rows: list[list[tuple[int, float]]],  # [n] of at least k pairs (id, log-probability), in any order
+    rows: list[
+        list[tuple[int, float]]
+    ],  # [n] of at least k pairs (id, log-probability), in any order
     k: int,
     name: str,
 ) -> tuple[Tensor, Tensor]:
@@ -165,8 +182,12 @@ def likeliest(
             raise Malformed(f"{name}: {len(row)} of {k} tokens")
         if len({token for token, _ in row}) < k:
             raise Malformed(f"{name}: a token stands twice")
-    ids = torch.tensor([[token for token, _ in row] for row in chosen], dtype=torch.int32).view(len(rows), k)
-    logp = torch.tensor([[value for _, value in row] for row in chosen], dtype=torch.float32).view(len(rows), k)
+    ids = torch.tensor([[token for token, _ in row] for row in chosen], dtype=torch.int32).view(
+        len(rows), k
+    )
+    logp = torch.tensor([[value for _, value in row] for row in chosen], dtype=torch.float32).view(
+        len(rows), k
+    )
     return ids, logp
 
 

@@ -22,7 +22,9 @@ def refuse_nccl_without_cuda(spec: EngineSpec) -> None:
     config, device = spec.config, spec.device
     assert isinstance(config, ServerEngineConfig)
     if config.sync == "nccl" and device.type != "cuda":
-        raise UsageError(f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo or disk")
+        raise UsageError(
+            f"rollout.engine.sync: nccl, but the trainer computes on the {device.type}; use gloo or disk"
+        )
 
 
 async def connect(engine: LastingEngine, client: EngineClient, model: ModelConfig) -> None:
@@ -56,7 +58,9 @@ async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -
     warm = await _first_tokens(engine, Sampling(1.0, 1, top_logprobs=count))
     cold = await _first_tokens(engine, Sampling(0.5, 1, top_logprobs=count))
     pairs = [(_spread(a), _spread(b)) for a, b in zip(warm, cold, strict=True)]
-    uncertain = [pair for pair in pairs if not math.isfinite(sum(pair))]  # the largest of NaN is any value
+    uncertain = [
+        pair for pair in pairs if not math.isfinite(sum(pair))
+    ]  # the largest of NaN is any value
     at_one, at_half = uncertain[0] if uncertain else max(pairs)
     if not at_one <= CLEAR and not at_half >= 1.5 * at_one:  # also if a value is NaN
         raise UsageError(
@@ -67,9 +71,13 @@ async def check_probabilities(engine: RolloutEngine, *, narrowed: bool = True) -
         only = await _first_tokens(engine, Sampling(1.0, 1, top_k=1))
         found = [float(done.logp) for done in only]
         broken = [logp for logp in found if not math.isfinite(logp)]  # so is their median
-        typical = broken[0] if broken else statistics.median(found)  # where tokens tie, more than one is left
+        typical = (
+            broken[0] if broken else statistics.median(found)
+        )  # where tokens tie, more than one is left
         if not typical >= -1e-4:
-            raise UsageError(f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}")
+            raise UsageError(
+                f"{where}: with top_k = 1 the only token has log-probability {typical:.3g}, not 0; {MEND}"
+            )
 
 
 async def _first_tokens(engine: RolloutEngine, sampling: Sampling) -> list[Completion]:

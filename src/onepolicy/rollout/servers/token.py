@@ -91,7 +91,11 @@ def forget(host: str, port: int) -> None:
 
 def _file(host: str, port: int) -> Path:
     name = "127.0.0.1" if host == "localhost" else str(ipaddress.ip_address(host))
-    return Path(tempfile.gettempdir()) / f"onepolicy-tokens-{os.getuid()}" / f"{name.replace(':', '_')}.{port}"
+    return (
+        Path(tempfile.gettempdir())
+        / f"onepolicy-tokens-{os.getuid()}"
+        / f"{name.replace(':', '_')}.{port}"
+    )
 
 
 def _make_private(folder: Path) -> None:

@@ -72,7 +72,9 @@ class Asked:
             "return_logprob": True,
             "logprob_start_len": -1,  # of output tokens only
             "top_logprobs_num": sampling.top_logprobs,
-            "return_sampling_mask": is_narrowed(sampling),  # log-probabilities of what top_k and top_p leave
+            "return_sampling_mask": is_narrowed(
+                sampling
+            ),  # log-probabilities of what top_k and top_p leave
             "extra_key": self.key,
         }
         if model.routes is not None:
@@ -83,12 +85,16 @@ class Asked:
         """The most bytes a reply to this request can have."""
         sampling, routes = self.sampling, 0
         if model.routes is not None:
-            routes = (len(self.path) + sampling.max_tokens) * model.depth * model.routes.top_k * ID_BYTES
+            routes = (
+                (len(self.path) + sampling.max_tokens) * model.depth * model.routes.top_k * ID_BYTES
+            )
         mask = 0
         if is_narrowed(sampling):
             mask = sampling.max_tokens * (sampling.top_k or model.vocab) * MASK_BYTES
         per_token = 3 + sampling.top_logprobs  # the token, its own entries and the likeliest ones
-        most = most_bytes(tokens=sampling.max_tokens, path=len(self.path), per_token=per_token, routes=routes)
+        most = most_bytes(
+            tokens=sampling.max_tokens, path=len(self.path), per_token=per_token, routes=routes
+        )
         return most + mask
 
 
@@ -124,12 +130,16 @@ def parse(reply: Any, asked: Asked, model: Model, version_of: Callable[[str], in
     if n and (field(meta, "prompt_tokens", int), field(meta, "completion_tokens", int)) != (fed, n):
         counted = f"{shown(meta['prompt_tokens'])} + {shown(meta['completion_tokens'])}"
         raise Malformed(f"it counts {counted} tokens, but {fed} were sent and {n} came")
-    version = torch.tensor([v for start, end, v in runs for _ in range(start, end)], dtype=torch.int32)
+    version = torch.tensor(
+        [v for start, end, v in runs for _ in range(start, end)], dtype=torch.int32
+    )
     top_ids, top_logp = _top(meta, n, asked.sampling.top_logprobs, model.vocab)
     routing = None
     if model.routes is not None and n:
         routing = _trace(meta, runs, asked, model, model.routes)
-    return Part(torch.tensor(tokens, dtype=torch.int32), logp, version, aborted, top_ids, top_logp, routing)
+    return Part(
+        torch.tensor(tokens, dtype=torch.int32), logp, version, aborted, top_ids, top_logp, routing
+    )
 
 
 def _finish(meta: dict, tokens: list[int], asked: Asked) -> str:
@@ -139,7 +149,9 @@ def _finish(meta: dict, tokens: list[int], asked: Asked) -> str:
     n, most = len(tokens), asked.sampling.max_tokens
     beyond = any(token in asked.sampling.stop for token in tokens[:-1])
     if n > most or beyond or (kind == "length" and n != most) or (kind == "stop" and not n):
-        raise Malformed(f"{n} tokens with finish_reason {kind!r} do not end where they should (max_new_tokens {most})")
+        raise Malformed(
+            f"{n} tokens with finish_reason {kind!r} do not end where they should (max_new_tokens {most})"
+        )
     return kind
 
 
@@ -193,7 +205,9 @@ def _runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[tuple[in
         runs.append((start, end, version_of(field(span, "version", str))))
         reached = end
     if reached != n or len(runs) != len(spans) or (n and not runs):
-        raise Malformed(f"weight_versions {shown(spans)} do not cover {n} tokens one after the other")
+        raise Malformed(
+            f"weight_versions {shown(spans)} do not cover {n} tokens one after the other"
+        )
     return runs
 
 
@@ -209,16 +223,29 @@ def _trace(
     retractions = count(meta, "num_retractions", MOST_RETRACTIONS)
     cached = count(meta, "cached_tokens", (prompt + n) * (retractions + 1))
     if cached > prompt and not retractions:
-        raise Malformed(f"cached_tokens is {cached}, expected 0 to {prompt}, the tokens of the prompt")
+        raise Malformed(
+            f"cached_tokens is {cached}, expected 0 to {prompt}, the tokens of the prompt"
+        )
     segments, foreign = _origin(runs, asked, cached, retractions)
     valid = torch.ones(rows, dtype=torch.bool)
     valid[max(foreign[0] - asked.first_row, 0) : max(foreign[1] - asked.first_row, 0)] = False
     try:
         ids = route_ids(meta["routed_experts"], rows=rows, depth=model.depth, top_k=rules.top_k)
         trace = trace_from(
-            ids, layers=rules.layers, depth=model.depth, num_experts=rules.num_experts, axis="all", valid=valid
+            ids,
+            layers=rules.layers,
+            depth=model.depth,
+            num_experts=rules.num_experts,
+            axis="all",
+            valid=valid,
         )
-        check_trace(trace, layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name="routed_experts")
+        check_trace(
+            trace,
+            layers=rules.layers,
+            num_experts=rules.num_experts,
+            top_k=rules.top_k,
+            name="routed_experts",
+        )
     except UsageError as error:
         raise Malformed(str(error)) from error
     spans = []
@@ -241,7 +268,8 @@ def _origin(
     prompt, (_, end, newest) = len(asked.path), runs[-1]
     if not retractions:
         decoded: list[tuple[int, int, RouteSource, int]] = [
-            (max(prompt, prompt - 1 + start), prompt - 1 + stop, "decode", version) for start, stop, version in runs
+            (max(prompt, prompt - 1 + start), prompt - 1 + stop, "decode", version)
+            for start, stop, version in runs
         ]
         # prefixes are shared among requests sent under one version: of its weights, or of newer ones
         head: list[tuple[int, int, RouteSource, int]] = [
@@ -253,4 +281,7 @@ def _origin(
     if not changed:  # out of memory: which rows were computed again, SGLang does not say
         return [(0, prompt + end, "prefill", newest)], (0, 0)
     again = prompt + changed
-    return [(0, again, "prefill", newest), (again, prompt + end, "decode", newest)], (prompt - 1, again - 1)
+    return [(0, again, "prefill", newest), (again, prompt + end, "decode", newest)], (
+        prompt - 1,
+        again - 1,
+    )

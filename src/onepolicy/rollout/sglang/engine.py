@@ -20,7 +20,11 @@ from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
 from onepolicy.rollout.servers.http import EngineLost, Traffic, clients, here
-from onepolicy.rollout.servers.start_up import check_probabilities, connect, refuse_nccl_without_cuda
+from onepolicy.rollout.servers.start_up import (
+    check_probabilities,
+    connect,
+    refuse_nccl_without_cuda,
+)
 from onepolicy.rollout.sglang import weights as sync
 from onepolicy.rollout.sglang.contract import Asked, Model, Part, is_narrowed, parse
 from onepolicy.rollout.sglang.handshake import FIRST, Name, Served, handshake, name_of
@@ -35,7 +39,9 @@ FLUSH_S = 10  # a request that ended may take the server a moment to clear away
 def build(spec: EngineSpec) -> SGLangEngine:
     assert isinstance(spec.config, SGLangConfig)
     refuse_nccl_without_cuda(spec)
-    engine = SGLangEngine(spec.model, read_config(spec.model), spec.config, routes=spec.routes, max_len=spec.max_len)
+    engine = SGLangEngine(
+        spec.model, read_config(spec.model), spec.config, routes=spec.routes, max_len=spec.max_len
+    )
     asyncio.run(connect(engine, engine.client, spec.model))
     return engine
 
@@ -80,11 +86,15 @@ class SGLangEngine:
             await self._rename(dataclasses.replace(self.served.name, run=secrets.token_hex(4)))
             await check_probabilities(self)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """Sample until a stop token or max_tokens. What an update interrupts goes on from its tokens."""
         check_sampling(sampling)
         self._check(sampling)
-        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._model.vocab).tolist()
+        prompt = check_request(
+            prompt_ids, sampling, self.caps, version=self.version, vocab=self._model.vocab
+        ).tolist()
         return await self._sample(prompt, sampling, seed)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
@@ -94,7 +104,9 @@ class SGLangEngine:
         """
         folder = tensors = None
         if self._files is not None:
-            folder = await asyncio.to_thread(self._files.write, self._names.stream(weights), version)
+            folder = await asyncio.to_thread(
+                self._files.write, self._names.stream(weights), version
+            )
         else:
             tensors = self._names.of(weights)
         async with self._update(version) as (name, flush):
@@ -122,7 +134,9 @@ class SGLangEngine:
     def holds(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path`."""
         assert self.served is not None
-        return self._name.weights == FIRST and os.path.realpath(self.served.model) == os.path.realpath(path)
+        return self._name.weights == FIRST and os.path.realpath(
+            self.served.model
+        ) == os.path.realpath(path)
 
     def first_probe(self) -> list[float] | None:
         """What `remember` was given since the server started. UsageError if it is too late to make one."""
@@ -140,7 +154,9 @@ class SGLangEngine:
     async def reset_cache(self) -> None:
         """Forget every cached prefix."""
         if running := self._here().running:
-            raise RuntimeError(f"reset_cache while {running} requests are running; await them first")
+            raise RuntimeError(
+                f"reset_cache while {running} requests are running; await them first"
+            )
         await self.client.post("/flush_cache", params={"timeout": str(FLUSH_S)})
 
     def take_metrics(self) -> dict[str, float]:
@@ -150,7 +166,10 @@ class SGLangEngine:
 
     async def _rename(self, name: Name) -> None:
         """Not while requests are running: their tokens would seem to be of other weights."""
-        body = {"new_version": str(name), "abort_all_requests": False}  # by default it aborts all, whoever's
+        body = {
+            "new_version": str(name),
+            "abort_all_requests": False,
+        }  # by default it aborts all, whoever's
         await self.client.post("/update_weight_version", body, parse=sync.done)
         self._name = name
 
@@ -179,7 +198,11 @@ class SGLangEngine:
         Requests that keep their keys and values rule that out; the key of prefixes keeps later ones apart from them.
         """
         await self.confirm_weights()
-        mode, name, traffic = self.config.pause, dataclasses.replace(self._name, weights=str(version)), self._here()
+        mode, name, traffic = (
+            self.config.pause,
+            dataclasses.replace(self._name, weights=str(version)),
+            self._here(),
+        )
         traffic.open.clear()
         self._aborts += mode == "abort"
         try:
@@ -211,13 +234,17 @@ class SGLangEngine:
                 f"top_k to 1..{most} beside top_p, or start the server with a larger --sampling-mask-max-tokens"
             )
         if is_narrowed(sampling) and sampling.top_logprobs:
-            raise UsageError("top_logprobs: SGLang returns those of the whole distribution; leave out top_k and top_p")
+            raise UsageError(
+                "top_logprobs: SGLang returns those of the whole distribution; leave out top_k and top_p"
+            )
 
     async def _sample(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
         parts: list[Part] = []
         path, strangers = list(prompt), 0
         while True:
-            left = dataclasses.replace(sampling, max_tokens=len(prompt) + sampling.max_tokens - len(path))
+            left = dataclasses.replace(
+                sampling, max_tokens=len(prompt) + sampling.max_tokens - len(path)
+            )
             # the last token of a part was never fed: its row and what follows come with the next part
             first_row = len(path) - 1 if parts else sampling.routes_from
             async with self._here().admitted():
@@ -233,11 +260,15 @@ class SGLangEngine:
             self._resumed += 1  # aborted, or it took one of the model's own end tokens for a stop
             strangers += part.aborted and aborts == self._aborts
             if strangers > self.config.retries:
-                raise TrainingError(f"rollout.engine.url: somebody else aborted one of our requests {strangers} times")
+                raise TrainingError(
+                    f"rollout.engine.url: somebody else aborted one of our requests {strangers} times"
+                )
 
     async def _ask(self, path: list[int], sampling: Sampling, seed: int, first_row: int) -> Part:
         if self.version < 0:
-            raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+            raise RuntimeError(
+                "the last load_weights failed half-way; load a complete set of weights first"
+            )
         asked = Asked(path, sampling, seed, first_row, self.version, self._name.key)
         return await self.client.post(
             "/generate",

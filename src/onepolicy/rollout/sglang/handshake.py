@@ -19,7 +19,9 @@ from onepolicy.rollout.servers.replies import Malformed, count, made_printable
 
 NEVER_NAMED = "default"  # SGLang's name of the weights it started with
 FIRST = "first"  # ours
-OURS = re.compile(rf"onepolicy\.([^.]*)\.({FIRST}|[0-9]{{1,9}})\.([A-Za-z0-9_=-]*)")  # run, weights, probe
+OURS = re.compile(
+    rf"onepolicy\.([^.]*)\.({FIRST}|[0-9]{{1,9}})\.([A-Za-z0-9_=-]*)"
+)  # run, weights, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,13 @@ def _check(
 ) -> None:
     where = f"rollout.engine.url: the server at {url}"
     if info.get("version") != VERSION:
-        raise UsageError(f"{where} is not SGLang {VERSION}, whose replies are known here, but {info.get('version')}")
-    if (model.get("model_type"), model.get("architectures")) != (hf_config.model_type, hf_config.architectures):
+        raise UsageError(
+            f"{where} is not SGLang {VERSION}, whose replies are known here, but {info.get('version')}"
+        )
+    if (model.get("model_type"), model.get("architectures")) != (
+        hf_config.model_type,
+        hf_config.architectures,
+    ):
         raise UsageError(
             f"{where} serves a {model.get('model_type')} {model.get('architectures')}, model.path is a "
             f"{hf_config.model_type} {hf_config.architectures}; start it with the run's model"
@@ -180,4 +187,6 @@ def _check(
         )
     for setting, fine, why in _WRONG_ROUTES:
         if info.get(setting, fine) != fine:
-            raise UsageError(f"{where} has {setting}={info[setting]}: its routes would be wrong, because {why}")
+            raise UsageError(
+                f"{where} has {setting}={info[setting]}: its routes would be wrong, because {why}"
+            )

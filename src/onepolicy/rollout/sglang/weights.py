@@ -20,7 +20,14 @@ from onepolicy.config import TrainingError
 from onepolicy.config.base import shown
 from onepolicy.rollout.servers.http import EngineClient, place_of
 from onepolicy.rollout.servers.replies import Malformed
-from onepolicy.sync.group import finish, in_thread, open_store, own_address, process_group, start_broadcast
+from onepolicy.sync.group import (
+    finish,
+    in_thread,
+    open_store,
+    own_address,
+    process_group,
+    start_broadcast,
+)
 
 T = TypeVar("T")
 BUCKET_BYTES = 2**28  # the server holds this much beside its weights
@@ -35,7 +42,12 @@ def done(reply: Any) -> None:
 
 async def from_folder(client: EngineClient, folder: str, name: str, *, flush: bool) -> None:
     """The server reads a checkpoint that it sees under this path. name: what the server shall call these weights."""
-    body = {"model_path": folder, "weight_version": name, "flush_cache": flush, "abort_all_requests": False}
+    body = {
+        "model_path": folder,
+        "weight_version": name,
+        "flush_cache": flush,
+        "abort_all_requests": False,
+    }
     await client.post("/update_weights_from_disk", body, parse=done)
 
 
@@ -89,10 +101,14 @@ async def broadcast(
 async def _leave(client: EngineClient, group_name: str) -> None:
     """Or the server would refuse to begin another update."""
     await client.post("/end_weight_update", {}, parse=done, timeout_s=JOIN_S)
-    await client.post("/destroy_weights_update_group", {"group_name": group_name}, parse=done, timeout_s=JOIN_S)
+    await client.post(
+        "/destroy_weights_update_group", {"group_name": group_name}, parse=done, timeout_s=JOIN_S
+    )
 
 
-def update_body(bucket: Mapping[str, Tensor], group: str, name: str | None, *, flush: bool) -> dict[str, Any]:
+def update_body(
+    bucket: Mapping[str, Tensor], group: str, name: str | None, *, flush: bool
+) -> dict[str, Any]:
     return {
         "names": list(bucket),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
@@ -123,19 +139,25 @@ async def _watched(work: Callable[[], T]) -> T:
     try:
         return await in_thread(work)
     except (RuntimeError, OSError) as error:  # what torch.distributed raises
-        raise TrainingError(f"rollout.engine.sync: the broadcast of the weights failed: {error}") from error
+        raise TrainingError(
+            f"rollout.engine.sync: the broadcast of the weights failed: {error}"
+        ) from error
 
 
 def _group(store: dist.Store, name: str, backend: str, size: int, host: str, limit: float) -> Any:
     """Rank 0 of the group that the server joins by torch's init_process_group. The prefixes are those under which torch
     keeps a group's keys in a store."""
     device = "cpu" if backend == "gloo" else "cuda"
-    prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    prefixed = dist.PrefixStore(
+        f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+    )
     return process_group(prefixed, 0, size, backend=backend, host=host, limit=limit)
 
 
 def _send(group: Any, tensors: Mapping[str, Tensor]) -> None:
-    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
+    flat = torch.cat(
+        [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()]
+    )
     if isinstance(group, dist.ProcessGroupGloo):
         flat = flat.cpu()
     finish(start_broadcast(group, flat), flat.device)

@@ -55,7 +55,10 @@ def deployment_of(config: Any, version: str, platform: str) -> Deployment:
         version=parse_version(version),
         platform=platform,
         pipeline=_part(parallel, "pipeline_parallel_size") or 1,
-        context=max(_part(parallel, f"{phase}_context_parallel_size") or 1 for phase in ("decode", "prefill")),
+        context=max(
+            _part(parallel, f"{phase}_context_parallel_size") or 1
+            for phase in ("decode", "prefill")
+        ),
         data=_part(parallel, "data_parallel_size") or 1,
         eplb=bool(_part(parallel, "enable_eplb")),
         connector=connector or "",

@@ -65,7 +65,9 @@ class VLLMEngine:
         text = hf_config.get_text_config()
         self.version = 0
         self._vocab = int(text.vocab_size)
-        self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=self._vocab)
+        self.caps = EngineCaps(
+            routing=routes is not None, max_len=max_len, top_logprobs=self._vocab
+        )
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
         begun = time.perf_counter()
@@ -87,20 +89,30 @@ class VLLMEngine:
         loaded = time.perf_counter()
         batch.warm_up([i % self._vocab for i in range(min(8, max_len - 1))])
         self._driver = Driver(batch)
-        LOG.info("vLLM loaded in %.1f s, warmed up in %.1f s", loaded - begun, time.perf_counter() - loaded)
+        LOG.info(
+            "vLLM loaded in %.1f s, warmed up in %.1f s",
+            loaded - begun,
+            time.perf_counter() - loaded,
+        )
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """Sample until a stop token or max_tokens. The random numbers depend on the seed only; the logits, in their
         last bits, on what else is in the batch."""
         check_sampling(sampling)
         check_temperature(sampling)
-        prompt = check_request(prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab)
+        prompt = check_request(
+            prompt_ids, sampling, self.caps, version=self.version, vocab=self._vocab
+        )
         return await self._driver.run(prompt, sampling, seed, self.version)
 
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.clear("load_weights")
-        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        self.version = (
+            -1
+        )  # until the last tensor is in, the model is neither the old nor the new one
         self.llm.collective_rpc(reload, args=(self._names.stream(weights),))
         self._driver.clear("load_weights")
         self.version = version
@@ -113,7 +125,9 @@ class VLLMEngine:
 class _VLLMBatch:
     """vLLM's scheduler behind the protocol of rollout/hf/scheduler.py."""
 
-    def __init__(self, llm: Any, routes: RouteRules | None, contract: Contract | None, depth: int) -> None:
+    def __init__(
+        self, llm: Any, routes: RouteRules | None, contract: Contract | None, depth: int
+    ) -> None:
         self._llm, self._routes, self._contract, self._depth = llm, routes, contract, depth
         self._running: dict[str, Request] = {}
         self._numbers = itertools.count()
@@ -157,7 +171,9 @@ class _VLLMBatch:
         """Drop running requests and everything cached."""
         self._abort(list(self._running))
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: it still holds blocks of a request")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: it still holds blocks of a request"
+            )
 
     def _abort(self, names: list[str]) -> None:
         if names:
@@ -169,12 +185,18 @@ class _VLLMBatch:
         done = output.outputs[0]
         tokens = torch.tensor(done.token_ids, dtype=torch.int32)
         # flat: of every token the sampled one's, then the likeliest ones'
-        logp = torch.from_numpy(np.array(done.logprobs.logprobs, dtype=np.float32)).view(len(tokens), -1)
+        logp = torch.from_numpy(np.array(done.logprobs.logprobs, dtype=np.float32)).view(
+            len(tokens), -1
+        )
         asked = request.sampling.top_logprobs
         assert logp.shape[1] == 1 + asked
         top_ids, top_logp = None, None
         if asked:
-            top_ids = torch.tensor(done.logprobs.token_ids, dtype=torch.int32).view(logp.shape)[:, 1:].contiguous()
+            top_ids = (
+                torch.tensor(done.logprobs.token_ids, dtype=torch.int32)
+                .view(logp.shape)[:, 1:]
+                .contiguous()
+            )
             top_logp = logp[:, 1:].contiguous()
         assert done.finish_reason in ("stop", "length")
         return Completion(
@@ -188,7 +210,9 @@ class _VLLMBatch:
             top_logp=top_logp,
         )
 
-    def _routing(self, output: Any, prompt: int, version: int, first: int = 0) -> RoutingTrace | None:
+    def _routing(
+        self, output: Any, prompt: int, version: int, first: int = 0
+    ) -> RoutingTrace | None:
         """Of the slots from `first` on."""
         if self._routes is None or self._contract is None:
             return None

@@ -58,7 +58,11 @@ class Guard:
         refusal = self._refusal(scope)
         if refusal is not None:
             return await _answer(scope, send, *refusal)
-        if scope["type"] != "http" or scope["path"] not in (GENERATE, WORKERS) or scope["method"] != "POST":
+        if (
+            scope["type"] != "http"
+            or scope["path"] not in (GENERATE, WORKERS)
+            or scope["method"] != "POST"
+        ):
             return await self._app(scope, receive, send)
         body = await _body(receive)
         if body is None:
@@ -78,14 +82,20 @@ class Guard:
             return 403, "no web page may ask this server (the request has an Origin)"
         hosts = given.get(b"host", [])
         if len(hosts) > 1 or not all(self._is_ours(host) for host in hosts):
-            return 403, "this server is not called that (Host); start it with --name for another name of its own"
+            return (
+                403,
+                "this server is not called that (Host); start it with --name for another name of its own",
+            )
         if scope["path"] == HEALTH:
             return None
         if not secrets.compare_digest(given.get(b"authorization", [b""])[-1], self._expected):
             return 401, "Unauthorized"
         reading = scope.get("method", "GET") in ("GET", "HEAD")
         if not reading and (scope["method"] != "POST" or scope["path"] not in ENDPOINTS):
-            return 404, f"not an endpoint of `onepolicy engine serve`; it has {', '.join(sorted(ENDPOINTS))}"
+            return (
+                404,
+                f"not an endpoint of `onepolicy engine serve`; it has {', '.join(sorted(ENDPOINTS))}",
+            )
         return None
 
     def _is_ours(self, host: bytes) -> bool:
@@ -106,7 +116,10 @@ class Guard:
             return 400, "token_ids is not a list of token ids"
         for place, each in enumerate(ids):
             if type(each) is not int or not 0 <= each < self._vocab:
-                return 400, f"token_ids[{place}] is {str(each)[:20]}, not a token id in 0..{self._vocab - 1}"
+                return (
+                    400,
+                    f"token_ids[{place}] is {str(each)[:20]}, not a token id in 0..{self._vocab - 1}",
+                )
         return None
 
     async def _call_workers(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -140,7 +153,13 @@ def _problem(method: str, status: int, reply: bytes) -> str | None:
     """What went wrong with a load, by its answer."""
     try:
         results = json.loads(reply)["results"]
-        told = [problem for each in results if isinstance(each, dict) for problem in each.values() if problem]
+        told = [
+            problem
+            for each in results
+            if isinstance(each, dict)
+            for problem in each.values()
+            if problem
+        ]
     except (ValueError, KeyError, TypeError, AttributeError):
         told = []
         status = status if status != 200 else 500

@@ -53,13 +53,17 @@ async def handshake(
     quant: QuantFormat | None = None,
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
-    version = await client.get("/version", parse=lambda reply: made_printable(field(reply, "version", str)))
+    version = await client.get(
+        "/version", parse=lambda reply: made_printable(field(reply, "version", str))
+    )
     await _check_endpoints(client)
     told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
     reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
     held = [_typed(Held, each, client) for each in told.held]
-    most = told.max_logprobs if told.max_logprobs >= 0 else reader.vocab  # the sampled token takes one of them
+    most = (
+        told.max_logprobs if told.max_logprobs >= 0 else reader.vocab
+    )  # the sampled token takes one of them
     return Served(
         model=told.model,
         weights=await stamp_of(client),
@@ -81,9 +85,13 @@ async def describe(client: EngineClient) -> tuple[Description, int]:
         return made_printable(results[0]), len(results)
 
     try:
-        told, workers = await client.post("/collective_rpc", {"method": "onepolicy_describe"}, parse=parse)
+        told, workers = await client.post(
+            "/collective_rpc", {"method": "onepolicy_describe"}, parse=parse
+        )
     except UsageError as error:
-        raise UsageError(f"{error} Without our worker extension no weights can be given to it: {START}") from error
+        raise UsageError(
+            f"{error} Without our worker extension no weights can be given to it: {START}"
+        ) from error
     return _typed(Description, told, client), workers
 
 
@@ -115,7 +123,9 @@ async def _check_endpoints(client: EngineClient) -> None:
         await client.post("/abort_requests", {})
         await client.post("/resume")
     except UsageError as error:
-        raise UsageError(f"{error} Without these endpoints no weights can be given to it: {START}") from error
+        raise UsageError(
+            f"{error} Without these endpoints no weights can be given to it: {START}"
+        ) from error
 
 
 def _check_settings(
@@ -130,7 +140,9 @@ def _check_settings(
     where = f"rollout.engine.url: the vLLM server at {client.url}"
     check_version(version, cpu=told.device == "cpu")
     if parse_version(version) < OLDEST:
-        raise UsageError(f"{where} is version {version}, which lacks endpoints this needs; use 0.28 to 0.30")
+        raise UsageError(
+            f"{where} is version {version}, which lacks endpoints this needs; use 0.28 to 0.30"
+        )
     ours = shape_of(text)
     for name in sorted(ours.keys() & told.shape.keys()):
         if ours[name] != told.shape[name]:
@@ -144,15 +156,21 @@ def _check_settings(
         wanted = "unset" if quant is None else quant.format
         served = f"quantised by {told.quantization}" if told.quantization else "not quantised"
         mend = "" if quant is None else f" quant={quant.format}"
-        raise UsageError(f"rollout.quant: {wanted}, but the server's weights are {served}; {START}{mend}")
+        raise UsageError(
+            f"rollout.quant: {wanted}, but the server's weights are {served}; {START}{mend}"
+        )
     head = "float32" if config.lm_head == "float32" else config.dtype
-    if set(told.head_dtypes) - {"None"} - {f"torch.{head}"} or (head != config.dtype and not told.head_dtypes):
+    if set(told.head_dtypes) - {"None"} - {f"torch.{head}"} or (
+        head != config.dtype and not told.head_dtypes
+    ):
         raise UsageError(
             f"rollout.engine.lm_head: {config.lm_head}, but the server computes the logits in {told.head_dtypes}; "
             "start it with the same lm_head"
         )
     if config.sync == "nccl" and told.device != "cuda":
-        raise UsageError(f"rollout.engine.sync: nccl, but the server computes on {told.device}; use gloo or disk")
+        raise UsageError(
+            f"rollout.engine.sync: nccl, but the server computes on {told.device}; use gloo or disk"
+        )
     if told.max_len < caps.max_len:
         raise UsageError(
             f"rollout.engine.max_len: {caps.max_len}, but the server takes {told.max_len} tokens; lower it, or "

@@ -56,7 +56,9 @@ def check(quant: QuantFormat | None, *, cpu: bool) -> None:
 
 def check_version(quant: QuantFormat | None, version: str) -> None:
     if quant is not None and parse_version(version) < OLDEST:
-        raise UsageError(f"rollout.quant: vllm {version} was not read for how it quantises at a sync; use 0.30")
+        raise UsageError(
+            f"rollout.quant: vllm {version} was not read for how it quantises at a sync; use 0.30"
+        )
 
 
 @contextmanager
@@ -68,7 +70,9 @@ def named(quant: QuantFormat | None) -> Iterator[None]:
         if quant is None or isinstance(error, UsageError):
             raise
         reason = str(error).splitlines()[0]
-        raise UsageError(f"rollout.quant: vLLM did not start with {METHODS[quant.format]}: {reason}") from error
+        raise UsageError(
+            f"rollout.quant: vLLM did not start with {METHODS[quant.format]}: {reason}"
+        ) from error
 
 
 def imitation(quant: QuantFormat) -> tuple[QuantFormat, bool]:
@@ -117,11 +121,19 @@ def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> Sizes:
     where, codes = f"rollout.quant: vLLM's {METHODS[quant.format]}", CODES[quant.format]
     made = [each for each in held if each.part in MADE[quant.format] and each.weights]
     if not made:
-        raise UsageError(f"{where} quantises {', '.join(sorted(MADE[quant.format]))}, which this model does not have")
+        raise UsageError(
+            f"{where} quantises {', '.join(sorted(MADE[quant.format]))}, which this model does not have"
+        )
     for each in made:
-        most = 0 if each.part == "experts" else sum(m.weights for m in made if (m.part, m.dtype) == (each.part, codes))
+        most = (
+            0
+            if each.part == "experts"
+            else sum(m.weights for m in made if (m.part, m.dtype) == (each.part, codes))
+        )
         if each.dtype != codes and each.weights > most:
-            raise UsageError(f"{where} left {each.weights:,} weights of {each.part} in {each.dtype}; use hf")
+            raise UsageError(
+                f"{where} left {each.weights:,} weights of {each.part} in {each.dtype}; use hf"
+            )
     if any(each.part == "router" and each.dtype == codes for each in held):
         raise UsageError(
             f"{where} quantised routers, which should keep their dtype; start a server with `onepolicy engine serve "
@@ -129,7 +141,12 @@ def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> Sizes:
         )
     itemsize = getattr(torch, dtype).itemsize
     parts = [
-        PartSize(each.part, each.weights + each.others, (each.weights + each.others) * itemsize, each.nbytes)
+        PartSize(
+            each.part,
+            each.weights + each.others,
+            (each.weights + each.others) * itemsize,
+            each.nbytes,
+        )
         for each in held
     ]
     return Sizes(quant, summed(parts), METHODS[quant.format])

@@ -45,7 +45,9 @@ def parameters(sampling: Sampling, seed: int, *, first: int, vocab: int) -> dict
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only our stop tokens stop
         "seed": seed,
-        "logprobs": min(asked + 1, vocab) if asked else 0,  # vLLM cuts the list behind the sampled token, its first
+        "logprobs": min(asked + 1, vocab)
+        if asked
+        else 0,  # vLLM cuts the list behind the sampled token, its first
         "detokenize": False,
         "routed_experts_prompt_start": first,
     }
@@ -65,7 +67,9 @@ class Reader:
     routes: RouteRules | None
     contract: Contract
 
-    def part(self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int) -> Completion:
+    def part(
+        self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int
+    ) -> Completion:
         """What a request of `prompt` tokens for routes from slot `first` sampled, "aborted" if it was interrupted.
         Malformed for anything but a complete answer."""
         choices = field(reply, "choices", list)
@@ -103,17 +107,27 @@ class Reader:
         if self.routes is not None:
             routes = (prompt + sampling.max_tokens) * self.depth * self.routes.top_k * WIDEST_ID
         per_token = 2 + sampling.top_logprobs + 1  # the token, its own entry and the list behind it
-        return most_bytes(tokens=sampling.max_tokens, path=prompt, per_token=per_token, routes=routes)
+        return most_bytes(
+            tokens=sampling.max_tokens, path=prompt, per_token=per_token, routes=routes
+        )
 
     def _routing(
-        self, reply: Mapping[str, Any], prompt: int, completion: int, cached: int, first: int, version: int
+        self,
+        reply: Mapping[str, Any],
+        prompt: int,
+        completion: int,
+        cached: int,
+        first: int,
+        version: int,
     ) -> RoutingTrace:
         rules = self.routes
         assert rules is not None
         try:
             rows = self.contract.reply_rows(reply, 0)
             if rows is not None and (rows < 0).any():
-                raise Malformed("routed_experts: a negative id; vLLM writes zeros where nothing was captured")
+                raise Malformed(
+                    "routed_experts: a negative id; vLLM writes zeros where nothing was captured"
+                )
             trace = trace_of(
                 rows,
                 self.contract,
@@ -130,7 +144,9 @@ class Reader:
         expected = prompt + completion - 1 - first
         if trace is None or len(trace) != expected:
             found = "none" if trace is None else len(trace)
-            raise Malformed(f"routed_experts: {expected} rows were due from slot {first} on, got {found}")
+            raise Malformed(
+                f"routed_experts: {expected} rows were due from slot {first} on, got {found}"
+            )
         check_routes(trace, rules)
         return trace
 
@@ -140,7 +156,13 @@ def check_routes(trace: RoutingTrace, rules: RouteRules) -> None:
     if len(trace) and not trace.valid.any():
         raise Malformed("routed_experts: no row was captured, all of them are negative")
     try:
-        check_trace(trace, layers=rules.layers, num_experts=rules.num_experts, top_k=rules.top_k, name="routed_experts")
+        check_trace(
+            trace,
+            layers=rules.layers,
+            num_experts=rules.num_experts,
+            top_k=rules.top_k,
+            name="routed_experts",
+        )
     except UsageError as error:
         raise Malformed(str(error)) from error
 
@@ -188,11 +210,15 @@ def _finish(reason: str, tokens: list[int], sampling: Sampling) -> Finish:
     stopped = bool(tokens) and tokens[-1] in sampling.stop
     full = len(tokens) == sampling.max_tokens
     if len(tokens) > sampling.max_tokens or any(token in sampling.stop for token in tokens[:-1]):
-        raise Malformed(f"token_ids: goes on after its end ({len(tokens)} of at most {sampling.max_tokens} tokens)")
+        raise Malformed(
+            f"token_ids: goes on after its end ({len(tokens)} of at most {sampling.max_tokens} tokens)"
+        )
     if stopped and reason in ("stop", "abort"):
         return "stop"
     if full and reason in ("length", "abort"):
         return "length"
     if reason == "abort":
         return "aborted"
-    raise Malformed(f"finish_reason: {reason[:60]!r} after {len(tokens)} of {sampling.max_tokens} tokens")
+    raise Malformed(
+        f"finish_reason: {reason[:60]!r} after {len(tokens)} of {sampling.max_tokens} tokens"
+    )

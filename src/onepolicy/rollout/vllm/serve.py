@@ -72,7 +72,9 @@ def serve(
     """
     vllm_quant.check(config.quant, cpu=cpu)
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError("engine serve: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]'")
+        raise UsageError(
+            "engine serve: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]'"
+        )
     given = None if token_env is None else token_of(token_env, "--token-env")
     if given is None and not is_loopback(host):
         raise UsageError(
@@ -96,7 +98,9 @@ def serve(
     with ExitStack() as stack:
         if given is None:
             token, left = stack.enter_context(made_for(host, port))
-            say(f"the server's token was made here; runs of this user on this machine find it in {left}")
+            say(
+                f"the server's token was made here; runs of this user on this machine find it in {left}"
+            )
         else:
             token = given
             if is_loopback(host):
@@ -108,13 +112,23 @@ def serve(
         client = EngineClient(url, token_env=token_env, retries=0, server="the vLLM server")
         if asyncio.run(_warmed_up(client, process, started, say)):
             seconds = time.monotonic() - started
-            say(f"ready after {seconds:.0f} s: rollout.engine.kind=vllm-server rollout.engine.url={url}")
+            say(
+                f"ready after {seconds:.0f} s: rollout.engine.kind=vllm-server rollout.engine.url={url}"
+            )
         return process.wait()
 
 
 def command_line(settings: dict[str, Any], host: str, port: int) -> list[str]:
     """settings: EngineArgs; one that is None is left to vLLM."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        host,
+        "--port",
+        str(port),
+    ]
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if value is None or value == {}:
@@ -123,7 +137,10 @@ def command_line(settings: dict[str, Any], host: str, port: int) -> list[str]:
             command.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    command += ["--worker-extension-cls", f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"]
+    command += [
+        "--worker-extension-cls",
+        f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+    ]
     command += ["--enable-scale-out"]  # /inference/v1/generate: token ids in, token ids out
     command += ["--enable-prompt-tokens-details"]  # how many prompt tokens the prefix cache had
     command += ["--disable-uvicorn-access-log"]
@@ -143,13 +160,18 @@ def environment(token: str, *, hosts: Sequence[str], vocab: int, cpu: bool) -> d
     """Of the server's process."""
     ours = {"VLLM_SERVER_DEV_MODE": "1", **OFF}  # pause, weights and worker calls over HTTP
     if cpu:
-        ours |= {"TORCHDYNAMO_DISABLE": "1"}  # or the first request compiles one comparison for 5 to 15 s
+        ours |= {
+            "TORCHDYNAMO_DISABLE": "1"
+        }  # or the first request compiles one comparison for 5 to 15 s
     ours |= {TOKEN: token, HOSTS: json.dumps(list(hosts)), VOCAB: str(vocab)}
     return {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_WAIT_POLICY": "passive"} | dict(os.environ) | ours
 
 
 async def _warmed_up(
-    client: EngineClient, process: subprocess.Popen[bytes], started: float, say: Callable[[str], None]
+    client: EngineClient,
+    process: subprocess.Popen[bytes],
+    started: float,
+    say: Callable[[str], None],
 ) -> bool:
     """Wait until it answers, and make the slow first request. False if the server ended instead."""
     said = 0.0
@@ -161,7 +183,9 @@ async def _warmed_up(
                 break
             except UsageError as error:
                 if waited > PATIENCE_S:
-                    raise UsageError(f"engine serve: no answer within {PATIENCE_S:g} s; last: {error}") from error
+                    raise UsageError(
+                        f"engine serve: no answer within {PATIENCE_S:g} s; last: {error}"
+                    ) from error
             if waited - said >= 5:
                 said = waited
                 say(f"vLLM is starting, {waited:.0f} s")
@@ -169,7 +193,10 @@ async def _warmed_up(
         if process.poll() is not None:
             return False
         say("warm-up: the first request")
-        request = {"token_ids": [0, 1, 2, 3], "sampling_params": {"max_tokens": 4, "detokenize": False}}
+        request = {
+            "token_ids": [0, 1, 2, 3],
+            "sampling_params": {"max_tokens": 4, "detokenize": False},
+        }
         await client.post("/inference/v1/generate", request)
     return True
 
@@ -180,7 +207,9 @@ def _running(command: list[str], environment: dict[str, str]) -> Iterator[subpro
     keep = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), *command]
     process = subprocess.Popen(keep, env=environment, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    heeded = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    heeded = [
+        each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, _leave) for number in heeded}
     try:
         yield process
@@ -204,7 +233,9 @@ def _check_extra(extra: Sequence[str]) -> None:
     for argument in extra:
         flag = argument.split("=")[0].replace("_", "-")
         if flag.startswith("--") and any(own.startswith(flag) for own in OWN):
-            raise UsageError(f"--vllm: {flag} is set by onepolicy engine serve; use its own arguments")
+            raise UsageError(
+                f"--vllm: {flag} is set by onepolicy engine serve; use its own arguments"
+            )
 
 
 def _check_free(host: str, port: int) -> None:
@@ -214,4 +245,6 @@ def _check_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise UsageError(f"--port: {host}:{port} cannot be used: {error.strerror}; choose another") from error
+            raise UsageError(
+                f"--port: {host}:{port} cannot be used: {error.strerror}; choose another"
+            ) from error

@@ -22,9 +22,20 @@ from onepolicy.replay.checks import RouteRules
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
-from onepolicy.rollout.servers.http import EngineClient, EngineLost, Traffic, clients, here, place_of
+from onepolicy.rollout.servers.http import (
+    EngineClient,
+    EngineLost,
+    Traffic,
+    clients,
+    here,
+    place_of,
+)
 from onepolicy.rollout.servers.replies import Malformed, field
-from onepolicy.rollout.servers.start_up import check_probabilities, connect, refuse_nccl_without_cuda
+from onepolicy.rollout.servers.start_up import (
+    check_probabilities,
+    connect,
+    refuse_nccl_without_cuda,
+)
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.handshake import FIRST, Served, handshake, stamp_of
@@ -64,8 +75,12 @@ async def by_broadcast(
     try:
         host = own_address(*place_of(config.url))
     except OSError as error:
-        raise EngineLost(f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}") from error
-    with Sender(receivers=workers, backend=config.sync, host=host, timeout_s=config.timeout_s) as sender:
+        raise EngineLost(
+            f"rollout.engine.url: the vLLM server at {config.url} cannot be reached: {error}"
+        ) from error
+    with Sender(
+        receivers=workers, backend=config.sync, host=host, timeout_s=config.timeout_s
+    ) as sender:
 
         async def receive() -> list[str]:
             try:
@@ -144,14 +159,22 @@ class VLLMServer:
         """
         self.version = 0
         with self.client.starting():
-            served = await handshake(self.client, self._text, self.config, self.caps, self._routes, self._quant)
-            self.caps = dataclasses.replace(self.caps, top_logprobs=served.top_logprobs, sizes=served.sizes)
+            served = await handshake(
+                self.client, self._text, self.config, self.caps, self._routes, self._quant
+            )
+            self.caps = dataclasses.replace(
+                self.caps, top_logprobs=served.top_logprobs, sizes=served.sizes
+            )
             self._served, self._weights = served, served.weights
-            if served.weights.endswith(INCOMPLETE):  # an update broke off: it cannot be asked for anything
+            if served.weights.endswith(
+                INCOMPLETE
+            ):  # an update broke off: it cannot be asked for anything
                 await self.load_folder(None, 0)
             await check_probabilities(self)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
         """Sample until a stop token or max_tokens.
 
         What a pause interrupts goes on from its tokens, with random numbers that follow from the seed and their
@@ -169,7 +192,9 @@ class VLLMServer:
             left = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - done)
             # the last token of a part was never fed: its row comes with the next part
             routed = len(path) - 1 if done else sampling.routes_from
-            part, paused = await self._sample(path, left, continued(seed, done) if done else seed, routed)
+            part, paused = await self._sample(
+                path, left, continued(seed, done) if done else seed, routed
+            )
             if len(part.token_ids):
                 parts.append(part)
                 path += part.token_ids.tolist()
@@ -190,7 +215,9 @@ class VLLMServer:
         traffic.open.clear()
         self._pauses += 1
         await self.client.post("/pause", params={"mode": "abort"})
-        while traffic.running:  # one that was on its way is queued until resume: under other weights than it asked for
+        while (
+            traffic.running
+        ):  # one that was on its way is queued until resume: under other weights than it asked for
             try:
                 async with asyncio.timeout(ABORT_EVERY):
                     await traffic.idle.wait()
@@ -215,13 +242,18 @@ class VLLMServer:
                 if ready is not None:
                     await from_files(self.call_workers, *ready, version)
                 else:
-                    call, workers = partial(self.call_workers, client=self._once), self._known.workers
+                    call, workers = (
+                        partial(self.call_workers, client=self._once),
+                        self._known.workers,
+                    )
                     await by_broadcast(call, tensors, version, config=self.config, workers=workers)
 
     def holds(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
         model = self._known.model
-        same = Path(model).resolve() == Path(path).resolve() if Path(path).exists() else model == path
+        same = (
+            Path(model).resolve() == Path(path).resolve() if Path(path).exists() else model == path
+        )
         return same and self._weights == FIRST
 
     def first_probe(self) -> list[float] | None:
@@ -246,7 +278,9 @@ class VLLMServer:
     async def reset_cache(self) -> None:
         """Forget every cached prefix."""
         if running := self._here().running:
-            raise RuntimeError(f"reset_cache while {running} requests are running; await them first")
+            raise RuntimeError(
+                f"reset_cache while {running} requests are running; await them first"
+            )
         await self.confirm_weights()
         await self._drop_caches()
 
@@ -260,7 +294,9 @@ class VLLMServer:
                 "with `onepolicy train --resume RUN`"
             )
 
-    async def call_workers(self, method: str, *args: Any, client: EngineClient | None = None) -> list[Any]:
+    async def call_workers(
+        self, method: str, *args: Any, client: EngineClient | None = None
+    ) -> list[Any]:
         """Call a method of rollout/vllm/worker.py on every worker."""
         body = {"method": method, "args": list(args)}
         return await (client or self.client).post(
@@ -278,13 +314,19 @@ class VLLMServer:
             raise RuntimeError("VLLMServer: await connect() first")
         return self._served
 
-    async def _sample(self, path: list[int], sampling: Sampling, seed: int, first: int) -> tuple[Completion, bool]:
+    async def _sample(
+        self, path: list[int], sampling: Sampling, seed: int, first: int
+    ) -> tuple[Completion, bool]:
         """One request, when there is room for it and nothing is paused. True: a pause of ours began meanwhile."""
         async with self._here().admitted():
             if self.version < 0:
-                raise RuntimeError("the last load_weights failed half-way; load a complete set of weights first")
+                raise RuntimeError(
+                    "the last load_weights failed half-way; load a complete set of weights first"
+                )
             pauses, known = self._pauses, self._known.reader
-            read = partial(known.part, prompt=len(path), first=first, sampling=sampling, version=self.version)
+            read = partial(
+                known.part, prompt=len(path), first=first, sampling=sampling, version=self.version
+            )
 
             def parse(reply: Any) -> Completion:
                 part = read(reply)
@@ -292,7 +334,10 @@ class VLLMServer:
                     raise Malformed("no token, and nothing of ours aborted the request")
                 return part
 
-            body = {"token_ids": path, "sampling_params": parameters(sampling, seed, first=first, vocab=known.vocab)}
+            body = {
+                "token_ids": path,
+                "sampling_params": parameters(sampling, seed, first=first, vocab=known.vocab),
+            }
             most = known.most_bytes(prompt=len(path), sampling=sampling)
             ask = partial(self.client.post, "/inference/v1/generate", body, most=most)
             part = await ask(parse=parse, confirm=self.confirm_weights)
@@ -317,7 +362,9 @@ class VLLMServer:
     async def _replacing(self, version: int) -> AsyncIterator[None]:
         """The server is given weights meanwhile; none of its caches outlives them. No request may be running."""
         assert not self._here().running
-        self.version = -1  # until the last tensor is in, the model is neither the old nor the new one
+        self.version = (
+            -1
+        )  # until the last tensor is in, the model is neither the old nor the new one
         await self._rename(f"onepolicy-{self._run}-{INCOMPLETE}")
         yield
         await self._drop_caches()

@@ -46,7 +46,9 @@ def start(
         raise UsageError(
             "rollout.engine.kind: vllm is not installed; run `make vllm` (CPU) or pip install 'onepolicy[vllm]' (CUDA)"
         )
-    os.environ.update(_ENVIRONMENT | {name: value for name, value in _DEFAULTS.items() if name not in os.environ})
+    os.environ.update(
+        _ENVIRONMENT | {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
+    )
     import vllm
     from vllm.platforms import current_platform
 
@@ -102,27 +104,30 @@ def engine_arguments(
     quant: QuantFormat | None = None,
 ) -> dict[str, Any]:
     """vLLM's EngineArgs, in this process and on a server's command line. None: vLLM's own choice."""
-    return {
-        "model": path,
-        "trust_remote_code": trust_remote_code,
-        "load_format": "safetensors",  # the others that vLLM would try are pickles
-        "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # no sampling defaults from the model's folder
-        "dtype": config.dtype,
-        "max_model_len": max_len,
-        "max_num_seqs": config.slots,
-        "block_size": config.block_size,
-        "enable_prefix_caching": config.prefix_reuse,
-        "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
-        "max_logprobs": top_logprobs,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
-        "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},
-        "enable_return_routed_experts": routes,
-        "enforce_eager": cpu,
-        "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
-        "use_tqdm_on_load": False,
-        "seed": 0,  # every request brings its own
-    } | vllm_quant.arguments(quant)
+    return (
+        {
+            "model": path,
+            "trust_remote_code": trust_remote_code,
+            "load_format": "safetensors",  # the others that vLLM would try are pickles
+            "skip_tokenizer_init": True,  # token ids in, token ids out
+            "generation_config": "vllm",  # no sampling defaults from the model's folder
+            "dtype": config.dtype,
+            "max_model_len": max_len,
+            "max_num_seqs": config.slots,
+            "block_size": config.block_size,
+            "enable_prefix_caching": config.prefix_reuse,
+            "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
+            "max_logprobs": top_logprobs,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+            "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},
+            "enable_return_routed_experts": routes,
+            "enforce_eager": cpu,
+            "enable_chunked_prefill": not cpu,  # 0.30.0 cannot rewind a CPU request's generator after half a prompt
+            "use_tqdm_on_load": False,
+            "seed": 0,  # every request brings its own
+        }
+        | vllm_quant.arguments(quant)
+    )
 
 
 def check_version(version: str, *, cpu: bool) -> None:
@@ -138,17 +143,25 @@ def check_version(version: str, *, cpu: bool) -> None:
             "keep its first weights; use 0.28 to 0.30"
         )
     if found > NEWEST:
-        raise UsageError(f"rollout.engine.kind: vllm {version} is newer than any that is known here; use 0.28 to 0.30")
+        raise UsageError(
+            f"rollout.engine.kind: vllm {version} is newer than any that is known here; use 0.28 to 0.30"
+        )
 
 
 def has_monolithic_kernel(model: nn.Module) -> bool:
     """Whether some MoE layer of a vLLM model leaves the choice of experts to its kernel."""
-    return any(getattr(getattr(m, "quant_method", None), "is_monolithic", False) for m in model.modules())
+    return any(
+        getattr(getattr(m, "quant_method", None), "is_monolithic", False) for m in model.modules()
+    )
 
 
 def head_dtypes(model: nn.Module) -> list[str]:
     """In what a vLLM model computes its logits: `head_dtype` of each of its logits processors."""
-    return [str(getattr(m, "head_dtype", None)) for m in model.modules() if type(m).__name__ == "LogitsProcessor"]
+    return [
+        str(getattr(m, "head_dtype", None))
+        for m in model.modules()
+        if type(m).__name__ == "LogitsProcessor"
+    ]
 
 
 def refuse_rounded_head(found: list[list[str]]) -> None:

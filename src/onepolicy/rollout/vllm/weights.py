@@ -47,5 +47,9 @@ def pack_experts(model: nn.Module) -> None:
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight") and module.w13_weight.device.type == "cpu":
+        if (
+            kernel is not None
+            and hasattr(module, "w13_weight")
+            and module.w13_weight.device.type == "cpu"
+        ):
             kernel.fused_experts.process_weights_after_loading(module)

@@ -37,7 +37,9 @@ SHAPE = (
 def shape_of(text_config: Any) -> dict[str, str | int]:
     """The model type and SHAPE of a transformers text config, as far as it has them."""
     shape = {name: getattr(text_config, name, None) for name in SHAPE}
-    return {"model_type": text_config.model_type} | {k: v for k, v in shape.items() if isinstance(v, int)}
+    return {"model_type": text_config.model_type} | {
+        k: v for k, v in shape.items() if isinstance(v, int)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class WorkerExtension:
     def _onepolicy_deployment(self) -> Deployment:
         import vllm
 
-        deployment = deployment_of(self.vllm_config, vllm.__version__, self.vllm_config.device_config.device_type)
+        deployment = deployment_of(
+            self.vllm_config, vllm.__version__, self.vllm_config.device_config.device_type
+        )
         return dataclasses.replace(deployment, monolithic=has_monolithic_kernel(self.get_model()))
 
     def onepolicy_remember(self, first_probe: list[float]) -> None:
@@ -103,7 +107,9 @@ class WorkerExtension:
     def onepolicy_receive(self, invitation: str, version: int) -> dict[str, str | None]:
         """Take over what a Sender sends. The problem, None if there is none; a sender that was reached knows it."""
         try:
-            with Receiver(invitation, 1 + self.rank, version=version, device=self.device) as weights:
+            with Receiver(
+                invitation, 1 + self.rank, version=version, device=self.device
+            ) as weights:
                 reload(self, weights)
         except TrainingError as error:
             return {"problem": str(error)}
@@ -131,5 +137,8 @@ class WorkerExtension:
     def _onepolicy_own(self) -> tuple[str, str | None]:
         """Path or hub id, and revision, that the server was started with: what it says at the first call."""
         if self.onepolicy_own is None:
-            self.onepolicy_own = self.vllm_config.model_config.model, self.vllm_config.model_config.revision
+            self.onepolicy_own = (
+                self.vllm_config.model_config.model,
+                self.vllm_config.model_config.revision,
+            )
         return self.onepolicy_own

@@ -86,7 +86,9 @@ class Channel:
             self.connection.sendall(len(data).to_bytes(SIZE_BYTES, "little"))
             self.connection.sendall(data)
         except TimeoutError:
-            raise RankLost(f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT) from None
+            raise RankLost(
+                f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT
+            ) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
 
@@ -109,7 +111,9 @@ class Channel:
                     raise RankLost(f"{self.peer} has ended")
                 filled += got
         except TimeoutError:
-            raise RankLost(f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT) from None
+            raise RankLost(
+                f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT
+            ) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
         return bytes(data)
@@ -140,9 +144,13 @@ class Arrival:
             return None
         size = int.from_bytes(self._came[TOKEN_BYTES:start], "little")
         if size > GREETING_BYTES:
-            raise TrainingError(f"a rank greets with {size} bytes; at most {GREETING_BYTES} are expected")
+            raise TrainingError(
+                f"a rank greets with {size} bytes; at most {GREETING_BYTES} are expected"
+            )
         self._read(start + size)
-        return Message.decode(bytes(self._came[start:])) if len(self._came) == start + size else None
+        return (
+            Message.decode(bytes(self._came[start:])) if len(self._came) == start + size else None
+        )
 
     def _read(self, count: int) -> None:
         """What is there, up to `count` bytes in all: what follows the greeting is the channel's."""
@@ -182,7 +190,9 @@ class Listener:
                 alive()
                 if time.monotonic() > end:
                     missing = sorted(set(range(1, ranks)) - found.keys())
-                    raise RankLost(f"rank {missing[0]} did not come within {limit:g} s (train.rank_timeout)")
+                    raise RankLost(
+                        f"rank {missing[0]} did not come within {limit:g} s (train.rank_timeout)"
+                    )
                 self._wait(pending)
                 pending += self._arrived()
                 pending = [each for each in pending if not self._settled(each, ranks, found)]
@@ -230,7 +240,9 @@ class Listener:
             return True
         about = read_as(RankAbout, greeting.header, "a rank's greeting")
         if not 0 < about["rank"] < ranks or about["rank"] in found:
-            raise TrainingError(f"a second rank {about['rank']}, or one that this run has not, greets the driver")
+            raise TrainingError(
+                f"a second rank {about['rank']}, or one that this run has not, greets the driver"
+            )
         arrival.connection.setblocking(True)
         peer = f"rank {about['rank']} (process {about['pid']} on {about['host']})"
         found[about["rank"]] = Channel(arrival.connection, peer)
@@ -254,7 +266,9 @@ def connect(address: tuple[str, int], token: bytes, rank: int, limit: float) -> 
         connection = socket.create_connection(address, timeout=limit)
         connection.sendall(token)
     except OSError as error:
-        raise RankLost(f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}") from None
+        raise RankLost(
+            f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}"
+        ) from None
     channel = Channel(connection, "the driver (rank 0)")
     about: RankAbout = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
     channel.send(Message({**about}), limit)
@@ -272,4 +286,6 @@ def read_advertised(text: str) -> tuple[tuple[str, int], bytes]:
         host, port, token = read_as(Advertised, json.loads(text), "the driver's address")
         return (host, port), bytes.fromhex(token)
     except ValueError:
-        raise TrainingError("the driver's address, as the ranks' rendezvous has it, is none") from None
+        raise TrainingError(
+            "the driver's address, as the ranks' rendezvous has it, is none"
+        ) from None

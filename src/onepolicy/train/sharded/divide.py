@@ -15,7 +15,9 @@ class Part:
     """One rank's samples of a batch. Every rank has the same number of rounds, because FSDP2 gathers in step."""
 
     samples: list[int]  # of the whole batch, in this order
-    rounds: list[list[int]]  # indices into the part: the micro-batches; one index past `samples` is the idle sample
+    rounds: list[
+        list[int]
+    ]  # indices into the part: the micro-batches; one index past `samples` is the idle sample
     batch: TokenBatch  # the part, the idle sample last if there is one
 
     @property
@@ -42,7 +44,9 @@ def deal(batch: TokenBatch, budget: int, ranks: int) -> list[list[list[int]]]:
     bins = _spread(lengths, rounds * ranks, budget)
     if bins is None:  # levelled out they do not fit: as they were packed, and empty ones
         bins = packed + [[] for _ in range(rounds * ranks - len(packed))]
-    bins.sort(key=lambda chosen: -sum(lengths[s] for s in chosen))  # those of a round are about equally long
+    bins.sort(
+        key=lambda chosen: -sum(lengths[s] for s in chosen)
+    )  # those of a round are about equally long
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     for r in range(rounds):
         order = range(ranks) if r % 2 == 0 else reversed(range(ranks))

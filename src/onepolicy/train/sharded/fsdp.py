@@ -32,7 +32,9 @@ class Spread:
         held = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         for part in (*decoder_layers(held), model):
             # the outermost too: by default it stays gathered after a forward, where an optimiser would miss its shards
-            sharded = fully_shard(part, mesh=self.mesh, mp_policy=precision, reshard_after_forward=True)
+            sharded = fully_shard(
+                part, mesh=self.mesh, mp_policy=precision, reshard_after_forward=True
+            )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -41,21 +43,29 @@ class Spread:
 
         empty: the same on the meta device. Tied parameters would come apart there, so then every rank reads them all.
         """
-        if len(list(empty.parameters())) < len(list(empty.named_parameters(remove_duplicate=False))):
+        if len(list(empty.parameters())) < len(
+            list(empty.named_parameters(remove_duplicate=False))
+        ):
             model = read()
             self.shard(model)
             return model
         source = read() if self.mesh.get_local_rank() == 0 else None
         self.shard(empty)
         empty.to_empty(device=self.mesh.device_type)
-        tensors = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
+        tensors = (
+            {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
+        )
         with torch.no_grad():
             for name, parameter in empty.named_parameters():
                 whole = (
-                    torch.empty(parameter.shape, dtype=parameter.dtype) if source is None else tensors[name].detach()
+                    torch.empty(parameter.shape, dtype=parameter.dtype)
+                    if source is None
+                    else tensors[name].detach()
                 )
                 assert isinstance(parameter, DTensor)
-                part = distribute_tensor(whole.detach().to(parameter.device), self.mesh, parameter.placements)
+                part = distribute_tensor(
+                    whole.detach().to(parameter.device), self.mesh, parameter.placements
+                )
                 parameter.to_local().copy_(part.to_local())
             for name, buffer in empty.named_buffers():
                 if source is not None:

@@ -44,16 +44,27 @@ def export(folder: Path, like: PreTrainedModel) -> None:
     like: the model on the meta device, with the config to be written.
     """
     start = f"{MODEL}/"
-    weights = {n.removeprefix(start): about for n, about in sizes_in(folder).items() if n.startswith(start)}
+    weights = {
+        n.removeprefix(start): about for n, about in sizes_in(folder).items() if n.startswith(start)
+    }
     places: dict[str, str] = {}
     for number, names in enumerate(groups(weights), start=1):
-        tensors = {start + n: torch.empty(weights[n].size, dtype=weights[n].properties.dtype) for n in names}
+        tensors = {
+            start + n: torch.empty(weights[n].size, dtype=weights[n].properties.dtype)
+            for n in names
+        }
         read(folder, tensors)
-        saved = revert_weight_conversion(like, {n.removeprefix(start): t for n, t in tensors.items()})
+        saved = revert_weight_conversion(
+            like, {n.removeprefix(start): t for n, t in tensors.items()}
+        )
         file = f"model-{number:05d}.safetensors"
-        save_file({n: t.clone() for n, t in saved.items()}, folder / file, metadata={"format": "pt"})
+        save_file(
+            {n: t.clone() for n, t in saved.items()}, folder / file, metadata={"format": "pt"}
+        )
         places |= dict.fromkeys(saved, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8"
+    )
     like.config.save_pretrained(folder)
     if like.generation_config is not None:
         like.generation_config.save_pretrained(folder)
@@ -70,7 +81,9 @@ def groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
     size = 0
     for names in layers.values():
         group += names
-        size += sum(weights[name].size.numel() * weights[name].properties.dtype.itemsize for name in names)
+        size += sum(
+            weights[name].size.numel() * weights[name].properties.dtype.itemsize for name in names
+        )
         if size >= FILE_BYTES:
             yield group
             group, size = [], 0
@@ -89,7 +102,10 @@ class AllRanks:
 
     def do(self, command: str, parts: list[Part], about: dict[str, Any]) -> list[Message]:
         """Every rank's answer, in the order of the ranks."""
-        messages = [batch_message({"do": command, "rounds": part.rounds, **about}, part.batch) for part in parts]
+        messages = [
+            batch_message({"do": command, "rounds": part.rounds, **about}, part.batch)
+            for part in parts
+        ]
         self.team.tell(messages[1:])
         with self.team.blaming():
             return [self.own.handle(messages[0]), *self.team.hear()]
@@ -112,17 +128,26 @@ class AllRanks:
         whole: dict[str, Tensor] = {}
         batch = batch.replace(gate_mass=None)  # of an earlier scoring; without replay there is none
         for part, answer in zip(parts, answers, strict=True):
-            slots = batch.slots_of(part.samples) if part.samples else torch.zeros(0, dtype=torch.int64)
+            slots = (
+                batch.slots_of(part.samples) if part.samples else torch.zeros(0, dtype=torch.int64)
+            )
             for name in {*SCORED, NATIVE} & answer.tensors.keys():
                 rows = answer.tensors[name][: len(slots)]  # those of an idle sample come last
                 merged = whole.setdefault(name, rows.new_empty(batch.num_slots, *rows.shape[1:]))
-                if len(rows) != len(slots) or (rows.shape[1:], rows.dtype) != (merged.shape[1:], merged.dtype):
-                    raise TrainingError(f"a rank's answer is malformed: its {name} does not fit what it was asked")
+                if len(rows) != len(slots) or (rows.shape[1:], rows.dtype) != (
+                    merged.shape[1:],
+                    merged.dtype,
+                ):
+                    raise TrainingError(
+                        f"a rank's answer is malformed: its {name} does not fit what it was asked"
+                    )
                 merged[slots] = rows
         native, routers = whole.pop(NATIVE, None), self.own.routers
         if native is not None and routers is not None:
             valid = torch.ones(len(native), dtype=torch.bool)
-            batch = batch.replace(routing_native=RoutingTrace(native, valid, routers.layers, routers.num_experts))
+            batch = batch.replace(
+                routing_native=RoutingTrace(native, valid, routers.layers, routers.num_experts)
+            )
         return batch.replace(**whole)
 
 
@@ -132,7 +157,11 @@ class RankedScorer:
     def __init__(self, ranks: AllRanks) -> None:
         self._ranks, self._own = ranks, ranks.own.scorer
         self.fingerprint, self.vocabulary = self._own.fingerprint, self._own.vocabulary
-        self.contract, self.device, self.routers = self._own.contract, self._own.device, self._own.routers
+        self.contract, self.device, self.routers = (
+            self._own.contract,
+            self._own.device,
+            self._own.routers,
+        )
 
     @property
     def version(self) -> int:
@@ -141,7 +170,9 @@ class RankedScorer:
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
         if not replay:
             return self._ranks.score(batch, "native")
-        return check_routes(self._ranks.score(batch, "again"), self._own.config.replay, self.version)
+        return check_routes(
+            self._ranks.score(batch, "again"), self._own.config.replay, self.version
+        )
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         return micro_batches(batch, self._own.config.train.tokens_per_micro_batch)
@@ -186,7 +217,11 @@ class RankedLearner:
     def score(self, batch: TokenBatch) -> TokenBatch:
         check_batch(batch, self.config.replay, self.scorer.vocabulary)
         scored = self.ranks.score(batch, "score")
-        return check_routes(scored, self.config.replay, self.version) if self.config.scores_old else scored
+        return (
+            check_routes(scored, self.config.replay, self.version)
+            if self.config.scores_old
+            else scored
+        )
 
     def step(self, batch: TokenBatch) -> Update:
         own, replay = self.own, self.config.replay
@@ -205,7 +240,9 @@ class RankedLearner:
             seconds += max(each["seconds"] for each in told)
             self._take([answer.tensors for answer in answers])
             if index == 0 and not self.config.scores_old:
-                scored = check_routes(self.ranks.merged(whole, parts, answers), replay, self.version)
+                scored = check_routes(
+                    self.ranks.merged(whole, parts, answers), replay, self.version
+                )
         own.forwards.seconds = seconds
         own.version += 1
         return Update(own.metrics(batch, sums, norms), scored)
@@ -254,5 +291,7 @@ class RankedLearner:
 
 def _for_update(batch: TokenBatch, *, native: bool) -> TokenBatch:
     """Without what an update does not read. native: it replays the trainer's own routes."""
-    unread = {"entropy", "own_ids", "own_logp", "top_logp_old"} | (set() if native else {"routing_native"})
+    unread = {"entropy", "own_ids", "own_logp", "top_logp_old"} | (
+        set() if native else {"routing_native"}
+    )
     return batch.replace(**dict.fromkeys(unread))

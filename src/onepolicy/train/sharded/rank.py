@@ -29,7 +29,16 @@ from onepolicy.train.sharded.fsdp import whole
 from onepolicy.train.sharded.wire import Message, batch_of
 from onepolicy.types import TokenBatch
 
-SCORED = ("logp_old", "entropy", "gate_mass", "top_logp_old", "own_ids", "own_logp", "logp_ref", "value")
+SCORED = (
+    "logp_old",
+    "entropy",
+    "gate_mass",
+    "top_logp_old",
+    "own_ids",
+    "own_logp",
+    "logp_ref",
+    "value",
+)
 """[T, ...] fields that scoring fills, beside routing_native."""
 NATIVE = "routing_native"
 REPLACED = "replaced"  # [forwards, L], of soft replay
@@ -71,7 +80,9 @@ class Files(TypedDict):
     folder: str
 
 
-Command: TypeAlias = Annotated[Score | Optimise | Logits | Weights | Files, Field(discriminator="do")]
+Command: TypeAlias = Annotated[
+    Score | Optimise | Logits | Weights | Files, Field(discriminator="do")
+]
 
 
 class Updated(TypedDict):
@@ -86,7 +97,9 @@ class Updated(TypedDict):
 class RankScorer(PolicyScorer):
     """Of one rank's own samples, in the micro-batches that the driver dealt it."""
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
+    ) -> None:
         super().__init__(model, config, routers=routers)
         self.rounds: list[list[int]] = []  # micro-batches of the command at hand
 
@@ -172,7 +185,9 @@ class RankLearner(LocalLearner):
             tensors[REPLACED] = torch.stack(replaced).cpu()
         for extra in self.extras:
             tensors |= extra.take()
-        return Message({"norm": norm, "sums": dict(sums), "seconds": self.forwards.seconds}, tensors)
+        return Message(
+            {"norm": norm, "sums": dict(sums), "seconds": self.forwards.seconds}, tensors
+        )
 
 
 def answer_of(scored: TokenBatch) -> Message:

@@ -27,7 +27,9 @@ MODEL, CRITIC, RNG = "model", "critic.", "rng"
 """Names: model/NAME, exp_avg/NAME, ... of the policy; critic.model/NAME, critic.exp_avg/NAME, ...; rng."""
 WEIGHTS, REST = 1, 2  # numbers of a rank's files
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # we know
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)  # we know
 
 
 class Saving:
@@ -72,13 +74,18 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and buffers that belong to the state dict; of tied ones, one."""
     kept = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
-    return {f"{MODEL}/{name}": t.detach() for name, t in (dict(model.named_parameters()) | buffers).items()}
+    return {
+        f"{MODEL}/{name}": t.detach()
+        for name, t in (dict(model.named_parameters()) | buffers).items()
+    }
 
 
 def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saving:
     """Copies the tensors and writes the copies, all ranks into one folder. group: for this alone."""
     files = {name: WEIGHTS if name.startswith(f"{MODEL}/") else REST for name in tensors}
-    writer = HuggingFaceStorageWriter(str(folder / SHARDS), fqn_to_index_mapping=files, save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        str(folder / SHARDS), fqn_to_index_mapping=files, save_distributed=True
+    )
     future = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     assert isinstance(future, Future)
     return Saving(future)
@@ -88,7 +95,10 @@ def restore(folder: Path, learner: Trained) -> None:
     """Moments, critic and (on the driver) random state into `learner`, sharded or not. Weights are loaded elsewhere."""
     sizes = sizes_in(folder)
     critic = learner.critic
-    policy: tuple[dict, torch.optim.Optimizer] = (dict(learner.model.named_parameters()), learner.optimizer)
+    policy: tuple[dict, torch.optim.Optimizer] = (
+        dict(learner.model.named_parameters()),
+        learner.optimizer,
+    )
     own = policy if critic is None else (dict(critic.values.named_parameters()), critic.optimizer)
     wanted: dict[str, Any] = {}
     states: list[tuple[torch.optim.Optimizer, nn.Parameter, str, str]] = []
@@ -119,7 +129,9 @@ def restore(folder: Path, learner: Trained) -> None:
 def sizes_in(folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of every whole tensor."""
     found = HuggingFaceStorageReader(str(folder / SHARDS)).read_metadata().state_dict_metadata
-    return {name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
+    return {
+        name: about for name, about in found.items() if isinstance(about, TensorStorageMetadata)
+    }
 
 
 def read(folder: Path, wanted: dict[str, Any]) -> None:
@@ -129,5 +141,7 @@ def read(folder: Path, wanted: dict[str, Any]) -> None:
 
 def _known(tensors: dict[str, Any], name: str, folder: Path) -> Any:
     if name not in tensors:
-        raise UsageError(f"{folder / SHARDS}: optimiser state for {name}, which the model does not have")
+        raise UsageError(
+            f"{folder / SHARDS}: optimiser state for {name}, which the model does not have"
+        )
     return tensors[name]

@@ -22,7 +22,9 @@ from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Cause, Channel, RankLost
 from onepolicy.train.sharded.wire import Message
 
-ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)}
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (UsageError, TrainingError, RoutingError)
+}
 WAKE = signal.SIGUSR1
 """Interrupts the driver's main thread as Ctrl-C does; SIGINT itself is ignored in what a script starts with `&`."""
 LAST_WORDS = 3.0
@@ -87,7 +89,9 @@ class Team:
             _, failed = self._listen(LAST_WORDS)
             if failed is not None and failed.cause != Cause.SILENT:
                 raise failed from error
-            raise TrainingError(f"the ranks cannot go on together: {str(error).splitlines()[0]}") from error
+            raise TrainingError(
+                f"the ranks cannot go on together: {str(error).splitlines()[0]}"
+            ) from error
 
     def _listen(self, limit: float) -> tuple[list[Message], RankLost | None]:
         """Answers, and the failure that is likeliest the first: when one rank goes, the others' collectives fail."""
@@ -95,7 +99,9 @@ class Team:
         failed: list[RankLost] = []
         for channel in self.channels.values():
             try:
-                answers.append(self._checked(channel, channel.receive(LAST_WORDS if failed else limit)))
+                answers.append(
+                    self._checked(channel, channel.receive(LAST_WORDS if failed else limit))
+                )
             except RankLost as error:
                 failed.append(error)
         return answers, max(failed, key=lambda error: error.cause, default=None)
@@ -125,7 +131,9 @@ class Team:
             if self._closed.wait(0.2):
                 return
             found = poll.poll(0)
-        self.gone = RankLost(f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint")
+        self.gone = RankLost(
+            f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint"
+        )
         if self._closed.wait(LAST_WORDS):
             return
         signal.pthread_kill(threading.main_thread().ident or 0, WAKE)

@@ -47,10 +47,15 @@ SLOT_FIELDS = {
     "share": ("float", 1),
 }
 """A TokenBatch's tensors with a row per slot: numbers and axes."""
-SAMPLE_FIELDS = {"temperature": ("float", 1), "outcome": ("float", 1), "group": ("int", 1), "episode": ("int", 1)}
-REQUIRED = {each.name for each in dataclasses.fields(TokenBatch) if each.default is dataclasses.MISSING} - {
-    "fingerprints"
+SAMPLE_FIELDS = {
+    "temperature": ("float", 1),
+    "outcome": ("float", 1),
+    "group": ("int", 1),
+    "episode": ("int", 1),
 }
+REQUIRED = {
+    each.name for each in dataclasses.fields(TokenBatch) if each.default is dataclasses.MISSING
+} - {"fingerprints"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,10 @@ class Message:
 
     def encode(self) -> bytes:
         # copies, because safetensors takes no two views of one storage
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.tensors.items()}
+        tensors = {
+            name: tensor.detach().cpu().contiguous().clone()
+            for name, tensor in self.tensors.items()
+        }
         return save(tensors, metadata={HEADER: json.dumps(self.header)})
 
     @classmethod
@@ -71,9 +79,13 @@ class Message:
             size = int.from_bytes(data[:8], "little")
             header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][HEADER])
         except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise TrainingError(f"a rank sent {len(data)} bytes that are no message: {error}") from error
+            raise TrainingError(
+                f"a rank sent {len(data)} bytes that are no message: {error}"
+            ) from error
         if not isinstance(header, dict):
-            raise TrainingError(f"a rank sent {len(data)} bytes that are no message: its header is no object")
+            raise TrainingError(
+                f"a rank sent {len(data)} bytes that are no message: its header is no object"
+            )
         return cls(header, tensors)
 
 
@@ -86,7 +98,9 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
         if isinstance(value, RoutingTrace):
             traces[each.name] = {"layers": value.layers, "num_experts": value.num_experts}
             parts = {"ids": value.ids, "valid": value.valid, "weights": value.weights}
-            tensors |= {f"{each.name}.{name}": part for name, part in parts.items() if part is not None}
+            tensors |= {
+                f"{each.name}.{name}": part for name, part in parts.items() if part is not None
+            }
         elif isinstance(value, Tensor):  # what else there is (fingerprints) is the driver's
             tensors[each.name] = value
     return Message(header | {"traces": traces}, tensors)
@@ -103,7 +117,9 @@ class TraceAbout(TypedDict):
 def batch_of(message: Message) -> TokenBatch:
     """TrainingError if the message holds no batch, or fields that do not belong together."""
     traces = read_as(dict[Routes, TraceAbout], message.header.get("traces"), "a batch")
-    values: dict[str, Any] = {name: value for name, value in message.tensors.items() if "." not in name}
+    values: dict[str, Any] = {
+        name: value for name, value in message.tensors.items() if "." not in name
+    }
     for name, about in traces.items():
         values[name] = trace_of(message.tensors, name, about)
     unknown = values.keys() - {*SLOT_FIELDS, *SAMPLE_FIELDS, *traces, "cu_seqlens"}
@@ -144,10 +160,14 @@ def _check_fields(values: Mapping[str, Any]) -> None:
             right, expected = len(value) == slots, slots
         else:
             kind, dims = {**SLOT_FIELDS, **SAMPLE_FIELDS, "cu_seqlens": ("int", 1)}[name]
-            expected = {"cu_seqlens": samples + 1}.get(name, samples if name in SAMPLE_FIELDS else slots)
+            expected = {"cu_seqlens": samples + 1}.get(
+                name, samples if name in SAMPLE_FIELDS else slots
+            )
             right = kind == kind_of(value) and value.dim() == dims and len(value) == expected
         if not right:
-            raise TrainingError(f"a batch is malformed: {name} does not fit its {slots} slots and {samples} samples")
+            raise TrainingError(
+                f"a batch is malformed: {name} does not fit its {slots} slots and {samples} samples"
+            )
     bounds = values["cu_seqlens"]
     if samples < 0 or bounds[0] != 0 or bounds[-1] != slots or (bounds.diff() < 0).any():
         raise TrainingError("a batch is malformed: cu_seqlens are not the bounds of its samples")
