@@ -33,19 +33,19 @@ define borrowing
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 endef
 
-$(ORACLE)/.ready: $(VENV)/.dev tests/oracle/requirements.txt tests/oracle/requirements-no-deps.txt
+$(ORACLE)/.ready: $(VENV)/.dev tests/support/oracle/requirements.txt tests/support/oracle/requirements-no-deps.txt
 	@echo "Making $(ORACLE): verl, TRL and OpenRLHF, which results are compared with"
 	$(call borrowing,$(ORACLE))
-	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/oracle/requirements.txt
-	$(ORACLE)/bin/pip install -q --no-deps -r tests/oracle/requirements-no-deps.txt
+	$(ORACLE)/bin/pip install -q --no-warn-conflicts -r tests/support/oracle/requirements.txt
+	$(ORACLE)/bin/pip install -q --no-deps -r tests/support/oracle/requirements-no-deps.txt
 	touch $@
 
 # textarena and verifiers, whose environments are played, likewise.
 ENVS := .venv-envs
-$(ENVS)/.ready: $(VENV)/.dev tests/envs/requirements.txt
+$(ENVS)/.ready: $(VENV)/.dev tests/support/envs/requirements.txt
 	@echo "Making $(ENVS): textarena and verifiers, whose environments are played"
 	$(call borrowing,$(ENVS))
-	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/envs/requirements.txt
+	$(ENVS)/bin/pip install -q --no-warn-conflicts -r tests/support/envs/requirements.txt
 	touch $@
 
 train: $(VENV)/.train ## make the tiny policy, train it with GRPO + R3, write a report
@@ -99,13 +99,13 @@ test-vllm: $(VENV)/.vllm ## only the tests that need it
 	$(BIN)/pytest -m "vllm and not slow and not gpu"
 
 test-envs: $(ENVS)/.ready ## the environments of other packages, played
-	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/envs
+	PYTHONPATH=src $(ENVS)/bin/python -m pytest tests/e2e/envs
 
-# SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/engines/sglang.
-$(SGLANG)/.ready: tests/engines/sglang/requirements.txt tests/engines/sglang/requirements-no-deps.txt
+# SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
+$(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt
 	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install -q -r tests/engines/sglang/requirements.txt
-	$(SGLANG)/bin/pip install -q --no-deps -r tests/engines/sglang/requirements-no-deps.txt
+	$(SGLANG)/bin/pip install -q -r tests/support/sglang_server/requirements.txt
+	$(SGLANG)/bin/pip install -q --no-deps -r tests/support/sglang_server/requirements-no-deps.txt
 	touch $@
 
 sglang: $(SGLANG)/.ready ## a SGLang server for the CPU, for tests only

@@ -26,9 +26,9 @@ from onepolicy.replay.seam import override
 from onepolicy.types import RoutingTrace
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "tiny"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from families import TABLE  # noqa: E402
+from support.families import TABLE  # noqa: E402
 
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- table: python benchmarks/comparison.py --write -->\n", "<!-- end -->\n"

@@ -13,7 +13,9 @@ import sys
 import pytest
 from hypothesis import settings
 
-from needs import need
+pytest.register_assert_rewrite("support")
+
+from support.needs import need  # noqa: E402
 
 MAY_LACK = ("this processor", "this system", "no CUDA device")
 
@@ -61,3 +63,11 @@ def _failed_in_ci(report):
                 f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
             )
     return report
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    """Retries come at once."""
+    from onepolicy.rollout.servers import http
+
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)

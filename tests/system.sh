@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install the system programs that tests drive (tests/needs.py) where this user may: as root, or by sudo without a
+# Install the system programs that tests drive (tests/support/needs.py) where this user may: as root, or by sudo without a
 # password. Where not, say what is missing: those tests skip.
 set -u
 missing=""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
+from support.paths import ROOT
+
+PACKAGE = ROOT / "src" / "onepolicy"
 
 # The house, from the roof down. A room may import itself and rooms further down; rooms of one line do not know each
 # other.

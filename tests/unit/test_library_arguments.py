@@ -20,6 +20,7 @@ import onepolicy.correct.slots as slots_module
 from onepolicy.config.correction import presets
 from onepolicy.plan.dry import Peak
 from onepolicy.types import RoutingTrace
+from support.paths import ROOT
 
 LENGTHS = [40, 25, 33, 2]
 DRAW = torch.Generator().manual_seed(0)
@@ -377,7 +378,7 @@ def test_every_public_name_is_there_listed_and_typed() -> None:
 
 
 def test_every_public_name_is_in_a_docs_page() -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     pages = "\n".join(
         path.read_text(encoding="utf-8") for path in [*root.glob("docs/*.md"), root / "README.md"]
     )

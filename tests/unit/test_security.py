@@ -1,11 +1,12 @@
 """What docs/security.md says of the source: no call that runs what a file or a network says, no port open to all."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "onepolicy"
+from support.paths import ROOT
+
+PACKAGE = ROOT / "src" / "onepolicy"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 UNPICKLE = {"dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "jsonpickle"}

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks_parts import batch_with
 
 from onepolicy.config import TrainingError
 from onepolicy.launch.ray.wire import (
@@ -24,6 +23,7 @@ from onepolicy.train.sharded.channel import advertised, read_advertised
 from onepolicy.train.sharded.rank import Command, Updated
 from onepolicy.train.sharded.wire import Message, batch_message, batch_of
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling
+from support.token_batches import batch_with
 
 FAST, SLOW = 10_000, 100_000  # altered messages of each reader
 ODD = [

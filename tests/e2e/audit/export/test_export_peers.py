@@ -1,0 +1,96 @@
+"""Exporters on the peers' own objects: TRL trains live, verl's data container is filled; our numbers beside theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onepolicy.audit.run import audit
+from support.oracle.venv import PYTHON, SCRIPTS
+from support.paths import ROOT
+
+pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert PYTHON.exists(), "the oracle venv is missing; `make test` builds it"
+    folder = tmp_path_factory.mktemp("export")
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [str(PYTHON), str(SCRIPTS / "export_peers.py"), str(folder)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(exported: Path) -> dict[str, Any]:
+    return json.loads((exported / "peers.json").read_text())
+
+
+def test_trl_live_is_judged_clean_and_its_metrics_are_ours(exported, said) -> None:
+    found = audit(exported / "trl-1", {})
+    assert found.verdict.action == "nothing"
+    assert "entropy" in found.tally.columns
+    steps = {step: sketch.numbers() for step, sketch in found.tally.steps.items()}
+    assert len(said["trl"]) == len(steps) == 3
+    for row in said["trl"]:
+        ours = steps[row["step"] - 1]
+        assert ours["tokens"] == 8 * 24 - 1  # one came without a log-probability
+        assert ours["mean_dlogp"] == pytest.approx(
+            row["sampling/sampling_logp_difference/mean"], rel=1e-4
+        )
+        assert ours["max_dlogp"] == pytest.approx(
+            row["sampling/sampling_logp_difference/max"], rel=1e-4
+        )
+        theirs = row["sampling/importance_sampling_ratio/mean"]
+        assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(
+            theirs, rel=1e-5
+        )  # which counts it as 1
+        total, count = found.tally.rewards[row["step"] - 1]
+        assert total / count == pytest.approx(row["reward"], rel=1e-5)
+
+
+def test_a_temperature_the_engine_of_a_live_trl_run_does_not_tell_is_named(exported) -> None:
+    found = audit(exported / "trl-1.4", {})
+    assert (found.verdict.action, found.verdict.causes) == ("bug", ("temperature",))
+    assert "about 1.4" in found.verdict.basis[0]
+
+
+def test_verl_container_and_its_metrics(exported, said) -> None:
+    found = audit(exported / "verl", {})
+    assert set(found.tally.columns) >= {"entropy", "version", "reward", "step"}
+    assert found.tally.newest == {0: 0, 1: 1}
+    assert found.tally.rewards == {0: (4.0, 4), 1: (4.0, 4)}
+    theirs, ours = said["verl"], found.tally.steps[0].numbers()
+    assert ours["tokens"] == 12 + 5 + 9 + 12 - 4  # without the tool's token of each row
+    names = {
+        "k3": "rollout_corr/k3_kl 100",
+        "k1": "rollout_corr/kl 100",
+        "chi2": "rollout_corr/chi2_token 100",
+        "ess": "rollout_corr/rollout_is_eff_sample_size 100",
+        "mean_rho": "rollout_corr/rollout_is_mean 100",
+        "ppl_ratio": "rollout_corr/ppl_ratio 100",
+        "mean_dp": "training/rollout_probs_diff_mean",
+        "max_dp": "training/rollout_probs_diff_max",
+        "pearson": "training/rollout_actor_probs_pearson_corr",
+    }
+    for name, key in names.items():
+        assert ours[name] == pytest.approx(theirs[key], rel=1e-4), name
+
+
+def test_verl_measures_ess_behind_its_truncation(exported, said) -> None:
+    """Its effective sample size is of the weights clamped to the threshold: the same batch looks better with a lower
+    one. Ours is of the ratio, whatever is done about it."""
+    found = audit(exported / "verl", {}).tally.steps[0].numbers()
+    assert said["verl"]["rollout_corr/rollout_is_eff_sample_size 1.2"] > found["ess"] + 0.05

@@ -1,0 +1,256 @@
+"""Environments of verifiers, its own textarena taskset among them, driven by a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+
+import pytest
+
+from onepolicy.config import UsageError, VerifiersTask
+from onepolicy.envs import build
+from onepolicy.interfaces import EpisodeError
+from support.paths import ROOT
+from support.scripted_engine import PRINTABLE, make_tokenizer, play, tokenizer_of
+
+pytestmark = pytest.mark.envs
+PACKAGES = ROOT / "tests" / "support" / "envs"
+CHAT = (
+    "{% for m in messages %}<{{ {'assistant': 'bot'}[m['role']] if m['role'] == 'assistant' else 'user' }}>"
+    "{% if m['role'] == 'system' %}# {% endif %}{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _plugins(monkeypatch):
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    yield
+    for name in ("sums_v1", "doubling_v1"):
+        sys.modules.pop(name, None)
+
+
+def environment(taskset, tokenizer=None, settings=None, **env):
+    """tokenizer: one, or a chat template for one."""
+    made = tokenizer_of(tokenizer) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    return build(
+        VerifiersTask(env={"taskset": taskset} | env, **settings or {}), made, max_len=4000
+    )
+
+
+def problem_of(env, prompt):
+    return next(p for p in map(env.train_problem, range(100)) if p.prompt == prompt)
+
+
+def sampled(env, *turns):
+    return [
+        [*env.tokenizer.encode(turn, add_special_tokens=False), env.tokenizer.eos_token_id]
+        for turn in turns
+    ]
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_one_turn_and_weighted_rewards(template):
+    env = environment({"id": "sums-v1"}, template)
+    env.check(max_tokens=8, max_len=4000)
+    problem = env.train_problem(0)
+    answer = problem.entry["task"].data.answer
+    for turn, reward in (
+        (answer, 1.5),
+        (f"<think>hm</think>{answer}", 1.0),
+        ("no", 0.5),
+        ("I cannot tell", 0.0),
+    ):
+        (sample,), script = play(env, [turn], problem)
+        assert (sample.reward, sample.finish) == (reward, "stop")
+        assert sample.tokens.tolist() == script.prompts[0] + sampled(env, turn)[0]
+    asked = (
+        f"Add.\n{problem.prompt}\n"
+        if template is None
+        else f"<user># Add.<eos><user>{problem.prompt}<eos><bot>"
+    )
+    assert env.tokenizer.decode(script.prompts[0]) == asked
+    (cut,), _ = play(env, [answer], problem, finish="length")
+    assert (cut.reward, cut.finish) == (0.0, "length")
+    scaled = environment({"id": "sums-v1"}, settings={"returns": (0.5, 1.5)})
+    assert [
+        play(scaled, [turn], problem)[0][0].reward for turn in (answer, "no", "I cannot tell")
+    ] == [1.0, 0.0, 0.0]
+
+
+def test_a_prompt_of_several_messages():
+    env = environment({"id": "sums-v1", "kind": "chat"}, CHAT)
+    (_,), script = play(env, ["5"])
+    (*_, data) = env.opening(env.train_problem(0))
+    assert env.tokenizer.decode(script.prompts[0]) == (
+        f"<user># Add.<eos><user>1 + 1<eos><bot>2<eos><user>{data[1]}<eos><bot>"
+    )
+
+
+@pytest.mark.parametrize("template", [None, CHAT])
+def test_turns_that_an_environment_drives(template):
+    env = environment({"id": "doubling-v1"}, template)
+    problem = problem_of(env, "7")
+    turns = ["14", "<think>2 * 8</think>16", "18"]
+    (sample,), script = play(env, turns, problem)
+    assert sample.reward == pytest.approx(
+        1 + 0.1 * 3 + 0.25
+    )  # the environment's, the task's, at the end
+    ids = sampled(env, *turns)
+    assert sample.tokens[1:][sample.trainable].tolist() == [token for turn in ids for token in turn]
+    assert sample.tokens.tolist() == script.prompts[2] + ids[2]
+    between = script.prompts[1][len(script.prompts[0]) + len(ids[0]) :]
+    assert env.tokenizer.decode(between) == (
+        "\nnow 8\n" if template is None else "<user>now 8<eos><bot>"
+    )
+    (sample,), _ = play(env, ["14", "17"], problem)
+    assert sample.reward == pytest.approx(1 / 3 + 0.1 * 2 + 0.25)
+
+
+def test_stops_and_limits_of_the_environment_are_its_ends_and_ours_earn_nothing():
+    env = environment({"id": "doubling-v1"}, player={"max_turns": 2})
+    problem = problem_of(env, "7")
+    (sample,), _ = play(env, ["14", "16"], problem)
+    assert (sample.reward, sample.finish) == (
+        pytest.approx(2 / 3 + 0.2),
+        "stop",
+    )  # its limit: no bonus, but scored
+    (sample,), _ = play(env, ["4"], problem_of(env, "2"))
+    assert (sample.reward, sample.finish) == (
+        pytest.approx(1 / 3 + 0.1),
+        "stop",
+    )  # its task's stop hook
+    (sample,), _ = play(
+        environment({"id": "doubling-v1"}, settings={"max_turns": 2}), ["14", "16"], problem
+    )
+    assert (sample.reward, sample.finish) == (0.0, "turns")
+
+
+def test_errors_of_the_environment_and_of_the_engine():
+    env = environment({"id": "sums-v1", "kind": "failing"})
+    with pytest.raises(EpisodeError, match=r"sums-v1 failed: .*no such score"):
+        play(env, ["1"])
+    with pytest.raises(EpisodeError, match="doubling-v1 asked its agent for no turn"):
+        play(environment({"id": "doubling-v1"}, twist="idle"), [])
+
+    async def broken(tokens, **how):
+        raise RuntimeError("the engine's")
+
+    env = environment({"id": "doubling-v1"})
+    with pytest.raises(RuntimeError, match="the engine's"):
+        asyncio.run(env.episode(env.train_problem(0), broken, 1.0))
+
+
+def test_what_cannot_be_played_is_refused():
+    for taskset, env, message in (
+        ({"id": "sums-v1", "kind": "runtime"}, {}, r"RuntimeTask needs a runtime \(in ran\)"),
+        ({"id": "sums-v1", "kind": "container"}, {}, r"ContainerTask needs a container"),
+        ({"id": "sums-v1", "kind": "unprompted"}, {}, r"task \d+ has no prompt"),
+        (
+            {"id": "sums-v1", "task": {"judges": [{"id": "reference"}]}},
+            {},
+            r"SumsTask needs judge models",
+        ),
+        ({"id": "no-such-taskset"}, {}, r"verifiers cannot load .*no-such-taskset"),
+        ({"id": "sums-v1", "counts": 3}, {}, r"verifiers cannot load .*counts"),
+        (
+            {"id": "sums-v1"},
+            {"id": "user-sim"},
+            r"has 2 agents, assistant, user; one can be trained",
+        ),
+        ({"id": "sums-v1"}, {"agent": {"model": "m"}}, r"task.env.agent.model: has no effect"),
+        ({"id": "sums-v1"}, {"timeout": {"episode": 3.0}}, r"task.env.timeout: has no effect here"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            environment(taskset, **env).check(max_tokens=8, max_len=4000)
+    for twist, message in (
+        ("twice", "plays its agent player more than once"),
+        ("masked", "hands its agent player another prompt than the task has"),
+        ("picture", "a message of user that is no user's text"),
+    ):
+        env = environment({"id": "doubling-v1"}, twist=twist)
+        with pytest.raises(UsageError, match=message):
+            play(env, ["14", "16", "18"], problem_of(env, "7"))
+
+
+def test_one_task_in_four_is_held_out_and_finite_tasksets_reshuffle():
+    env = environment({"id": "sums-v1", "count": 40})
+    held = {p.prompt for p in env.held_out(4)}
+    with pytest.raises(
+        UsageError, match=r"eval.problems: 40 are asked for, but \d+ of the taskset's"
+    ):
+        env.held_out(40)
+    size = len(env.problems._sides["train"])
+    epochs = [[env.train_problem(e * size + i).prompt for i in range(size)] for e in range(2)]
+    assert set(epochs[0]) == set(epochs[1])
+    assert len(set(epochs[0])) == size
+    assert epochs[0] != epochs[1]
+    assert not held & set(epochs[0])
+    endless = environment({"id": "doubling-v1"})
+    later = endless.train_problem(30).prompt  # asked for out of order, as a resumed run does
+    assert environment({"id": "doubling-v1"}).train_problem(30).prompt == later
+    assert not {p.prompt for p in endless.held_out(10)} & {
+        endless.train_problem(i).prompt for i in range(60)
+    }
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """A corpus in nltk's layout, so that nothing is downloaded: six nouns, and a tagger that knows them."""
+    nouns = ["apple", "bread", "chair", "house", "river", "stone", "table", "test"]
+    for name in ("en", "en-basic"):
+        path = tmp_path / "corpora" / "words" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(nouns) + "\n")
+    tagger = tmp_path / "taggers" / "averaged_perceptron_tagger_eng"
+    tagger.mkdir(parents=True)
+    for part, value in (
+        ("weights", {}),
+        ("tagdict", dict.fromkeys(nouns, "NN")),
+        ("classes", ["NN"]),
+    ):
+        (tagger / f"averaged_perceptron_tagger_eng.{part}.json").write_text(json.dumps(value))
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: True)
+    from textarena.envs.Wordle import env as wordle
+
+    monkeypatch.setattr(
+        wordle, "EnglishDictionary", functools.cache(wordle.EnglishDictionary)
+    )  # seconds a game
+    return nouns
+
+
+def test_verifiers_own_textarena_taskset(words):
+    """Wordle: the environment seeds the game, our engine's turns are its moves, its result the reward."""
+    with pytest.raises(
+        UsageError, match="the tokenizer does not know all of"
+    ):  # a dash of the system prompt
+        environment({"id": "textarena", "game": "Wordle-v0"}, CHAT).check(
+            max_tokens=16, max_len=4000
+        )
+    env = environment(
+        {"id": "textarena", "game": "Wordle-v0"}, make_tokenizer(f"{PRINTABLE}\N{EM DASH}", CHAT)
+    )
+    env.check(max_tokens=16, max_len=4000)
+    won = []
+    for problem in map(env.train_problem, range(3)):
+        for word in words[:-1]:  # the first guess of which one is right
+            (sample,), script = play(
+                env, [f"<think>[stone]?</think>[{word}]", "[x]", "[x]"], problem
+            )
+            if len(script.prompts) == 1:
+                won.append((word, sample.reward))
+    assert [reward for _, reward in won] == [1.0, 1.0, 1.0]
+    assert len({word for word, _ in won}) > 1  # another problem, another word
+    (lost,), script = play(
+        env, [f"[{next(w for w in words if w != won[2][0])}]", "[x]", "[x]"], problem
+    )
+    assert lost.reward < 1.0
+    opened, reply = (env.tokenizer.decode(script.prompts[i]) for i in (0, 1))
+    assert "<user># You are a competitive game player." in opened
+    assert "You are Playing Wordle" in opened
+    assert "guesses left.<eos><bot>" in reply

@@ -1,0 +1,66 @@
+"""A damaged checkpoint: every file of it, one flipped bit or a cut. Named, never loaded; the one before serves."""
+
+import shutil
+
+import pytest
+
+from onepolicy.build import engines
+from onepolicy.cli import main
+from onepolicy.train import checkpoint
+from support.faulty_runs import assert_complete, assert_same_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
+    whole = request.getfixturevalue("whole_on_ranks" if ranks else "whole")
+    out = shutil.copytree(whole, tmp_path / "run")
+    (out / "summary.json").unlink()
+    newest = checkpoint.folder_of(out, 6)
+    log = (out / "metrics.jsonl").read_bytes()
+    resume = ["train", "--resume", str(out), "steps=7"]
+
+    def refused(name):
+        assert main(resume) == 2
+        message = capsys.readouterr().err
+        assert str(newest / name) in message
+        assert "delete the folder to fall back to an older checkpoint" in message
+        assert (out / "metrics.jsonl").read_bytes() == log
+
+    files = sorted(
+        str(p.relative_to(newest))
+        for p in newest.rglob("*")
+        if p.is_file() and p.name != checkpoint.STATE
+    )
+    assert any(name.startswith("shards/") for name in files) == bool(ranks)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engines,
+            "load_model",
+            lambda *a, **k: pytest.fail("weights were loaded before the check"),
+        )
+        for name in files:
+            good = (newest / name).read_bytes()
+            middle = len(good) // 2
+            for bad in (
+                good[:middle] + bytes([good[middle] ^ 4]) + good[middle + 1 :],
+                good[:middle],
+                b"",
+            ):
+                (newest / name).write_bytes(bad)
+                refused(name)
+            (newest / name).write_bytes(good)
+        good = (newest / checkpoint.STATE).read_text()
+        for bad in (
+            "",
+            "{",
+            good.replace('"step": 6', '"step": 5'),
+            good.replace('"updates": 6', '"updates": 7'),
+        ):
+            (newest / checkpoint.STATE).write_text(bad)
+            refused(checkpoint.STATE)
+    shutil.rmtree(newest)
+    assert main(["train", "--resume", str(out)]) == 0
+    assert_complete(out, 6)
+    assert_same_run(whole, out, 6)

@@ -1,0 +1,133 @@
+"""The network between two learner ranks stalls: nothing is refused, nothing arrives. Under torchrun, one rank in a
+network namespace whose link is taken down; and through a relay that stops to forward, which needs no namespace."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from onepolicy.config import TrainingError, load
+from onepolicy.launch.launcher import Hosts
+from onepolicy.launch.ranks import launch_here
+from onepolicy.run import train
+from onepolicy.train.sharded.channel import advertised, read_advertised
+from support.faulty_runs import (
+    FAR_LINK,
+    LINK,
+    LONG,
+    NEAR,
+    SPACE,
+    Fault,
+    assert_complete,
+    assert_same_run,
+    children_of,
+    gone,
+    ip,
+    steps_of,
+    wait_for,
+)
+from support.relay import Relay
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def node(rank, port, recipe, out, log):
+    """torchrun on one of two nodes; the far one is rank 1."""
+    there = ["ip", "netns", "exec", SPACE] if rank else []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [
+        f"--node-rank={rank}",
+        f"--master-addr={NEAR}",
+        f"--master-port={port}",
+        "-m",
+        "onepolicy",
+    ]
+    command = [
+        *there,
+        *torchrun,
+        "train",
+        str(recipe),
+        f"out={out}",
+        "train.ranks=2",
+        "train.rank_timeout=40",
+    ]
+    own = {"GLOO_SOCKET_IFNAME": FAR_LINK if rank else LINK, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command, env=os.environ | own, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def test_a_stalled_network_between_ranks_ends_both_in_time(
+    network, recipe, whole_on_ranks, tmp_path
+):
+    if not network:
+        pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    out, logs = tmp_path / "run", [tmp_path / "near.log", tmp_path / "far.log"]
+    nodes = [node(rank, port, recipe, out, log) for rank, log in enumerate(logs)]
+    try:
+        wait_for(lambda: len(steps_of(out)) >= 3 or nodes[0].poll() is not None)
+        assert nodes[0].poll() is None, logs[0].read_text()
+        workers = [pid for each in nodes for pid in children_of(each.pid)]
+        assert len(workers) == 2
+        ip("link", "set", LINK, "down")
+        fault = Fault(out)
+        wait_for(lambda: all(map(gone, workers)), poll=0.1)
+        fault.ended()
+    finally:
+        for each in nodes:  # torchrun's agents wait for each other
+            with suppress(ProcessLookupError):
+                os.killpg(each.pid, signal.SIGKILL)
+            each.wait(LONG)
+        ip("link", "set", LINK, "up", check=False)
+    errors = logs[0].read_text()
+    assert "onepolicy: " in errors
+    assert "train.rank_timeout" in errors or "the ranks cannot go on together" in errors
+    fault.resumed()
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+class StallsAfter(train.Progress):
+    def __init__(self, step, relay, out):
+        self.after, self.relay, self.out = step, relay, out
+
+    def step(self, step, metrics):
+        if step == self.after:
+            self.relay.stall()
+            self.fault = Fault(self.out)
+
+
+def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+    """Without namespaces: what the driver and the rank say to each other passes through a relay, collectives do not."""
+    out = tmp_path / "run"
+    config = load(recipe, [f"out={out}", "train.ranks=2", "train.rank_timeout=20"])
+    with Relay("127.0.0.1") as relay:
+
+        @contextmanager
+        def launch(config):
+            with launch_here(config) as launched:
+
+                def tell(where):
+                    relay.target, token = read_advertised(where)
+                    launched.tell(advertised(relay.address, token))
+
+                yield replace(launched, tell=tell)
+
+        stalling = StallsAfter(3, relay, out)
+        with pytest.raises(
+            TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"
+        ):
+            train.start(config, stalling, hosts=Hosts(launch))
+        stalling.fault.ended()
+    stalling.fault.resumed()
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)

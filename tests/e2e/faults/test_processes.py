@@ -1,0 +1,147 @@
+"""SIGKILL of the driver and of a learner rank: under `--restarts` the run is the one that nobody disturbed."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from onepolicy.cli import main
+from support.faulty_runs import (
+    LONG,
+    Fault,
+    assert_complete,
+    assert_same_run,
+    children_of,
+    finished,
+    gone,
+    start,
+    steps_of,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def driver_of(supervisor, not_this=None):
+    """The run's own process, once it is there."""
+    return wait_for(
+        lambda: [c for c in children_of(supervisor.pid) if c != not_this and not gone(c)],
+        supervisor,
+    )[0]
+
+
+def saving(out):
+    return list(out.glob("checkpoints/.step_*.writing"))
+
+
+STOPS_IN_SAVE = """
+import sys, time
+from onepolicy.cli import main
+from onepolicy.train import checkpoint
+
+finish = checkpoint._finish
+
+def finish_or_stop(temporary, final, state):
+    if state["step"] == 4:
+        time.sleep(600)
+    finish(temporary, final, state)
+
+checkpoint._finish = finish_or_stop
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
+    """The half-written checkpoint does not count; the next steps are the same.
+
+    The run stops in its second save, with tensors on disk and no state.json, until the test kills it.
+    """
+    whole, out = request.getfixturevalue("whole_on_ranks" if ranks else "whole"), tmp_path / "run"
+    run = start(recipe, f"out={out}", f"train.ranks={ranks}", program=["-c", STOPS_IN_SAVE])
+    wait_for(lambda: list(out.glob("checkpoints/.step_00004.writing/**/*.safetensors")), run)
+    os.killpg(run.pid, signal.SIGKILL)
+    fault = Fault(out)
+    run.communicate(timeout=LONG)
+    assert saving(out)
+    assert not (out / "checkpoints" / "step_00004").exists()
+    fault.resumed()
+    assert_complete(out, 6)
+    assert_same_run(whole, out, 6)
+
+
+def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
+    """Start-up, rollout, update and save alike. Nobody has to do anything."""
+    steps, kills, generator = 40, 6, random.Random(2)
+    settings = [
+        f"steps={steps}",
+        "checkpoint.every=3",
+        "optim.lr=1e-4",
+    ]  # so many at 1e-3 and the routers collapse
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
+    run = start(recipe, f"out={out}", *settings, "--restarts", "9")
+    driver = None
+    for kill in range(kills):
+        driver = driver_of(run, driver)
+        wait_for(lambda before=kill: len(steps_of(out)) > 5 * before, run)
+        moment = time.monotonic() + generator.uniform(
+            0, 0.5
+        )  # or earlier, where a step takes next to nothing
+        wait_for(
+            lambda before=kill, moment=moment: (
+                time.monotonic() > moment or len(steps_of(out)) > 5 * before + 3
+            ),
+            run,
+        )
+        os.kill(driver, signal.SIGKILL)
+    errors = Fault(out).survived(run)
+    assert errors.count("ended by SIGKILL ") == kills
+    assert_complete(out, steps)
+    assert_same_run(whole, out, steps)
+
+
+def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
+    """In the middle of a step: the driver says who is gone and ends, both come back."""
+    out = tmp_path / "run"
+    run = start(recipe, f"out={out}", "train.ranks=2", "--restarts", "2")
+    wait_for(lambda: len(steps_of(out)) >= 3, run)
+    (rank,) = children_of(driver_of(run))
+    os.kill(rank, signal.SIGKILL)
+    errors = Fault(out).survived(run)
+    assert re.search(r"onepolicy: rank 1 \(process \d+ on .*\) has ended", errors)
+    assert re.search(r"ended by exit status 1 in step \d; restart 1 of 2", errors)
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+    """Stopped, not killed: no connection breaks. train.rank_timeout is the bound."""
+    out = tmp_path / "run"
+    run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=40")
+    wait_for(lambda: len(steps_of(out)) >= 3, run)
+    (rank,) = children_of(run.pid)
+    os.kill(rank, signal.SIGSTOP)
+    fault = Fault(out)
+    try:
+        errors = finished(run, status=1)
+    finally:
+        if not gone(rank):
+            os.kill(rank, signal.SIGKILL)
+    fault.ended()
+    assert re.search(r"onepolicy: .*(train.rank_timeout|ranks cannot go on together)", errors)
+    fault.resumed()
+    assert_complete(out, 6)
+    assert_same_run(whole_on_ranks, out, 6)
+
+
+def test_a_fault_of_one_step_is_not_restarted_for_ever(recipe, tmp_path):
+    """Siblings that are all the same leave dynamic sampling nothing: the same step every time."""
+    out = tmp_path / "run"
+    settings = ["objective.dynamic_sampling=1", "rollout.sampling.temperature=0.001"]
+    errors = finished(start(recipe, f"out={out}", *settings, "--restarts", "50"), status=1)
+    assert errors.count("; restart ") == 2
+    assert "where it has ended 3 times; not restarted" in errors

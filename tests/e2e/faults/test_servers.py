@@ -1,0 +1,235 @@
+"""A vLLM server that is killed, hangs or cannot be reached in the middle of a run. The server is real, in a network
+namespace of its own where one can be made."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+
+from support.faulty_runs import (
+    FAR,
+    LINK,
+    LONG,
+    NEAR,
+    SPACE,
+    Fault,
+    assert_complete,
+    finished,
+    ip,
+    rows,
+    start,
+    steps_of,
+    wait_for,
+)
+from support.relay import Relay
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
+TOKEN = "FAULTS_TOKEN"
+SETTINGS = ["dtype=float32", "slots=8", "cache_gib=0.125", "block_size=32"]
+
+
+class Far:
+    """`onepolicy engine serve` at the other end, or on this machine where there is none."""
+
+    def __init__(self, policy, log, network):
+        self.policy, self.log, self.lives = policy, log, 0
+        self.near, self.host = (NEAR, FAR) if network else ("127.0.0.1", "127.0.0.1")
+        self.enter = ["ip", "netns", "exec", SPACE] if network else []
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://{self.host}:{self.port}"
+
+    def start(self):
+        self.lives += 1
+        path = self.log.with_suffix(f".{self.lives}")
+        serve = [
+            sys.executable,
+            "-m",
+            "onepolicy",
+            "engine",
+            "serve",
+            str(self.policy),
+            "--host",
+            self.host,
+        ]
+        serve += [
+            "--port",
+            str(self.port),
+            "--token-env",
+            TOKEN,
+            "--name",
+            self.near,
+            *SETTINGS,
+        ]  # a relay is called so
+        with path.open("ab") as file:
+            self.process = subprocess.Popen(
+                [*self.enter, *serve], stdout=file, stderr=file, start_new_session=True
+            )
+        wait_for(
+            lambda: "ready after" in path.read_text() or self.process.poll() is not None, poll=0.2
+        )
+        assert self.process.poll() is None, path.read_text()
+
+    def send(self, number):
+        os.killpg(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(network, policy, tmp_path_factory):
+    os.environ[TOKEN] = "s3cret"
+    server = Far(policy, tmp_path_factory.mktemp("server") / "log", network)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.send(signal.SIGKILL)
+        del os.environ[TOKEN]
+
+
+@pytest.fixture
+def begin(server, recipe, tmp_path):
+    """begin(url, "a=b", ..., more=["a.b=c", ...]) -> a run on the server there that has taken two steps; its folder.
+    a: a setting of the engine."""
+
+    def run(url, *overrides, more=()):
+        out = tmp_path / "run"
+        engine = [
+            "kind=vllm-server",
+            f"url={url}",
+            f"token_env={TOKEN}",
+            "dtype=float32",
+            "slots=8",
+        ]
+        engine += ["timeout_s=60", "retries=1", *overrides]
+        process = start(
+            recipe,
+            f"out={out}",
+            "steps=12",
+            *more,
+            *(f"rollout.engine.{setting}" for setting in engine),
+        )
+        wait_for(lambda: len(steps_of(out)) >= 2, process)
+        return process, out
+
+    return run
+
+
+def assert_right(out, steps=12):
+    """Whole, and every token sampled from the learner's weights: float32 on both sides leaves rounding only. Other
+    weights, of a step before or of the start, are 1e-5 and more away."""
+    assert_complete(out, steps)
+    assert all(row["mismatch/k3"] < 1e-6 for row in rows(out))
+    assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
+
+
+@pytest.fixture(params=["link", "relay", "server"])
+def silent(request, network, server):
+    """Nothing is refused and nothing arrives: the link is down, a relay in between forwards nothing, or the server is
+    stopped. (url, what makes it so, what ends it)"""
+    if request.param == "link":
+        if not network:
+            pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
+        yield (
+            server.url,
+            partial(ip, "link", "set", LINK, "down"),
+            partial(ip, "link", "set", LINK, "up"),
+        )
+    elif request.param == "relay":
+        with Relay(server.near, (server.host, server.port)) as relay:
+            yield "http://{}:{}".format(*relay.address), relay.stall, relay.go_on
+    else:
+        yield server.url, partial(server.send, signal.SIGSTOP), partial(server.send, signal.SIGCONT)
+
+
+def test_silence_for_a_while_is_survived(begin, silent):
+    url, begins, ends = silent
+    run, out = begin(url, "timeout_s=4", "patience_s=300")
+    begins()
+    try:
+        time.sleep(
+            12
+        )  # longer than the retries last; where they last longer, the run has only less to survive
+        assert run.poll() is None
+    finally:
+        ends()
+    errors = Fault(out).survived(run)
+    print(re.search(r"the engine is back after \d+ s", errors)[0])
+    assert_right(out)
+
+
+def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
+    """The server hears of the update when the run has long given it up, and of the next one after that."""
+    with Relay(server.near, (server.host, server.port)) as relay:
+        run, out = begin("http://{}:{}".format(*relay.address), "timeout_s=4", "patience_s=300")
+        relay.stall_before(b"onepolicy_receive")
+        assert relay.stalled.wait(LONG)
+        time.sleep(12)  # as above
+        assert run.poll() is None
+        relay.go_on()
+        Fault(out).survived(run)
+        assert_right(out)
+
+
+def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
+    url, begins, ends = silent
+    run, out = begin(url, "timeout_s=4", "patience_s=5")
+    begins()
+    fault = Fault(out)
+    try:
+        errors = finished(run, status=1)
+    finally:
+        ends()
+    fault.ended()
+    # without its link there is no way to open another connection either
+    assert re.search(
+        r"got (no answer within 4 s \(rollout.engine.timeout_s\)|Connect\w+: )", errors
+    ), errors
+    assert "--resume" in errors
+    Fault(out).resumed()
+    assert_right(out)
+
+
+def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
+    """On its port, with the weights it starts with: the run gives it its own and samples the batch again."""
+    run, out = begin(server.url, f"patience_s={LONG}")
+    server.send(signal.SIGKILL)
+    fault = Fault(out)
+    server.start()
+    print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
+    fault.survived(run)
+    assert_right(out)
+
+
+def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
+    """Those of every step in play are lost with it and played again; nobody else asks it before it has its weights."""
+    run, out = begin(server.url, f"patience_s={LONG}", more=["rollout.max_staleness=2"])
+    server.send(signal.SIGKILL)
+    fault = Fault(out)
+    server.start()
+    print(f"the server is back after {time.monotonic() - fault.began:.1f} s")
+    fault.survived(run)
+    assert_complete(out, 12)
+    assert all(row["staleness/max"] <= 2 for row in rows(out))
+    assert all(row.get("mismatch/k3_staleness@0", 0) < 1e-6 for row in rows(out))
+    assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
+
+
+def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
+    run, out = begin(server.url, "patience_s=3")
+    server.send(signal.SIGKILL)
+    fault = Fault(out)
+    errors = finished(run, status=1)
+    fault.ended()
+    assert "--resume" in errors
+    server.start()
+    Fault(out).resumed()
+    assert_right(out)

@@ -1,0 +1,268 @@
+"""Whole runs under Ray: what equals the local loop, and what becomes of a run when its processes are killed.
+
+On-policy numerics makes a completion independent of what else is in the batch, so there every run equals the local one
+to the bit: with several replicas, and after a kill that had requests repeated.
+"""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.cli import main
+from onepolicy.launch.ray.remote_engine import RemoteEngine
+from onepolicy.sync.broadcast import Sender
+from onepolicy.train import checkpoint
+from support import ray_runs
+from support.metrics import rows, timeless
+from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1200)]
+EXACT = ["numerics=on-policy", "model.dtype=float32", "train.device=cpu"]
+OVERRIDES = ["steps=3", "checkpoint.every=3", "train.device=cpu"]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    return start_noting(monkeypatch)
+
+
+@pytest.fixture
+def two_nodes():
+    with ray_runs.two_nodes() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def exact(recipe, tmp_path_factory):
+    """The local run with on-policy numerics."""
+    out = tmp_path_factory.mktemp("exact") / "local"
+    assert main(["train", str(recipe), f"out={out}", *OVERRIDES, *EXACT]) == 0
+    return out
+
+
+def assert_same_run(found, expected):
+    assert [timeless(row) for row in rows(found)] == [timeless(row) for row in rows(expected)]
+    assert (found / "samples.jsonl").read_bytes() == (expected / "samples.jsonl").read_bytes()
+    assert_same_weights(found, expected)
+
+
+def assert_same_weights(found, expected):
+    ours, theirs = (weights_of(checkpoint.latest(run)) for run in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def weights_of(folder):
+    return {
+        name: tensor
+        for file in folder.glob("model*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def problems(run):
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [(line["step"], line["problem"]) for line in lines]
+
+
+def of_quant(run):
+    """What run.json says of quantised weights."""
+    return json.loads((run / "run.json").read_text()).get("quant")
+
+
+def without_faults(row):
+    return {
+        name: value
+        for name, value in timeless(row).items()
+        if "replica_restarts" not in name and "repeated" not in name
+    }
+
+
+@pytest.mark.parametrize("quant", ["off", "int8"])
+def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path):
+    """By the command line: a Ray of this machine only, which keeps its own words to itself."""
+    settings = [*OVERRIDES, f"rollout.quant={quant}"]
+    local, out = train("local", *settings), tmp_path / "ray"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "onepolicy", "train", recipe, f"out={out}", *settings, *RAY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same_run(out, local)
+    assert done.stderr == ""
+    assert re.search(r"^replica 0 +\d+ +127\.0\.0\.1 ", done.stdout, re.MULTILINE)
+    assert json.loads((out / "config.json").read_text())["cluster"]["replicas"] == 1
+    assert of_quant(out) == of_quant(local)
+    assert ("bytes in the engine" in done.stdout) == (quant == "int8") == bool(of_quant(out))
+
+
+def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(
+    train, two_nodes, processes, exact
+):
+    out = train(
+        "ray",
+        *OVERRIDES,
+        *EXACT,
+        *RAY,
+        "cluster.replicas=2",
+        "cluster.placement=spread",
+        f"cluster.address={two_nodes.address}",
+    )
+    assert_same_run(out, exact)
+    assert processes["replica 0"].node != processes["replica 1"].node
+    assert len({where.pid for where in processes.values()}) == 3
+
+
+def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
+    """Which requests meet in a batch decides last bits; problems, seeds and statistics are the same."""
+    local = train("local", *OVERRIDES, "train.ranks=2", "optim.lr=1e-5")
+    ranks = [
+        "train.ranks=2",
+        "cluster.replicas=2",
+        "cluster.placement=spread",
+        f"cluster.address={two_nodes.address}",
+    ]
+    out = train("ray", *OVERRIDES, *RAY, *ranks, "optim.lr=1e-5")
+    assert len({where.node for where in processes.values()}) == 2
+    for ours, theirs in zip(rows(out), rows(local), strict=True):
+        for name in ("train/reward", "train/response_length", "eval/greedy"):
+            assert ours.get(name) == theirs.get(name), name
+        for name in {"train/loss", "train/grad_norm", "train/entropy"} & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
+    """No token is older than allowed, also of requests that a killed replica has to be asked again; every step has its
+    problems once."""
+    done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2) if killed else []
+    settings = ["steps=6", "rollout.max_staleness=2", "eval.every=3", "train.device=cpu"]
+    out = train("ray", *settings, *RAY, "cluster.replicas=2")
+    assert bool(done) == killed == (repeated(out) > 0)
+    steps = [row for row in rows(out) if "staleness/max" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for row in steps:
+        assert 0 <= row["staleness/max"] <= min(2, row["step"] - 1)
+        assert (
+            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+            == row["correction/slots"]
+        )
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+    assert max(row["staleness/max"] for row in steps) >= 1
+    assert max(row["staleness/spanning"] for row in steps) > 0  # sampled over an update
+    assert problems(out) == problems(train("one", "steps=6", "eval.every=0"))
+
+
+def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monkeypatch, caplog):
+    """It comes back with the weights of then, its requests are repeated, and the run is what it would have been."""
+    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
+    with caplog.at_level(logging.WARNING):
+        out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2")
+    assert killed
+    assert list(map(without_faults, rows(out))) == list(map(without_faults, rows(exact)))
+    assert_same_weights(out, exact)
+    assert repeated(out) > 0
+    print(re.search(r"replica 0 is back after .*", caplog.text)[0])
+
+
+def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monkeypatch, caplog):
+    """The broadcast ends for all: the others are sent the weights alone, and it when it is back."""
+    send, killed = Sender._send_bucket, []
+
+    def kill_and_send(sender, number, bucket, version):
+        if version == 2 and not killed:
+            killed.append(sender.secret.size)
+            os.kill(processes["replica 0"].pid, signal.SIGKILL)
+        return send(sender, number, bucket, version)
+
+    monkeypatch.setattr(Sender, "_send_bucket", kill_and_send)
+    with caplog.at_level(logging.WARNING):
+        out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=3")
+    assert killed == [4]
+    assert list(map(without_faults, rows(out))) == list(map(without_faults, rows(exact)))
+    assert_same_weights(out, exact)
+    assert "replica 0 is back after" in caplog.text
+    assert caplog.text.count("is sent the weights once more, alone") == 2
+
+
+def test_the_others_take_over_when_restarts_are_used_up(
+    train, processes, exact, monkeypatch, caplog
+):
+    killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
+    out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2", "cluster.restarts=0")
+    assert killed
+    assert_same_run(out, exact)
+    assert "replica 0 is gone for good" in caplog.text
+    assert "1 replicas are left" in caplog.text
+
+
+def test_the_last_replica_lost_ends_the_run_and_it_resumes(
+    recipe, processes, exact, monkeypatch, tmp_path, capsys
+):
+    out = tmp_path / "ray"
+    with monkeypatch.context() as patch:
+        kill_in_the_middle(patch, processes, "replica 0", version=1)
+        settings = [*OVERRIDES, *EXACT, *RAY, "checkpoint.every=1", "cluster.restarts=0"]
+        assert main(["train", str(recipe), f"out={out}", *settings]) == 1
+    assert "no rollout replica is left" in capsys.readouterr().err
+    assert len(rows(out)) == 2  # the first evaluation and one step
+    assert main(["train", "--resume", str(out), "cluster.replicas=2"]) == 0
+    assert_same_run(out, exact)
+
+
+def test_a_node_that_goes_takes_its_replica_along(
+    train, two_nodes, processes, exact, monkeypatch, caplog
+):
+    """No other node has room for it, so it is lost after cluster.restart_timeout; the other replica goes on."""
+    (other,) = two_nodes.worker_nodes
+    send, done = RemoteEngine._send, []
+
+    async def send_and_remove(engine):
+        await send(engine)
+        if (
+            processes[engine.name].node == other.node_id
+            and engine.version >= 1
+            and len(engine._asked) > 1
+            and not done
+        ):
+            done.append(engine.name)
+            two_nodes.remove_node(other, allow_graceful=False)
+
+    monkeypatch.setattr(RemoteEngine, "_send", send_and_remove)
+    settings = ["cluster.replicas=2", "cluster.cpus_per_replica=2", "cluster.restart_timeout=20"]
+    out = train("ray", *OVERRIDES, *EXACT, *RAY, *settings, f"cluster.address={two_nodes.address}")
+    assert done
+    assert_same_weights(out, exact)
+    assert f"{done[0]} did not come back within 20 s" in caplog.text
+
+
+def test_no_room_and_nobody_there_are_told(recipe, two_nodes, tmp_path, capsys):
+    command = [
+        "train",
+        str(recipe),
+        f"out={tmp_path / 'x'}",
+        "cluster.kind=ray",
+        "train.device=cpu",
+    ]
+    address = f"cluster.address={two_nodes.address}"
+    assert main([*command, address, "cluster.cpus_per_replica=3", "cluster.start_timeout=3"]) == 75
+    errors = capsys.readouterr().err
+    assert "found no room within 3 s" in errors
+    assert "1 x 3 CPU, 0 GPU: replicas" in errors
+    assert errors.count("2 CPU, 0 GPU: node") == 2
+    assert main([*command, "cluster.address=127.0.0.1:1"]) == 75
+    assert "cluster.address: no Ray at 127.0.0.1:1" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,107 @@
+"""vLLM in the replicas of Ray: every token is sampled from the learner's weights, and after the last sync each replica
+answers as an engine that has just loaded the checkpoint."""
+
+import asyncio
+import logging
+
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, VLLMEngineConfig
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.fleet.replicas import Replicas
+from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.train import checkpoint
+from onepolicy.types import Sampling
+from support.metrics import rows
+from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(1800)]
+STEPS, MAX_LEN = 3, 128
+ENGINE = VLLMEngineConfig(dtype="float32", slots=8, cache_gib=0.125, block_size=32)
+SETTINGS = [
+    f"rollout.engine.{name}={getattr(ENGINE, name)}"
+    for name in ("kind", "dtype", "cache_gib", "block_size")
+]
+PROMPTS = torch.randint(2, 20, (4, 24), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+async def answers_of(engine):
+    """One prompt at a time, nothing cached."""
+    await engine.reset_cache()
+    return [
+        await engine.generate(prompt, Sampling(1.0, 12), seed=i) for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Version -> replica's name -> what it answered once it had the weights."""
+    found, load = {}, Replicas.load_weights
+
+    async def load_and_ask(self, weights, version):
+        await load(self, weights, version)
+        found[version] = {engine.name: await answers_of(engine) for engine in self._living}
+
+    monkeypatch.setattr(Replicas, "load_weights", load_and_ask)
+    return found
+
+
+@pytest.mark.parametrize(("weights", "killed"), [("stream", False), ("disk", True)])
+def test_replicas_sample_from_the_learners_weights(
+    weights, killed, recipe, answers, tmp_path, monkeypatch, caplog
+):
+    out = tmp_path / "run"
+    own = [
+        f"steps={STEPS}",
+        "eval.every=0",
+        f"cluster.weights={weights}",
+        "cluster.replicas=2",
+        "train.device=cpu",
+    ]
+    processes = start_noting(monkeypatch)
+    done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1) if killed else []
+    limits = [
+        "cluster.start_timeout=900",
+        "cluster.restart_timeout=900",
+    ]  # two starts of vLLM on a busy machine
+    with caplog.at_level(logging.WARNING):
+        assert main(["train", str(recipe), f"out={out}", *own, *RAY, *SETTINGS, *limits]) == 0
+    assert bool(done) == killed == ("replica 0 is back after" in caplog.text) == (repeated(out) > 0)
+    for row in rows(out):
+        assert (
+            row["mismatch/k3"] < 1e-6
+        )  # float32 on both sides; weights of another step are 1e-5 and more away
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+    assert list(answers) == list(range(STEPS + 1))
+    assert_as_fresh(answers, checkpoint.latest(out))
+
+
+def assert_as_fresh(answers, folder):
+    hf = read_config(model := ModelConfig(path=str(folder)))
+    routes = RouteRules(
+        tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
+    )
+    fresh = asyncio.run(
+        answers_of(VLLMEngine(model, hf, ENGINE, routes=routes, max_len=MAX_LEN, cpu=True))
+    )
+    assert len({float(of["replica 0"][0].logp.sum()) for of in answers.values()}) == STEPS + 1
+    for version, of_replicas in answers.items():
+        assert len(of_replicas) == 2
+        for found in of_replicas.values():
+            equal = [
+                torch.equal(ours.logp, theirs.logp)
+                for ours, theirs in zip(found, fresh, strict=True)
+            ]
+            assert equal == [version == STEPS] * len(PROMPTS)
+            assert all((each.version == version).all() for each in found)
+            if version == STEPS:
+                assert all(
+                    torch.equal(a.token_ids, b.token_ids) for a, b in zip(found, fresh, strict=True)
+                )
+                assert all(
+                    torch.equal(a.routing.ids, b.routing.ids)
+                    for a, b in zip(found, fresh, strict=True)
+                )

@@ -1,0 +1,293 @@
+"""SGLang 0.5.23 itself on this CPU behind the RolloutEngine protocol: one server for all. `make test-sglang`."""
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.models.load import load_model
+from onepolicy.replay.checks import RouteRules, check_completion
+from onepolicy.sync.check import adopt, checked_push
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
+from onepolicy.types import Sampling
+from support.sglang_live import (
+    RULES,
+    agreement,
+    checksums,
+    greedy,
+    make_glm,
+    open_engine,
+    play,
+    prompts,
+    serving,
+    stock,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(900)]
+CPU = torch.device("cpu")
+SIZE = PolicyConfig(hidden_size=64, layers=3, experts=16, top_k=4, max_len=512)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Two random policies of one shape, sharp enough for their tokens to differ."""
+    made, tokenizer = [], make_tokenizer(alphabet(SIZE.task))
+    for seed in (0, 1):
+        settings = SIZE.model_copy(update={"seed": seed})
+        model = make_model(settings, len(tokenizer))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.15 * torch.randn_like(weight)
+        made.append(tmp_path_factory.mktemp("models") / f"policy{seed}")
+        save_policy(model, tokenizer, settings, made[-1])
+    return made
+
+
+@pytest.fixture(scope="session")
+def models(folders):
+    return [load_model(ModelConfig(path=str(folder)), torch.float32, CPU) for folder in folders]
+
+
+@pytest.fixture(scope="session")
+def server(folders, tmp_path_factory):
+    with serving(folders[0], tmp_path_factory.mktemp("sglang") / "server.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def fresh(server, folders):
+    """Checksums of the weights the server was started with, and greedy log-probabilities under them."""
+    engine = open_engine(server, folders[0])
+    assert engine.holds(str(folders[0]))
+    asyncio.run(adopt(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
+    return checksums(server), greedy(engine)
+
+
+@pytest.fixture
+def engine(fresh, server, folders):
+    """Holds the first policy, nothing cached."""
+    found = open_engine(server, folders[0])
+    asyncio.run(found.load_folder(None, 0))
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
+    asked = [
+        (p, Sampling(temperature, 5 + 3 * i, top_logprobs=2)) for i, p in enumerate(prompts(8))
+    ]
+    for (prompt, sampling), done in zip(asked, play(engine, asked), strict=True):
+        logp, routes = stock(models[0], prompt, done, temperature)
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        assert (len(done.token_ids), done.finish) == (sampling.max_tokens, "length")
+        assert done.top_logp.shape == done.top_ids.shape == (sampling.max_tokens, 2)
+        check_completion(done, prompt, RULES, "sample")
+        assert agreement(done.routing.ids, routes) > 0.97
+        assert {(span.source, span.version) for span in done.routing.spans[-1:]} == {("decode", 0)}
+
+
+def test_narrowed_and_greedy_logp(engine, models):
+    prompt = prompts(1)[0]
+    (few,) = play(engine, [(prompt, Sampling(1.0, 20, top_k=2))])
+    path = torch.tensor([[*prompt, *few.token_ids.tolist()]])
+    with torch.no_grad():
+        best = models[0](input_ids=path, use_cache=False).logits[0, len(prompt) - 1 : -1].topk(2)
+    where = (best.indices == few.token_ids.long()[:, None]).int().argmax(-1)
+    assert (best.indices.gather(-1, where[:, None])[:, 0] == few.token_ids).all()
+    kept = torch.log_softmax(best.values, -1).gather(-1, where[:, None])[:, 0]
+    torch.testing.assert_close(few.logp, kept, atol=2e-4, rtol=0)
+    (nucleus,) = play(engine, [(prompt, Sampling(1.0, 20, top_p=1e-6))])
+    (likeliest,) = play(engine, [(prompt, Sampling(0.0, 20))])
+    assert torch.equal(nucleus.token_ids, likeliest.token_ids)
+    assert (nucleus.logp == 0).all()
+    torch.testing.assert_close(
+        likeliest.logp, stock(models[0], prompt, likeliest)[0], atol=2e-4, rtol=0
+    )
+
+
+def test_cached_prefix_brings_its_routes(engine, models):
+    (first,) = play(engine, [(prompts(1)[0], Sampling(1.0, 40))])
+    prompt = prompts(1)[0] + first.token_ids.tolist()
+    whole, part = play(
+        engine,
+        [(prompt, Sampling(1.0, 8)), (prompt, Sampling(1.0, 8, routes_from=len(prompt) - 4))],
+    )
+    cached = whole.routing.spans[0]
+    assert (cached.source, cached.start) == ("cache", 0)
+    assert cached.length >= len(prompt) - 2
+    rows = min(cached.length, len(first.routing))
+    assert torch.equal(whole.routing.ids[:rows], first.routing.ids[:rows])
+    assert part.first_slot == len(prompt) - 4
+    for done in (whole, part):
+        check_completion(done, prompt, RULES, "sample")
+        logp, routes = stock(models[0], prompt, done)
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        assert agreement(done.routing.ids, routes[done.first_slot :]) > 0.97
+
+
+def test_stops_at_our_token(engine):
+    prompt = prompts(1)[0]
+    (whole,) = play(engine, [(prompt, Sampling(0.0, 20))])
+    stop = whole.token_ids[5].item()
+    (done,) = play(engine, [(prompt, Sampling(0.0, 20, stop=(stop,)))])
+    assert (
+        done.token_ids.tolist()
+        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    )
+    assert done.finish == "stop"
+
+
+class Learner:
+    version = 5
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_weights(self):
+        yield from self.model.state_dict().items()
+
+
+@pytest.mark.parametrize("way", ["gloo", "disk"])
+def test_updated_server_equals_one_that_loaded_the_checkpoint(fresh, server, folders, models, way):
+    """To the bit: checksums of all tensors and log-probabilities, with those at its start and after its own load."""
+    engine = open_engine(server, folders[0], sync=way)
+    asyncio.run(engine.load_folder(str(folders[1]), 0))
+    expected = checksums(server), greedy(engine)
+    assert expected[0] != fresh[0]
+    asyncio.run(engine.load_folder(None, 0))
+    assert checksums(server) == fresh[0]
+    asyncio.run(checked_push(Learner(models[0]), engine, vocab=engine.caps.top_logprobs))
+    assert (engine.version, checksums(server)) == (5, fresh[0])
+    assert all(torch.equal(a, b) for a, b in zip(greedy(engine), fresh[1], strict=True))
+    asyncio.run(engine.load_weights(models[1].state_dict().items(), 6))
+    assert checksums(server) == expected[0]
+    found = greedy(engine)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected[1], strict=True))
+    (done,) = play(engine, [(prompts(1)[0], Sampling(1.0, 9))])
+    assert done.version.tolist() == [6] * 9
+
+
+@pytest.fixture
+def slow(server):
+    """Requests of 300 tokens take 6 s at least."""
+    httpx2.post(f"{server}/slow_down", json={"forward_sleep_time": 0.02})
+    yield
+    httpx2.post(f"{server}/slow_down", json={"forward_sleep_time": None})
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode):
+    engine = open_engine(server, folders[0], pause=mode)
+    asyncio.run(engine.load_folder(None, 0))
+    paths = prompts(3)
+
+    async def updated():
+        running = [
+            asyncio.create_task(engine.generate(p, Sampling(1.0, 300), seed=i))
+            for i, p in enumerate(paths)
+        ]
+        await engine.generate(
+            paths[0], Sampling(1.0, 2), seed=8
+        )  # begun after them, ended long before them
+        await engine.load_weights(models[1].state_dict().items(), 1)
+        later = await engine.generate(paths[0], Sampling(1.0, 3), seed=9)
+        return await asyncio.gather(*running), later
+
+    completions, later = asyncio.run(updated())
+    for prompt, done in zip(paths, completions, strict=True):
+        assert len(done.token_ids) == 300
+        changed = done.version.tolist().index(1)
+        assert changed
+        assert done.version.tolist() == [0] * changed + [1] * (300 - changed)
+        check_completion(done, prompt, RULES, mode)
+        (before, old), (after, new) = stock(models[0], prompt, done), stock(models[1], prompt, done)
+        torch.testing.assert_close(done.logp[:changed], before[:changed], atol=2e-4, rtol=0)
+        first = len(prompt) - 1 + changed  # slot that sampled the first token of the new weights
+        assert done.routing.ids.shape[0] == len(prompt) + 299
+        if mode != "in_place":  # which goes on from keys and values of the old weights
+            torch.testing.assert_close(done.logp[changed:], after[changed:], atol=2e-4, rtol=0)
+            assert agreement(done.routing.ids[first:], new[first:]) > 0.97
+        if mode == "retract":
+            assert (~done.routing.valid).nonzero()[:, 0].tolist() == list(
+                range(len(prompt) - 1, first)
+            )
+            assert agreement(done.routing.ids[: len(prompt) - 1], new[: len(prompt) - 1]) > 0.9
+        else:
+            assert done.routing.valid.all()
+            assert agreement(done.routing.ids[:first], old[:first]) > 0.97
+    assert later.version.tolist() == [1] * 3
+    assert (
+        later.routing.spans[0].version == 1
+    )  # also if a resumed request has its prompt cached by now
+    torch.testing.assert_close(later.logp, stock(models[1], paths[0], later)[0], atol=2e-4, rtol=0)
+
+
+def recipe(folder, server, out):
+    path = out / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "{out / "run"}"
+        steps = 3
+        model = {{ path = "{folder}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        optim = {{ lr = 1e-3 }}
+        eval = {{ every = 3, problems = 4, k = 1 }}
+        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
+        [rollout]
+        prompts_per_step = 2
+        group_size = 4
+        sampling = {{ max_tokens = 20 }}
+        engine = {{ kind = "sglang", url = "{server}", dtype = "float32" }}
+        """
+    )
+    return str(path)
+
+
+def test_training_on_its_rollouts_with_their_routes_replayed(fresh, server, folders, tmp_path):
+    """The sync check, R3, the detector, an evaluation, a checkpoint; then a resumed run on the same server."""
+    assert main(["train", recipe(folders[0], server, tmp_path)]) == 0
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [row for row in rows if "mismatch/k3" in row]
+    assert len(steps) == 4
+    for row in steps:
+        assert row["mismatch/k3"] < 1e-6
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+
+
+def test_engine_check_passes(fresh, server, folders, tmp_path, capsys):
+    assert main(["engine", "check", recipe(folders[0], server, tmp_path)]) == 0, (
+        capsys.readouterr().out
+    )
+
+
+def test_dense_layers_are_dropped_and_other_families_are_synced(tmp_path):
+    """GLM-4 MoE: its first layer is dense, its router a sigmoid with a bias, its fused experts have other names."""
+    model = make_glm()
+    model.save_pretrained(tmp_path)
+    make_tokenizer(alphabet(SIZE.task)).save_pretrained(tmp_path)
+    rules = RouteRules((1, 2), 8, 2, "error")
+    with serving(tmp_path, tmp_path / "server.log") as server:
+        engine = open_engine(server, tmp_path, rules)
+        for version in (0, 1):
+            for prompt, done in zip(
+                prompts(3), play(engine, [(p, Sampling(1.0, 20)) for p in prompts(3)]), strict=True
+            ):
+                check_completion(done, prompt, rules, "sample")
+                logp, routes = stock(model, prompt, done)
+                torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+                assert done.version.tolist() == [version] * 20
+                assert done.routing.layers == (1, 2)
+                assert agreement(done.routing.ids, routes) > 0.97
+            with torch.no_grad():
+                for tensor in model.parameters():
+                    tensor += 0.05 * torch.randn_like(tensor)
+            asyncio.run(engine.load_weights(model.state_dict().items(), 1))

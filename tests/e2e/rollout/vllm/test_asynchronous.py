@@ -1,0 +1,105 @@
+"""A vLLM server samples while the learner learns: which weights sampled which token, and that it is true."""
+
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig
+from onepolicy.models.load import load_model
+from onepolicy.run import async_rollouts
+from support.vllm_engines import recipe, rows, stock
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+STEPS = 6
+
+
+@pytest.fixture
+def learned(monkeypatch):
+    """step -> (weights it began with, groups it was given), of a run that is then made."""
+    taken, original = {}, async_rollouts.learn
+
+    def learn(parts, step, rollouts, clock, **more):
+        assert parts.learner.version == step
+        weights = {name: tensor.clone() for name, tensor in parts.learner.named_weights()}
+        taken[step] = (weights, rollouts.groups)
+        return original(parts, step, rollouts, clock, **more)
+
+    monkeypatch.setattr(async_rollouts, "learn", learn)
+    return taken
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(
+    server, folders, tmp_path, learned, most, sync
+):
+    settings = [
+        f"rollout.max_staleness={most}",
+        f"rollout.engine.sync={sync}",
+        f"steps={STEPS}",
+        "eval.every=3",
+    ]
+    # two requests at a time: sampling takes several times as long as learning, so that updates find some in the middle
+    settings += [
+        "rollout.sampling.max_tokens=60",
+        "rollout.engine.slots=2",
+        "log.counterfactual_every=0",
+    ]
+    settings += [
+        "objective.entropy_coef=0.3",
+        "optim.lr=5e-4",
+    ]  # random weights earn nothing; this moves them
+    assert main(["train", str(recipe(tmp_path, folders[0], server)), *settings]) == 0
+    assert sorted(learned) == list(range(STEPS))
+    weights = [learned[step][0] for step in range(STEPS)]
+    model = load_model(ModelConfig(path=str(folders[0])), torch.float32, torch.device("cpu"))
+    known = rows(tmp_path)
+    spanning, oldest, agreeing = 0, 0, []
+    for step, (_, groups) in learned.items():
+        assert [len(group.samples) for group in groups] == [4, 4]
+        for sample in (sample for group in groups for sample in group.samples):
+            versions = sample.version[sample.trainable]
+            assert step - most <= int(versions.min()) <= int(versions.max()) <= step
+            assert (versions.diff() >= 0).all()
+            spanning += len(versions.unique()) > 1
+            oldest = max(oldest, step - int(versions.min()))
+            agreeing.append(check_sample(model, weights, sample))
+        (row,) = (row for row in known if row["step"] == step + 1)
+        assert row["staleness/max"] <= most
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+        assert row["rollout/requests_dropped"] == 0
+    assert oldest == most
+    assert spanning > 0
+    assert min(agreeing) > 0.9
+    assert sum(agreeing) / len(agreeing) > 0.99
+    ages = [name for row in known for name in row if name.startswith("mismatch/k3_staleness@")]
+    assert len(set(ages)) == most + 1
+
+
+def check_sample(model, weights, sample):
+    """Tokens and routes against one forward of the whole path with each of the weights that had a part in it. Returns
+    the share of rows with the same experts."""
+    first, rest = sample.tokens[:1].tolist(), sample.tokens[1:]
+    assert len(sample.routing) == len(rest)
+    assert sample.routing.valid.all()
+    rows_of = torch.cat([torch.full((span.length,), span.version) for span in sample.routing.spans])
+    mine, same = sample.trainable, []
+    # a row is of the weights that fed its token, which are those that sampled the next one
+    assert torch.equal(rows_of[mine], sample.version[mine])
+    for version in rows_of.unique().tolist():
+        model.load_state_dict(weights[version])
+        logits, routes = stock(model, first, rest)
+        logp = torch.log_softmax(logits, -1).gather(-1, rest[:, None].long())[:, 0]
+        chosen = mine & (sample.version == version)
+        torch.testing.assert_close(sample.logp_rollout[chosen], logp[chosen], atol=2e-4, rtol=0)
+        others = (weights[other] for other in range(len(weights)) if abs(other - version) == 1)
+        if chosen.sum() > 5:
+            for other in others:  # or the comparison could not tell
+                model.load_state_dict(other)
+                wrong = torch.log_softmax(stock(model, first, rest)[0], -1).gather(
+                    -1, rest[:, None].long()
+                )[:, 0]
+                assert (wrong[chosen] - sample.logp_rollout[chosen]).abs().max() > 1e-3
+        equal = sample.routing.ids.sort(-1).values == routes.sort(-1).values
+        same.append(equal[rows_of == version].all(-1).all(-1))
+    return float(torch.cat(same).float().mean())

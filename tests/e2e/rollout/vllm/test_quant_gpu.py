@@ -1,0 +1,44 @@
+"""vLLM's quantisation with its own kernels, on a GPU, by hand:
+
+ONEPOLICY_MODEL=FOLDER pytest -m gpu tests/e2e/rollout/vllm/test_quant_gpu.py
+
+FOLDER: a MoE model with its tokenizer, small enough for trainer and engine on one device.
+"""
+
+import asyncio
+import os
+
+import pytest
+
+from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.learner import resolve_model
+from onepolicy.build.measure_settings import measure_config
+from onepolicy.engine_check.command import check_pair
+from onepolicy.sync.check import checked_push
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize("quant", ["fp8", "int8"])
+def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
+    """Experts in codes, routes of its own tokens, and weights that are quantised again at every sync."""
+    model = {"path": os.environ["ONEPOLICY_MODEL"], "dtype": "bfloat16"}
+    rollout = {"engine": {"kind": "vllm", "dtype": "bfloat16"}, "quant": quant}
+    config = measure_config(
+        {"model": model, "rollout": rollout, "train": {"device": "cuda"}}, [], None
+    )
+    source = resolve_model(config.model)
+    tokenizer, max_len = open_tokenizer(config, source)
+    pair = build_pair(config, source, max_len)
+    parts = {part.part: part for part in pair.engine.caps.sizes.parts}
+    assert parts["experts"].bytes_after < 0.6 * parts["experts"].bytes_before
+    vocab = pair.scorer.vocabulary
+    asyncio.run(checked_push(pair.scorer, pair.engine, vocab=vocab))
+    found = asyncio.run(check_pair(pair, tokenizer, source))
+    with capsys.disabled():
+        print(
+            "\n" + pair.engine.caps.sizes.words(),
+            *(f"{check.name}: {check.measured}" for check in found),
+            sep="\n",
+        )
+    assert [check.name for check in found if check.passed is False] == []

@@ -1,0 +1,428 @@
+"""A real vLLM server behind the RolloutEngine protocol, started once per session by `onepolicy engine serve`."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from onepolicy.build.engines import build_engine
+from onepolicy.cli import main
+from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm import server as served
+from onepolicy.sync import broadcast as module
+from onepolicy.sync.broadcast import Sender
+from onepolicy.sync.check import checked_push
+from onepolicy.types import Sampling
+from support.vllm_engines import (
+    BLOCK,
+    MAX_LEN,
+    VOCAB,
+    FakeLearner,
+    ServerProcess,
+    again_and_again,
+    alone,
+    cached_requests,
+    connect,
+    followed,
+    play,
+    prompts,
+    ragged,
+    recipe,
+    rows,
+    same,
+    stock,
+)
+from support.waiting import LIMIT_S, until, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+ATTEMPTS = 8
+
+
+@pytest.fixture
+def remote(server, folders):
+    return connect(server, folders[0])
+
+
+def test_served_at_its_start_as_in_this_process(remote, engine):
+    """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
+    requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
+    requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
+    requests += [
+        ((prompts(1)[0] * 40)[: 2 * BLOCK + 5], Sampling(1.0, 10), seed) for seed in (1, 2)
+    ]
+    requests += [(prompts(1)[0], Sampling(1.0, 6, routes_from=len(prompts(1)[0]) - 1), 8)]
+    asyncio.run(remote.reset_cache())
+    sources = []
+    for ours, theirs in zip(alone(remote, requests), alone(engine, requests), strict=True):
+        same(ours, theirs)
+        assert ours.routing.spans == theirs.routing.spans
+        assert (ours.finish, ours.version.tolist()) == (theirs.finish, theirs.version.tolist())
+        if theirs.top_ids is not None:
+            assert torch.equal(ours.top_ids, theirs.top_ids)
+            assert torch.equal(ours.top_logp, theirs.top_logp)
+        assert ours.first_slot == theirs.first_slot
+        sources.append(ours.routing.spans[0].source)
+    assert sources[-2:] == ["cache", "prefill"]
+    assert len(ours.routing) == 6
+
+
+def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
+    requests = ragged(prompts(8), 0.5)
+    agreeing = []
+    for (prompt, sampling, _), done in zip(requests, play(remote, requests), strict=True):
+        logits, routes = stock(models[0], prompt, done.token_ids)
+        logp = torch.log_softmax(logits / 0.5, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        assert len(done.token_ids) == sampling.max_tokens
+        check_completion(done, prompt, remote._routes, "sample")
+        agreeing.append(
+            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        )
+    assert min(agreeing) > 0.97
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(
+    server, folders, models, fresh, sync
+):
+    """Also where the one before left packed experts and cached prefixes."""
+    remote, requests = connect(server, folders[0], sync=sync), cached_requests()
+    for version, index in enumerate((1, 1, 0, 1), start=1):
+        asyncio.run(remote.load_weights(models[index].state_dict().items(), version))
+        followed(remote, fresh, index, version, requests)
+
+
+class FlipsAByte:
+    """Of the fourth bucket, after its checksum was computed: some layers are loaded before it."""
+
+    def __init__(self, original):
+        self.original, self.buckets = original, 0
+
+    def __call__(self, tensors, **where):
+        flat = self.original(tensors, **where).clone()
+        self.buckets += 1
+        if self.buckets == 4:
+            flat[0] ^= 1
+        return flat
+
+
+class SendsAnOldVersion(Sender):
+    def send(self, weights, version):
+        return super().send(weights, version - 1)
+
+
+def rewritten(change, original=served.written):
+    """`change` is made to the files of a step before the server reads them."""
+
+    def written(*args):
+        folder, sums = original(*args)
+        path = next(folder.glob("*.safetensors"))
+        tensors = load_file(path)
+        change(tensors, next(name for name in tensors if "experts.7" in name))
+        save_file(tensors, path)
+        return folder, sums
+
+    return written
+
+
+def flip(tensors, name):
+    tensors[name].view(torch.uint8)[0, 3] ^= 1
+
+
+FAULTS = {
+    "broadcast, a flipped byte": (
+        "gloo",
+        module,
+        "flattened",
+        FlipsAByte(module.flattened),
+        r"receiver 1 .*bytes of '",
+    ),
+    "broadcast, an old version": (
+        "gloo",
+        served,
+        "Sender",
+        SendsAnOldVersion,
+        "version 4 came instead of version 5",
+    ),
+    "files, a flipped byte": (
+        "disk",
+        served,
+        "written",
+        rewritten(flip),
+        r"the bytes of '.*experts\.7.*' are not",
+    ),
+    "files, no such tensor": (
+        "disk",
+        served,
+        "written",
+        rewritten(dict.pop),
+        r"1 tensors are missing, .*experts\.7",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_altered_on_its_way_is_never_sampled_from(
+    server, folders, models, fresh, monkeypatch, fault
+):
+    """An error at the driver that says what; nothing is answered until a complete set came."""
+    sync, where, name, planted, problem = FAULTS[fault]
+    remote = connect(server, folders[0], sync=sync)
+    monkeypatch.setattr(module, "BUCKET_BYTES", 2**15)
+    with monkeypatch.context() as fault_only:
+        fault_only.setattr(where, name, planted)
+        with pytest.raises(TrainingError, match=problem):
+            asyncio.run(remote.load_weights(models[0].state_dict().items(), 5))
+    assert remote.version == -1
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        play(remote, ragged(prompts(1)))
+    if (
+        sync == "disk"
+    ):  # another run comes: it must not take what it finds for what the server was started with
+        followed(connect(server, folders[0]), fresh, 0, 0, ragged(prompts(3)))
+        return
+    asyncio.run(remote.load_weights(models[1].state_dict().items(), 6))
+    followed(remote, fresh, 1, 6, ragged(prompts(3)))
+
+
+def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, folders, models):
+    """Which packs no experts: also in a server that an earlier run has left with other weights."""
+    remote = connect(server, folders[0], sync="disk")
+    asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
+    mended = remote.call_workers
+
+    async def unmended(method, *args):
+        if method != "onepolicy_load_files":
+            return await mended(method, *args)
+        await mended("reload_weights", None, args[0])
+        return [{"difference": None}]
+
+    try:
+        remote.call_workers = unmended
+        with pytest.raises(TrainingError, match=r"VLLMServer .* moved the log-probabilities"):
+            asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
+    finally:
+        remote.call_workers = mended
+        asyncio.run(remote.load_weights(models[0].state_dict().items(), 1))
+
+
+def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, models):
+    """However slow this process is: an update before which the server has ended all requests is made again."""
+    remote = connect(server, folders[0])
+    spanning = attempt = 0
+    while not spanning and attempt < ATTEMPTS:
+        old, new = 2 * attempt, 2 * attempt + 1
+        asyncio.run(remote.load_weights(models[0].state_dict().items(), old))
+        spanning = check_interrupted(remote, models, old, new)
+        attempt += 1
+    assert spanning >= 1
+    assert remote.take_metrics()["rollout/requests_resumed"] >= spanning
+
+
+async def interrupted(remote, paths, model, version):
+    """What requests return, new ones of which come all the time, while the server is given these weights."""
+    updated, running = asyncio.Event(), asyncio.Event()
+
+    async def busy(i):
+        """Requests one after the other, of another length than the neighbours', until the weights have changed."""
+        while True:
+            done = await remote.generate(paths[i], Sampling(1.0, 45 + i), seed=i)
+            if updated.is_set():
+                return done
+            running.set()
+
+    tasks = [asyncio.create_task(busy(i)) for i in range(len(paths))]
+    await running.wait()  # the shortest has ended, the others are in the middle
+    await remote.pause()
+    await remote.load_weights(model.state_dict().items(), version)
+    updated.set()
+    await remote.resume()
+    return await asyncio.gather(*tasks)
+
+
+def check_interrupted(remote, models, before, after):
+    """How many requests were sampled by the weights of both versions. Every token must be of its own weights."""
+    paths = prompts(24)
+    spanning = 0
+    for prompt, done in zip(
+        paths, asyncio.run(interrupted(remote, paths, models[1], after)), strict=True
+    ):
+        total, kept = len(done.token_ids), int((done.version == before).sum())
+        assert done.version.tolist() == [before] * kept + [after] * (total - kept)
+        check_completion(done, prompt, remote._routes, "sample")
+        first, second = (stock(model, prompt, done.token_ids) for model in models)
+        logits = torch.cat(
+            [first[0][:kept], second[0][kept:]]
+        )  # the rest was computed anew, by the new weights
+        logp = torch.log_softmax(logits, -1).gather(-1, done.token_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(done.logp, logp, atol=2e-4, rtol=0)
+        if not 0 < kept < total:
+            continue
+        spanning += 1
+        old = len(prompt) + kept - 1  # slots fed before the pause
+        routes = torch.cat([first[1][:old], second[1][old:]])
+        agreeing = (
+            (done.routing.ids.sort(-1).values == routes.sort(-1).values).all(-1).float().mean()
+        )
+        assert agreeing > 0.97
+        spans = [
+            (0, len(prompt), "prefill", before),
+            (len(prompt), kept - 1, "decode", before),
+            (old, 1, "prefill", after),
+            (old + 1, total - kept - 1, "decode", after),
+        ]
+        found = [(s.start, s.length, s.source, s.version) for s in done.routing.spans]
+        assert found == [span for span in spans if span[1]]
+    return spanning
+
+
+def test_a_cancelled_request_ends_in_the_server(server, folders):
+    remote = connect(server, folders[0], retries=12)  # a minute for the server to notice
+
+    async def cancel():
+        ended = []
+        tasks = [asyncio.create_task(again_and_again(remote, i, ended)) for i in range(24)]
+        await until(lambda: len(set(ended)) == 24)  # by now they are anywhere in the middle
+        remote.take_metrics()
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+        await remote.reset_cache()  # succeeds once nothing holds a block
+
+    asyncio.run(cancel())
+    assert remote.take_metrics()["rollout/requests_dropped"] == 24
+
+
+def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_path):
+    other = json.loads((folders[0] / "config.json").read_text()) | {"num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(
+        UsageError, match=r"another model: its num_experts_per_tok is 4, model.path's 2"
+    ):
+        connect(server, tmp_path)
+    config = VLLMServerConfig(url=server.url, dtype="bfloat16")
+    with pytest.raises(UsageError, match="bfloat16, but the server runs float32"):
+        build_engine(
+            EngineSpec(ModelConfig(path=str(folders[0])), config, torch.device("cpu"), MAX_LEN)
+        )
+
+
+def test_what_would_end_the_engine_is_refused_and_the_server_lives(
+    server, folders, models, fresh, tmp_path
+):
+    """A token id of no token; a checkpoint that breaks off in the middle of a load, and requests after it."""
+    remote = connect(server, folders[0])
+    with pytest.raises(UsageError, match=r"expected at least one token id in 0\.\.31"):
+        play(remote, [([10**6], Sampling(1.0, 4), 0)])
+    request = {"token_ids": [10**6], "sampling_params": {"max_tokens": 4, "detokenize": False}}
+    with pytest.raises(TrainingError, match=r"status 400.*token_ids\[0\] is 1000000"):
+        asyncio.run(remote.client.post("/inference/v1/generate", request))
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: t[:1].contiguous() if "k_proj" in name else t for name, t in weights.items()},
+        broken / "model.safetensors",
+    )
+    with pytest.raises(TrainingError, match="exceeds dimension size"):
+        asyncio.run(remote.call_workers("onepolicy_load", str(broken), client=remote._once))
+    with pytest.raises(
+        TrainingError, match=r"status 409.*no complete set of weights: onepolicy_load has failed"
+    ):
+        asyncio.run(remote.client.post("/inference/v1/generate", request | {"token_ids": [3]}))
+    asyncio.run(remote.load_weights(models[1].state_dict().items(), 7))
+    followed(remote, fresh, 1, 7, ragged(prompts(3)))
+
+
+def below(pid):
+    """Its processes, a parent before its children."""
+    found = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [*found, *(each for child in found for each in below(child))]
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["command", "server"])
+def test_sigkill_of_one_process_ends_the_whole_server(folders, tmp_path, killed):
+    server = ServerProcess(folders[0], tmp_path / "log").wait_until_ready()
+    pids = below(server.process.pid)
+    assert len(pids) >= 4  # keeper, server, engine, worker
+    os.kill(server.process.pid if killed == "command" else pids[1], signal.SIGKILL)
+    server.process.wait(LIMIT_S)
+    wait_until(lambda: not any(runs(pid) for pid in pids))
+
+
+def check_steps(tmp_path, count):
+    steps = [row for row in rows(tmp_path) if "mismatch/k3" in row]
+    assert len(steps) == count
+    for row in steps:
+        assert row["mismatch/k3"] < 1e-6  # float32 on both sides
+        assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
+        assert row["rollout/requests"] >= 8
+        assert row["rollout/requests_retried"] == row["rollout/requests_dropped"] == 0
+
+
+def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path):
+    """Two runs on one server, which still has the weights of the first when the second resumes from its checkpoint."""
+    assert main(["train", str(recipe(tmp_path, folders[0], server))]) == 0
+    check_steps(tmp_path, 2)
+    assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
+    check_steps(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkeypatch):
+    """Killed in the middle of a batch: one error; the run resumes on a new server. Both want a token."""
+    monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
+    server = ServerProcess(
+        folders[0], tmp_path / "log", token_env="ENGINE_TOKEN"
+    ).wait_until_ready()
+    try:
+        with pytest.raises(UsageError, match=r"/version; got status 401"):
+            connect(server, folders[0])
+        remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
+        assert (
+            main(
+                ["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]
+            )
+            == 0
+        )
+
+        async def dies():
+            ended = []
+            requests = [asyncio.create_task(again_and_again(remote, i, ended)) for i in range(8)]
+            await until(lambda: len(ended) >= 8)
+            server.kill()
+            return await asyncio.gather(*requests)
+
+        with pytest.raises(TrainingError, match=r"/generate, 2 times; got .*--resume"):
+            asyncio.run(dies())
+        assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 75
+        assert "Is the vLLM server running there" in capfd.readouterr().err
+        check_steps(tmp_path, 2)
+        server = ServerProcess(
+            folders[0], tmp_path / "log of another", server.port, "ENGINE_TOKEN"
+        ).wait_until_ready()
+        assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
+        check_steps(tmp_path, 4)
+    finally:
+        server.kill()

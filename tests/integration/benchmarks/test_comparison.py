@@ -1,0 +1,44 @@
+"""The comparison page's rules do what it says, on the family where each of them is wrong."""
+
+import comparison
+import pytest
+
+from support.paths import ROOT
+
+
+def test_every_rule_is_in_the_page():
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    table = page[page.index(comparison.BEGIN) : page.index(comparison.END)]
+    assert [line.split("|")[1].strip() for line in table.splitlines()[3:]] == list(comparison.RULES)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {name: comparison.compare(name, samples=24, length=24) for name in ("GLM-4.5", "OLMoE")}
+
+
+def test_a_sigmoid_model_with_a_dense_first_layer(results):
+    found = results["GLM-4.5"]
+    ours, off = found["onepolicy"], found["no replay"]
+    assert ours.wrong == 0 < off.wrong
+    assert ours.k3 < off.k3 / 3
+    for rule in (
+        "softmax of all logits",
+        "softmax of the selected (eq. 8)",
+    ):  # right experts, wrong weights
+        assert found[rule].wrong == 0
+        assert found[rule].k3 > 10 * off.k3
+    assert found["layers by order, not by index"].wrong > 0.9
+    assert (
+        found["5% missing: onepolicy (own choice)"].k3
+        < off.k3
+        < found["5% missing: experts 0..K-1"].k3
+    )
+    assert found["5% missing: expert 0 K times"].k3 > 10 * off.k3
+
+
+def test_rules_are_right_where_they_apply(results):
+    found = results["OLMoE"]
+    for rule in ("layers by order, not by index", "softmax of all logits"):
+        assert found[rule].k3 == pytest.approx(found["onepolicy"].k3, rel=1e-3)
+    assert found["softmax of the selected (eq. 8)"].k3 > 10 * found["no replay"].k3

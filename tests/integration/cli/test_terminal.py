@@ -1,0 +1,522 @@
+"""What commands print and where they write: any encoding, closed and full streams, places that take no files."""
+
+import argparse
+import ast
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from onepolicy.cli import main, stopped, streams
+from onepolicy.config import UsageError, resolve
+from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
+from onepolicy.config.place import check_new, check_place, check_resumable, claimed
+from support.paths import ROOT
+
+SOURCE = ROOT / "src"
+RECIPE = ROOT / "recipes" / "quickstart.toml"
+PRINTS = f"from onepolicy.cli import main; import sys; sys.exit(main(['config', {str(RECIPE)!r}, 'out=r\u00fcns/\u2192']))"
+
+
+def python(code, **settings):
+    """A process with our source; its result."""
+    before = settings.pop("environment", {})
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **before}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **settings
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_every_encoding_can_print_what_a_command_found(encoding):
+    done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert tomllib.loads(done.stdout.decode(encoding))["out"] in (
+        "r\u00fcns/->",
+        "r\u00fcns/\u2192",
+    )
+
+
+def test_a_locale_without_utf8_is_named_where_a_setting_is_no_text_in_it():
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    code = "import sys; from onepolicy.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "config", str(RECIPE), "out=r\u00fcns".encode()]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **plain}
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert done.returncode == 2
+    assert b"out: 'r\\udcc3\\udcbcns' cannot be read as text" in done.stderr
+    assert b"PYTHONUTF8=1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("0.97 \u2192 1, 2.31\u00d7 1.5\u00d710\u207b\u2075", "0.97 -> 1, 2.31x 1.5x10^-5"),
+        ("\u2013 \u2212 \u2026 \u280b", "- - ... *"),
+        ('"\u00e9 \U0001f600 \ud800"', '"\\u00e9 \\ud83d\\ude00 \\ud800"'),
+    ],
+)
+def test_what_an_encoding_lacks_has_a_look_alike_or_an_escape_of_json(text, plain):
+    with streams.tolerant():
+        assert text.encode("ascii", streams.HANDLER) == plain.encode()
+
+
+@pytest.mark.parametrize(
+    "closed", ["os.close(1)", "os.close(2)", "os.close(1); os.close(2); os.close(0)"]
+)
+def test_closed_streams_are_nothing_to_a_command(closed, tmp_path):
+    code = (
+        f"import os; {closed}; os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {PRINTS!r}])"
+    )
+    assert python(code, stdout=subprocess.PIPE).returncode == 0
+
+
+def test_a_file_does_not_get_what_a_closed_stream_is_sent(tmp_path):
+    code = f"""
+import os
+from onepolicy.cli.streams import tolerant
+with tolerant():
+    file = open({str(tmp_path / "f")!r}, "w")
+    os.write(1, b"lost")
+"""
+    code = f"import os; os.close(1); os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
+    assert python(code).returncode == 0
+    assert (tmp_path / "f").read_text() == ""
+
+
+def test_a_full_disk_under_stdout_is_said_and_is_a_failure():
+    with open("/dev/full", "wb") as full:
+        done = python(PRINTS, stdout=full)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == b"onepolicy: stdout: No space left on device; not all of what was printed has arrived\n"
+    )
+
+
+def test_a_full_disk_under_stderr_is_nothing():
+    with open("/dev/full", "wb") as full:
+        code = (
+            "import sys; from onepolicy.cli import main; sys.exit(main(['config', 'nowhere.toml']))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=environment, stderr=full).returncode
+            == 2
+        )
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = python(PRINTS, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_streams_are_given_back():
+    before = sys.stdout, sys.stderr
+    assert main(["config", "nowhere.toml"]) == 2
+    assert (sys.stdout, sys.stderr) == before
+
+
+def test_every_text_file_names_its_encoding():
+    missing = []
+    for path in sorted((SOURCE / "onepolicy").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and _reads_text(node)
+                and "encoding" not in {k.arg for k in node.keywords}
+            ):
+                missing.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert missing == []
+
+
+def _reads_text(call):
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if isinstance(call.func, ast.Attribute) and name in ("read_text", "write_text"):
+        return True
+    constants = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    return name == "open" and any(
+        mode in ("r", "w", "a", "x", "r+", "w+", "a+") for mode in constants
+    )
+
+
+def test_a_path_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for path, why in [
+        (tmp_path / ("a" * 256), "longer than 255 bytes"),
+        (tmp_path / "new" / ("\u00e9" * 128) / "x", "longer than 255 bytes"),
+        (tmp_path.joinpath(*["a" * 200] * 20), "longer than 3840 bytes"),
+        (tmp_path / "file" / "x" / "y", "file is a file, not a folder"),
+        (tmp_path / "link", "a symbolic link to nothing"),
+        (Path("a\0b"), "NUL"),
+    ]:
+        with pytest.raises(UsageError, match=f"^--out: .*{why}"):
+            check_place("--out", path)
+    check_place("--out", tmp_path / ("a" * 255))
+    check_place("--out", tmp_path / "new" / "newer")
+    with pytest.raises(UsageError, match=r"out: .*file is a file"):
+        check_new(tmp_path / "file")
+
+
+@pytest.mark.needs("setpriv")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder != Path("/") and folder.stat().st_uid == 0:
+            folder.chmod(folder.stat().st_mode | 0o055)
+    code = f"""
+import sys; sys.path.insert(0, {str(SOURCE)!r})
+from pathlib import Path
+from onepolicy.config import UsageError
+from onepolicy.config.place import check_new, check_resumable
+for check, path in ((check_new, {str(tmp_path / "new")!r}), (check_resumable, {str(run)!r})):
+    try: check(Path(path))
+    except UsageError as error: print(error)
+"""
+    # whoever cannot read the sources themselves cannot run this test either
+    command = ["setpriv", "--reuid", "12345", "--clear-groups", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "No module named" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("this processor's Python is not readable by others")
+    new, resumed = done.stdout.splitlines()
+    assert "new cannot be made in" in new
+    assert "permission denied" in new
+    assert f"{run}: cannot be written to: permission denied" in resumed
+
+
+def test_a_read_only_file_system_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda *a: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: argparse.Namespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UsageError, match=r"cannot be written to: the file system is read-only"):
+        check_resumable(tmp_path)
+    with pytest.raises(UsageError, match=r"new cannot be made in .*: the file system is read-only"):
+        check_new(tmp_path / "new")
+
+
+def test_the_first_free_sibling(tmp_path):
+    out = tmp_path / "quickstart"
+    with claimed(out) as free:
+        assert free == out
+    assert not out.exists()
+    out.mkdir()
+    with claimed(out) as free:
+        assert free == out
+    assert out.exists()  # somebody else has made it
+    (out / "config.json").write_text("")
+    (tmp_path / "quickstart-2").write_text("")
+    with claimed(out) as free:
+        assert free == tmp_path / "quickstart-3"
+
+
+def test_starts_at_once_get_a_folder_each_and_what_is_left_of_a_killed_one_is_free(tmp_path):
+    out = tmp_path / "runs" / "r"
+    with claimed(out) as first, claimed(out) as second, claimed(out) as third:
+        assert [each.name for each in (first, second, third)] == ["r", "r-2", "r-3"]
+        made = tmp_path / "made"
+        made.mkdir()
+        (made / "config.json").write_text("")
+        made.rename(second)  # as a run is put there
+        with claimed(out) as fourth:
+            assert fourth.name == "r-4"
+    assert os.listdir(out.parent) == ["r-2"]
+    code = (
+        "import os; from pathlib import Path; from onepolicy.config.place import claimed\n"
+        f"with claimed(Path({str(out)!r})): os._exit(9)"
+    )
+    assert python(code).returncode == 9
+    assert out.is_dir()
+    with claimed(out) as free:
+        assert free == out
+
+
+def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from onepolicy.config.place import claimed\n"
+        f"with claimed(Path({str(tmp_path / 'r')!r})) as out: print(out.name, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(6)
+    ]
+    try:
+        names = {each.stdout.readline().strip() for each in running}
+    finally:
+        for each in running:
+            each.communicate()
+    assert len(names) == 6
+    assert "" not in names
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("restarts", [[], ["--restarts=1"]])
+def test_a_run_that_starts_holds_its_folder_until_it_is_there(
+    tmp_path, monkeypatch, capsys, restarts
+):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        RECIPE.read_text().replace(
+            'out = "runs/quickstart"', f"out = {json.dumps(str(tmp_path / 'r'))}"
+        )
+    )
+    starts = []
+
+    def start(*arguments, **_):
+        place = arguments[0] if restarts else arguments[0].out
+        starts.append(Path(place).name)
+        if len(starts) < 3:
+            main(["train", str(recipe), *restarts])
+        raise UsageError("enough")
+
+    monkeypatch.setattr(
+        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start", start
+    )
+    assert main(["train", str(recipe), *restarts]) == 2
+    assert starts == ["r", "r-2", "r-3"]
+    assert os.listdir(tmp_path) == ["r.toml"]
+
+
+def test_a_typed_out_that_is_not_empty_is_refused_before_torch_is_loaded(tmp_path):
+    (tmp_path / "x").write_text("")
+    code = (
+        "import sys; from onepolicy.cli import main\n"
+        f"status = main(['train', {str(RECIPE)!r}, 'out={tmp_path}'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(status)"
+    )
+    done = python(code)
+    assert done.returncode == 2
+    assert (
+        b"is not empty; choose another folder, or continue it with `onepolicy train --resume"
+        in done.stderr
+    )
+
+
+BAD_URLS = [
+    "http://127.0.0.1:99999",
+    "http://127.0.0.1:x",
+    "http://127.0.0.1:0",
+    "http://127.0.0.1:-1",
+    "http://127.0.0.1:",
+    "http://127.0.0.1:8_0",
+    "http://127.0.0.1:8\u0660",
+    "http://[::1",
+    "http://::1:8000",
+    "http://[::1]x:80",
+    "http://[v1.a]:80",
+    "http://[1::2::3]:80",
+    "http://300.1.1.1:80",
+    "127.0.0.1:8000",
+    "localhost:8000",
+    "//host:8000",
+    "http:host",
+    "ftp://host",
+    "http://",
+    "http:///path",
+    "http://:80",
+    "http://a b",
+    "http://a..b",
+    "http://" + 64 * "a",
+    "http://host/a b",
+    "http://host\n",
+    "http://*:80",
+    "",
+]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+@pytest.mark.parametrize("kind", ["vllm-server", "sglang"])
+def test_what_is_no_address_of_a_server(url, kind):
+    settings = [
+        f"rollout.engine.kind={kind}",
+        f"rollout.engine.url={json.dumps(url)}",
+        "steps=1",
+        "out=x",
+    ]
+    with pytest.raises(UsageError, match=r"^rollout\.engine\.url: "):
+        resolve({"model": {"path": "x"}, "task": {"kind": "chain"}}, settings)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:8000", "https://host/v", "http://[::1]:1", "http://\u00fc.de:65535"]
+)
+def test_what_is_an_address_of_a_server(url):
+    check_url(url)
+
+
+def test_a_secret_in_a_wrong_address_is_not_repeated():
+    with pytest.raises(UsageError) as error:
+        check_url("http://user:hunter2@host:99999")
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["host", "host:0", "host:65536", "host:x", ":1", "::1:1", "ray://host:1", "h:9\u0669"],
+)
+def test_what_is_no_address_of_ray(address):
+    with pytest.raises(UsageError, match=r"^cluster\.address: "):
+        check_ray_address(address)
+    tree = {"model": {"path": "x"}, "task": {"kind": "chain"}, "steps": 1, "out": "x"}
+    with pytest.raises(UsageError, match=r"^cluster\.address: "):
+        resolve(tree | {"cluster": {"kind": "ray", "address": address}})
+
+
+def test_addresses_of_ray():
+    for address in ("auto", "host:6379", "[::1]:6379"):
+        check_ray_address(address)
+
+
+def test_host_and_port_of_engine_serve(capsys):
+    for port in ("0", "-1", "65536", "99999"):
+        assert main(["engine", "serve", "tiny", f"--port={port}"]) == 2
+        assert f"--port: {port} is no port" in capsys.readouterr().err
+    assert main(["engine", "serve", "tiny", "--host", 70 * "a"]) == 2
+    assert "--host: " in capsys.readouterr().err
+    check_host("::1", "--host")
+    check_port(65535, "--port")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_place_of_torchrun_that_is_no_number(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "x")
+    assert main(["train", str(RECIPE)]) == 2
+    assert f"{name}: 'x' in the environment is no number" in capsys.readouterr().err
+
+
+def test_an_error_of_the_file_system_is_one_line(monkeypatch, capsys):
+    def fail(status):
+        def run(arguments):
+            raise OSError(status, os.strerror(status), "/some/file")
+
+        monkeypatch.setattr("onepolicy.cli.run_config", run)
+        return main(["config", "x"])
+
+    assert (fail(errno.EACCES), fail(errno.ENAMETOOLONG), fail(errno.EIO)) == (2, 2, 1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("onepolicy: /some/file: Permission denied; ")
+    assert len(said) == 3
+
+
+def test_nul_in_arguments_and_settings(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["config", "a\0b"])
+    assert end.value.code == 2
+    with pytest.raises(UsageError, match=r"^model\.path: .*NUL"):
+        resolve({"model": {"path": "a\0b"}, "task": {"kind": "chain"}, "steps": 1, "out": "x"})
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder of 5 steps, as far as Ctrl-C looks into it."""
+    path = tmp_path / "my run"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
+    return path
+
+
+def test_ctrl_c_says_what_a_resume_costs(run):
+    resume = f"`onepolicy train --resume '{run}'`"
+    assert stopped.words("Ctrl-C", run) == (
+        f"stopped by Ctrl-C; {run} has no checkpoint yet: {resume} starts again where the run began"
+    )
+    (run / "checkpoints" / "step_00004").mkdir(parents=True)
+    (run / "checkpoints" / ".step_00005.writing").mkdir()
+    assert stopped.words("Ctrl-C", run) == (
+        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4, 1 finished step after it will be computed "
+        f"again: {resume} continues"
+    )
+    (run / "checkpoints" / "step_00005").mkdir()
+    assert "is of step 5, no finished step is lost" in stopped.words("Ctrl-C", run)
+    assert stopped.words("SIGTERM", run.parent / "new") == (
+        f"stopped by SIGTERM before the run folder {run.parent / 'new'} was made; nothing is lost"
+    )
+    (run / "metrics.jsonl").write_bytes(b"\x80")
+    assert "is of step 5" in stopped.words("Ctrl-C", run)
+
+
+@pytest.mark.parametrize("command", ["measure", "audit", "eval", "make-policy", "plan", "config"])
+def test_ctrl_c_of_other_commands_says_nothing_of_resuming(command, monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    arguments = argparse.Namespace(run=interrupt, command=command)
+    monkeypatch.setattr("onepolicy.cli.parse", lambda argv: arguments)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main([]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "\nonepolicy: stopped by Ctrl-C\n"
+
+
+ENDING = """
+import atexit, os, signal, sys
+import onepolicy.cli as cli
+
+def run(arguments):
+    os.kill(os.getpid(), signal.{signal})
+    signal.pause()
+
+def at_the_end():
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+
+atexit.register(at_the_end)
+cli.run_config = run
+sys.exit(cli.main(["config", "x"]))
+"""
+
+
+EARLY = """
+import os, pkgutil, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {first!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["onepolicy", "config", "nowhere.toml"]
+{start}
+"""
+
+
+@pytest.mark.parametrize("first", ["argparse", "pydantic", "onepolicy.cli", "onepolicy.config.run"])
+@pytest.mark.parametrize("module", [False, True])
+def test_ctrl_c_in_the_first_imports_is_one_line(first, module):
+    entry = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]["scripts"][
+        "onepolicy"
+    ]
+    start = f"sys.exit(pkgutil.resolve_name({entry!r})())"
+    if module:
+        start = "runpy.run_module('onepolicy', run_name='__main__')"
+    done = python(EARLY.format(first=first, start=start))
+    assert done.stderr == b"\nonepolicy: stopped by Ctrl-C\n"
+    assert done.returncode == 130
+
+
+def test_a_second_ctrl_c_ends_without_a_traceback():
+    done = python(ENDING.format(signal="SIGINT"))
+    assert done.returncode == 130
+    assert done.stderr == b"\nonepolicy: stopped by Ctrl-C\n"
+
+
+def test_sigterm_says_so_and_ends_as_ever():
+    done = python(ENDING.format(signal="SIGTERM"))
+    assert done.returncode == -signal.SIGTERM
+    assert done.stderr == b"onepolicy: stopped by SIGTERM\n"

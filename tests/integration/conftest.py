@@ -1,0 +1,22 @@
+"""A small warmed-up policy, and a vLLM server in miniature (support/fake_vllm.py) with checkpoints to serve."""
+
+import pytest
+
+from support.small_policy import policy, recipe, train  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two models of one config, [(folder, model)]."""
+    from support.fake_vllm import make_checkpoints
+
+    return make_checkpoints(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture
+def fake(checkpoints):
+    """Serves the first of them."""
+    from support.fake_vllm import serving
+
+    with serving(checkpoints) as fake:
+        yield fake

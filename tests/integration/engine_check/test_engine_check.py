@@ -1,0 +1,336 @@
+"""`onepolicy engine check`: a sound engine passes every check, and each planted fault fails its own check alone."""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.measure_settings import measure_config
+from onepolicy.cli import main
+from onepolicy.config import TrainingError
+from onepolicy.engine_check.checks import checked_probabilities
+from onepolicy.engine_check.command import NAMES, check_pair
+from onepolicy.models.load import load_model
+from onepolicy.rollout.hf.engine import HFEngine
+from support.engine_runs import teacher_forced
+from support.planted_engine import SETTINGS
+
+
+class Faulty:
+    """Hands everything on to a sound engine; a fault changes requests or completions on their way."""
+
+    def __init__(self, engine):
+        self.engine, self.caps = engine, engine.caps
+
+    @property
+    def version(self):
+        return self.engine.version
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await self.engine.generate(prompt_ids, sampling, seed=seed)
+
+    async def load_weights(self, weights, version):
+        await self.engine.load_weights(weights, version)
+
+    async def reset_cache(self):
+        await self.engine.reset_cache()
+
+
+def after(change):
+    """A fault of completions: change(completion) -> completion."""
+
+    class Changed(Faulty):
+        async def generate(self, prompt_ids, sampling, *, seed):
+            return change(await super().generate(prompt_ids, sampling, seed=seed))
+
+    Changed.__name__ = change.__name__
+    return Changed
+
+
+def rerouted(completion, **fields):
+    return dataclasses.replace(
+        completion, routing=dataclasses.replace(completion.routing, **fields)
+    )
+
+
+def shifted_logp(done):
+    return dataclasses.replace(done, logp=done.logp.roll(1))
+
+
+def swapped_layers(done):
+    return rerouted(done, ids=done.routing.ids[:, [1, 0, 2]])
+
+
+def late_routes(done):
+    return rerouted(done, ids=done.routing.ids.roll(1, 0))
+
+
+def missing_rows(done):
+    return dataclasses.replace(done, routing=done.routing.rows(0, len(done.routing) - 1))
+
+
+def stripped_stop(done):
+    if done.finish != "stop" or len(done.token_ids) < 2:
+        return done
+    return dataclasses.replace(
+        done, token_ids=done.token_ids[:-1], logp=done.logp[:-1], version=done.version[:-1]
+    )
+
+
+def retokenised(done):
+    ids = done.token_ids.clone()
+    ids[len(ids) // 2 : -1] = ids[len(ids) // 2 : -1].flip(0)  # the last may be a stop token
+    return dataclasses.replace(done, token_ids=ids)
+
+
+def nan_logp(done):
+    return dataclasses.replace(
+        done, logp=done.logp.clone().index_fill_(0, torch.tensor([0]), float("nan"))
+    )
+
+
+class IgnoresSeeds(Faulty):
+    drawn = 0
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        self.drawn += 1
+        return await super().generate(prompt_ids, sampling, seed=self.drawn)
+
+
+class OneSeed(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, sampling, seed=7)
+
+
+class HiddenTopK(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, dataclasses.replace(sampling, top_k=5), seed=seed)
+
+
+class Untempered(Faulty):
+    """Samples at the temperature, reports the model's own log-probabilities."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.model = load_model(engine.source, torch.float32, torch.device("cpu"))
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        done = await super().generate(prompt_ids, sampling, seed=seed)
+        logp, _ = teacher_forced(self.model, prompt_ids, dataclasses.replace(done, routing=None))
+        return dataclasses.replace(done, logp=logp.gather(-1, done.token_ids.long()[:, None])[:, 0])
+
+    async def load_weights(self, weights, version):
+        weights = list(weights)
+        self.model.load_state_dict(dict(weights))
+        await super().load_weights(weights, version)
+
+
+class IgnoresTemperature(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(
+            prompt_ids,
+            dataclasses.replace(sampling, temperature=min(1.0, sampling.temperature)),
+            seed=seed,
+        )
+
+
+class IgnoresTopK(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        return await super().generate(prompt_ids, dataclasses.replace(sampling, top_k=0), seed=seed)
+
+
+class SamplesWhenGreedy(Faulty):
+    async def generate(self, prompt_ids, sampling, *, seed):
+        hot = dataclasses.replace(sampling, temperature=sampling.temperature or 1.0)
+        return await super().generate(prompt_ids, hot, seed=seed)
+
+
+class KeepsItsWeights(Faulty):
+    async def load_weights(self, weights, version):
+        self.engine.version = version
+
+
+class DamagesExperts(Faulty):
+    async def load_weights(self, weights, version):
+        await super().load_weights(weights, version)
+        with torch.no_grad():
+            self.engine.model.model.layers[0].mlp.experts.down_proj.mul_(1.01)
+
+
+class KeepsItsCache(Faulty):
+    async def load_weights(self, weights, version):
+        driver = self.engine._driver
+        interrupt, driver.interrupt = driver.interrupt, lambda taken: None
+        try:
+            await super().load_weights(weights, version)
+        finally:
+            driver.interrupt = interrupt
+
+
+class Recorded(Faulty):
+    """Generates every request once: the checks ask each engine the same, and scoring takes long enough."""
+
+    def __init__(self, engine, source, memory):
+        super().__init__(engine)
+        self.source, self.memory, self.loads = source, memory, 0
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        place = (self.loads, tuple(prompt_ids), sampling, seed)
+        if place not in self.memory:
+            self.memory[place] = await super().generate(prompt_ids, sampling, seed=seed)
+        return self.memory[place]
+
+    async def load_weights(self, weights, version):
+        self.loads += 1
+        await super().load_weights(weights, version)
+
+
+@pytest.fixture(scope="module")
+def sound(policy):
+    """Engine and trainer, tokenizer, and what the engine has generated so far."""
+    settings = [
+        f"model.path={policy}",
+        *SETTINGS,
+        "rollout.engine.dtype=float32",
+        "rollout.engine.max_len=96",
+    ]
+    config = measure_config({}, settings, None)
+    tokenizer, max_len = open_tokenizer(config, config.model)
+    return build_pair(config, config.model, max_len), tokenizer, {}
+
+
+def checked(sound, kind=Faulty, *, live=False):
+    """live: the fault is in the weights or the cache, so nothing recorded holds."""
+    pair, tokenizer, memory = sound
+    source = pair.config.model
+    engine = kind(pair.engine if live else Recorded(pair.engine, source, memory))
+    pair.scorer.version = 0
+
+    async def run():
+        await pair.engine.load_weights(pair.scorer.named_weights(), 0)
+        return await check_pair(dataclasses.replace(pair, engine=engine), tokenizer, source)
+
+    found = asyncio.run(run())
+    assert [check.name for check in found] == list(NAMES)
+    return {check.name: check for check in found}
+
+
+def test_a_sound_engine_passes_every_check(sound):
+    found = checked(sound)
+    assert all(check.passed for check in found.values()), found
+    assert not any(check.mend for check in found.values())
+
+
+OUTPUT = [
+    (after(shifted_logp), "log-probabilities", "one token apart"),
+    (after(nan_logp), "log-probabilities", "NaN"),
+    (after(swapped_layers), "layers", "layer 0 holds the routes of layer 1"),
+    (after(late_routes), "routes", "one row late"),
+    (after(missing_rows), "routes", "it must return"),
+    (after(stripped_stop), "tokens", "finish is stop, but the last token is not"),
+    (after(retokenised), "tokens", "scored different tokens"),
+    (IgnoresSeeds, "seeds", "0 of"),
+    pytest.param(OneSeed, "seeds", "with another", marks=pytest.mark.slow),
+    (HiddenTopK, "support", "outside top_k=5"),
+    pytest.param(IgnoresTopK, "support", "asked for with top_k=3", marks=pytest.mark.slow),
+    (Untempered, "temperature", "they are not tempered"),
+    pytest.param(
+        IgnoresTemperature, "temperature", "they are not tempered", marks=pytest.mark.slow
+    ),
+    pytest.param(SamplesWhenGreedy, "temperature", "likeliest token in", marks=pytest.mark.slow),
+]
+WEIGHTS = [
+    (KeepsItsWeights, "nats from the weights just pushed"),
+    pytest.param(DamagesExperts, "moved the log-probabilities", marks=pytest.mark.slow),
+    (KeepsItsCache, "where prefixes were cached"),
+]
+
+
+def names(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), OUTPUT, ids=names)
+def test_a_fault_of_the_output_fails_its_own_check_alone(sound, kind, name, words):
+    found = checked(sound, kind)
+    assert [n for n in NAMES if found[n].passed is False] == [name], found
+    assert words in found[name].measured
+    assert found[name].mend
+
+
+@pytest.mark.parametrize(("kind", "words"), WEIGHTS, ids=names)
+def test_a_fault_of_the_weights_fails_the_sync_alone(sound, kind, words):
+    found = checked(sound, kind, live=True)
+    assert [n for n in NAMES if found[n].passed is False] == ["weight sync"], found
+    assert words in found["weight sync"].measured
+
+
+START = [(Faulty, None), (after(shifted_logp), "one token apart"), (after(nan_logp), "NaN")]
+START += [(Untempered, "not tempered"), (HiddenTopK, "outside top_k=5")]
+
+
+@pytest.mark.parametrize(("kind", "words"), START, ids=names)
+def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, kind, words):
+    pair, tokenizer, _ = sound
+    asyncio.run(pair.engine.load_weights(pair.scorer.named_weights(), 0))
+    engine = kind(Recorded(pair.engine, pair.config.model, {}))
+    stops = (
+        pytest.raises(TrainingError, match=f"{kind.__name__}.*{words}")
+        if words
+        else contextlib.nullcontext()
+    )
+    with stops:
+        asyncio.run(checked_probabilities(engine, pair.scorer, tokenizer, pair.config))
+    assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
+
+
+def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch, capsys):
+    sound = HFEngine.generate
+
+    async def shifted(self, *request, **seed):
+        return shifted_logp(await sound(self, *request, **seed))
+
+    monkeypatch.setattr(HFEngine, "generate", shifted)
+    assert main(["train", str(recipe), f"out={tmp_path / 'run'}"]) == 1
+    assert "Every importance ratio would be wrong" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):
+    assert (
+        main(
+            [
+                "engine",
+                "check",
+                str(policy),
+                "--engine",
+                "hf",
+                *SETTINGS,
+                "rollout.engine.lm_head=float32",
+            ]
+        )
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert all(name.split()[0] in printed for name in NAMES)
+    assert "FAIL" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rollout.engine.kind=hf"], "give a recipe or a model before"),
+        (["nowhere.toml"], "no such recipe"),
+        (["./nowhere"], "no folder"),
+        (
+            ["./nowhere", "--url", "http://localhost:1"],
+            "rollout.engine.url: unknown setting with kind=hf",
+        ),
+    ],
+)
+def test_bad_input_ends_with_one_message(arguments, message, capsys):
+    assert main(["engine", "check", *arguments]) == 2
+    assert message in capsys.readouterr().err

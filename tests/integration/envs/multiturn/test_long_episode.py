@@ -1,0 +1,96 @@
+"""200 turns: every route arrives once, and the trainer's log-probabilities are those of one forward over the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from onepolicy.config import HFEngineConfig
+from onepolicy.envs.multiturn.trajectory import Trajectory
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.train.forward import forward
+from onepolicy.train.pack import pack
+from onepolicy.types import Completion, Group, Sampling
+from support.models import CONFIGS, VOCAB
+
+TURNS, TURN, OBSERVED, PROMPT = 200, 4, 6, 12
+MAX_LEN = PROMPT + TURNS * (TURN + OBSERVED)
+
+
+def make(seed: int = 0):
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.max_position_embeddings = MAX_LEN
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+async def episode(engine: HFEngine, seed: int) -> tuple[Trajectory, list[Completion]]:
+    """Random observations after turns of TURN tokens."""
+    draw, done = random.Random(seed), []
+    path = Trajectory([draw.randrange(2, VOCAB) for _ in range(PROMPT)])
+    for turn in range(TURNS):
+        asked = Sampling(1.0, TURN, routes_from=path.next_route)
+        done.append(await engine.generate(path.tokens, asked, seed=1000 * seed + turn))
+        path.sampled(done[-1])
+        path.observe([draw.randrange(2, VOCAB) for _ in range(OBSERVED)])
+    return path, done
+
+
+@pytest.fixture(scope="module")
+def played():
+    engine = HFEngine(
+        make(), HFEngineConfig(dtype="float32", slots=3), record=True, max_len=MAX_LEN
+    )
+
+    async def together():
+        return await asyncio.gather(*(episode(engine, seed) for seed in range(3)))
+
+    return asyncio.run(together())
+
+
+def test_every_route_travels_once(played):
+    for path, done in played:
+        sample = path.sample(reward=0.0, temperature=1.0)
+        moved = sum(len(completion.routing) for completion in done)
+        assert sample.routing.valid.all()
+        assert len(sample.tokens) == MAX_LEN - OBSERVED
+        assert moved <= 1.05 * len(sample.routing)
+        assert moved == len(sample.routing)
+        assert sample.turn.max() == TURNS - 1
+        assert sample.response_length == TURNS * TURN
+
+
+def test_a_turn_computes_only_what_is_new(played):
+    """Of every later prompt only the last sampled token and the observation are prefilled; the rest is in the slab."""
+    for _, done in played:
+        for completion in done[1:]:
+            (prefill, decode) = completion.routing.spans
+            assert (prefill.source, prefill.length) == ("prefill", 1 + OBSERVED)
+            assert (decode.source, decode.length) == ("decode", TURN - 1)
+
+
+def test_log_probabilities_are_those_of_one_forward(played):
+    """Engine, packed trainer and a plain forward of the stock model, all with the recorded routes."""
+    samples = [path.sample(reward=0.0, temperature=1.0) for path, _ in played]
+    batch = pack([Group(0, tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples))])
+    model, plain = make(), make()
+    prepare_for_training(model, torch.device("cpu"))
+    with torch.no_grad(), bind_routers(model).replay(batch.routing, check=False):
+        packed = forward(model, batch).logp
+    for s, sample in enumerate(samples):
+        with torch.no_grad(), bind_routers(plain).replay(sample.routing, check=False):
+            logits = plain(input_ids=sample.tokens[None, :-1].long(), use_cache=False).logits[0]
+        logp = torch.log_softmax(logits.float(), -1).gather(-1, sample.tokens[1:, None].long())[
+            :, 0
+        ]
+        mine = sample.trainable
+        torch.testing.assert_close(packed[batch.segment == s][mine], logp[mine], atol=2e-5, rtol=0)
+        torch.testing.assert_close(sample.logp_rollout[mine], logp[mine], atol=2e-5, rtol=0)

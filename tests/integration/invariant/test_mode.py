@@ -1,0 +1,243 @@
+"""The switch: entered, left, nested, interrupted; what strict mode refuses; the two ways of the experts."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+from onepolicy.config import UsageError
+from onepolicy.invariant import experts
+from onepolicy.invariant.mode import Invariant, InvariantLinear, install
+from onepolicy.invariant.probe import check_model
+from onepolicy.invariant.strict import NotInvariant
+from onepolicy.invariant.switch import TILE, active
+from onepolicy.models import decode_experts
+from onepolicy.models.packed_attention import Packing
+from support.invariant_models import engine_of, trainer_of
+from support.models import CONFIGS, MOE, make
+
+
+def state_of(model):
+    return (
+        [type(module) for module in model.modules()],
+        model.config._attn_implementation,
+        getattr(model.config, "_experts_implementation", None),
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(2, 9)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_left_as_it_was(name):
+    model = make(name)
+    before, computed = state_of(model), logits(model)
+    assert not active(model)
+    with Invariant(model) as outer:
+        inside = state_of(model)
+        assert active(model)
+        assert any(type(module) is InvariantLinear for module in model.modules())
+        with Invariant(model, strict=True):
+            assert active(model)
+        assert active(model)
+        assert state_of(model) == inside
+        with outer:  # the same object again
+            assert active(model)
+        assert active(model)
+    assert not active(model)
+    assert state_of(model) == before
+    assert torch.equal(logits(model), computed)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exception_leaves_it(strict):
+    model = make("qwen3_moe")
+    before = state_of(model)
+    with pytest.raises(KeyError), Invariant(model), Invariant(model, strict=strict):
+        raise KeyError
+    assert not active(model)
+    assert state_of(model) == before
+
+
+def test_another_model_and_another_thread_are_not_touched():
+    inside, outside = make("qwen3_moe"), make("qwen3_moe", seed=1)
+    expected = logits(outside)
+    seen = []
+    with Invariant(inside):
+        assert torch.equal(logits(outside), expected)
+        thread = threading.Thread(
+            target=lambda: seen.append((active(inside), active(outside), logits(outside)))
+        )
+        thread.start()
+        thread.join()
+    assert seen[0][:2] == (True, False)
+    assert torch.equal(seen[0][2], expected)
+
+
+def test_contexts_left_in_another_order():
+    """As two tasks on one event loop do."""
+    model = make("qwen3_dense")
+    first, second = Invariant(model), Invariant(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert active(model)
+    second.__exit__(None, None, None)
+    assert not active(model)
+
+
+def test_a_copy_of_an_installed_model_stands_alone():
+    model = trainer_of(make("qwen3_moe"))
+    twin = copy.deepcopy(model)
+    assert active(twin)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    check_model(model)
+    check_model(twin)
+    router = next(m for m in twin.modules() if type(m).__name__.endswith("Router"))
+    assert router(torch.ones(1, 64))[0].abs().max() > 0
+    assert not torch.equal(
+        router(torch.ones(1, 64))[0], model.model.layers[0].mlp.gate(torch.ones(1, 64))[0]
+    )  # its own weights, not those of the model it was copied from
+
+
+class Convolution(nn.Linear):
+    def forward(self, x):
+        return F.conv1d(x.transpose(1, 2), self.weight[..., None]).transpose(1, 2)
+
+
+class Cumulative(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight) + x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (Convolution, r"aten\.convolution.*o_proj"),
+        (Cumulative, r"aten\.mean\.dim.*layers\.1.*o_proj"),
+    ],
+)
+def test_an_operator_without_an_invariant_version_is_named(fault, named):
+    model = make("qwen3_dense")
+    model.model.layers[1].self_attn.o_proj.__class__ = fault
+    install(model)
+    with pytest.raises(NotInvariant, match=named):
+        check_model(model)
+
+
+def test_what_is_raised_in_strict_mode_leaves_no_hooks():
+    model = make("qwen3_dense")
+    before = state_of(model)
+    model.model.norm.forward = lambda x: torch.sigmoid(x)
+    with pytest.raises(NotInvariant, match=r"aten\.sigmoid"), Invariant(model, strict=True):
+        torch.sigmoid(torch.ones(3))
+    assert state_of(model) == before
+
+
+def test_recurrent_families_are_refused():
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(
+        UsageError, match="numerics: Qwen3NextForCausalLM has linear_attention layers"
+    ):
+        Invariant(model)
+    with pytest.raises(UsageError, match=r"numerics: .*; use numerics = fast"):
+        engine_of(model)
+
+
+def experts_of(name, dtype):
+    model = make(name, dtype=dtype)
+    decode_experts.prepare(model, torch.device("cpu"))
+    return next(
+        module
+        for module in model.modules()
+        if hasattr(module, "down_proj") and hasattr(module, "has_bias")
+    )
+
+
+@pytest.mark.parametrize("name", MOE)
+@settings(deadline=None, max_examples=8)
+@given(
+    tokens=st.integers(1, 130),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    skew=st.sampled_from([0.0, 4.0]),
+    seed=st.integers(0, 1000),
+)
+def test_a_token_of_the_experts_is_the_same_in_any_batch(name, tokens, dtype, skew, seed):
+    """Few tokens read rows of weights, many are sorted by expert; with a graph they are always sorted."""
+    module, generator = experts_of(name, dtype), torch.Generator().manual_seed(seed)
+    scores = torch.randn(tokens, module.num_experts, generator=generator)
+    scores[:, 0] += skew
+    weights, ids = scores.softmax(-1).topk(2, -1)
+    hidden, weights = torch.randn(tokens, 64, generator=generator).to(dtype), weights.to(dtype)
+    with torch.no_grad():
+        whole = experts.invariant_experts(module, hidden, ids, weights)
+        alone = experts.invariant_experts(module, hidden[-1:], ids[-1:], weights[-1:])
+        turned = experts.invariant_experts(
+            module, hidden.flip(0), ids.flip(0), weights.flip(0)
+        ).flip(0)
+    graph = experts.invariant_experts(module, hidden, ids, weights)
+    assert torch.equal(whole[-1:], alone)
+    assert torch.equal(whole, turned)
+    assert torch.equal(whole, graph)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    module.config._experts_implementation = "eager"
+    torch.testing.assert_close(whole, module(hidden, ids, weights), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_gradients_of_the_experts_are_the_familys(name):
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for implementation in ("eager", experts.NAME):
+        module = experts_of(name, torch.float32)
+        module.config._experts_implementation = implementation
+        hidden = torch.randn(40, 64, generator=generator.manual_seed(1)).requires_grad_()
+        weights, ids = (
+            torch.randn(40, module.num_experts, generator=generator).softmax(-1).topk(2, -1)
+        )
+        weights = weights.detach().requires_grad_()
+        module(hidden, ids, weights).square().sum().backward()
+        found.append([hidden.grad, weights.grad, *(p.grad for p in module.parameters())])
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_from_run_to_run(dtype):
+    model = trainer_of(make("qwen3_moe", dtype=dtype))
+    found = []
+    for _ in range(2):
+        packing = Packing.of(
+            torch.tensor([0, 40, 73], dtype=torch.int32), model.device, multiple=TILE
+        )
+        ids, places = (
+            torch.arange(73)[None] % 60,
+            torch.cat([torch.arange(40), torch.arange(33)])[None],
+        )
+        model(
+            input_ids=ids, position_ids=places, use_cache=False, packing=packing
+        ).logits.square().sum().backward()
+        found.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+        model.zero_grad(set_to_none=True)
+    first, second = found
+    assert first.keys() == second.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

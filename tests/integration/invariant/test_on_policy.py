@@ -1,0 +1,169 @@
+"""Rollout equals training to the last bit, whatever the engine's batch and the trainer's micro-batches are."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from onepolicy.invariant import attention, experts, ops
+from onepolicy.models.load import cast
+from onepolicy.types import Sampling
+from support.engine_runs import run
+from support.invariant_models import batch_of, differing, engine_of, pair, trainer_of
+from support.models import CONFIGS, make
+
+
+def requests_of(count, *, low=2, high=60, new=40, seed=0):
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(2, 64) for _ in range(rng.randrange(low, high))]
+        made.append((prompt, Sampling(rng.choice([1.0, 0.7]), rng.randrange(1, new)), i))
+    return made
+
+
+def shuffled(count, size, seed=0):
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return [order[i : i + size] for i in range(0, count, size)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rollout_is_training(name, dtype):
+    engine, trained, routers = pair(name, dtype)
+    requests = requests_of(9)
+    batch = batch_of(requests, run(engine, requests))
+    assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
+    assert differing(trained, routers, batch, [range(9)]) == (0, 0)
+
+
+async def interrupted(engine, requests, aborted):
+    """All at once, but for the first `aborted`, which are cancelled on the way."""
+    tasks = [
+        asyncio.create_task(engine.generate(p, sampling, seed=seed))
+        for p, sampling, seed in requests
+    ]
+    for i in range(3 * aborted):
+        await asyncio.sleep(0)
+        if i % 3 == 2:
+            tasks[i // 3].cancel()
+    await asyncio.wait(tasks)
+    return [task.result() for task in tasks[aborted:]]
+
+
+def resumed(requests, completions, new):
+    """Requests that go on where these ended: their whole path is in the cache, or part of it."""
+    paths = [
+        p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)
+    ]
+    return [
+        (path, Sampling(r[1].temperature, new), 1000 + r[2])
+        for path, r in zip(paths, requests, strict=True)
+    ]
+
+
+def through_everything(name, dtype, *, sequences, tokens, slots):
+    """Refilled slots, groups of one prompt, prompts cut short of others, aborts, resumption; then scored in parts."""
+    engine, trained, routers = pair(name, dtype, slots=slots, max_len=60 + 2 * tokens)
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(2, 64) for _ in range(rng.randrange(3, 50))] for _ in range(sequences // 4)
+    ]
+    prompts += prompts + [p[: len(p) // 2 + 1] for p in prompts] + [p + p[:7] for p in prompts]
+    requests = [(p, Sampling(rng.choice([1.0, 0.8]), tokens), i) for i, p in enumerate(prompts)]
+    aborted = sequences // 10
+    first = asyncio.run(interrupted(engine, requests, aborted))
+    more = [r for r in resumed(requests[aborted:], first, tokens) if rng.random() < 0.3]
+    second = run(engine, more)
+    if routers is not None:  # some of it was not computed but found
+        assert any(span.source == "cache" for done in first + second for span in done.routing.spans)
+    batch = batch_of(requests[aborted:] + more, first + second)
+    splits = [*shuffled(batch.num_samples, 7), list(range(0, batch.num_samples, 3))]
+    return differing(trained, routers, batch, splits), int(batch.trainable.sum())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_through_refills_prefixes_aborts_and_resumption(dtype):
+    found, slots = through_everything("qwen3_moe", dtype, sequences=24, tokens=30, slots=5)
+    assert found == (0, 0)
+    assert slots > 600
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_as_other_devices_compute_it(name, monkeypatch):
+    """One shape for every call, no tables: what a GPU would run, on the CPU."""
+    for module in (ops, attention):
+        monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
+    monkeypatch.setattr(attention, "in_table", lambda *_: False)
+    monkeypatch.setattr(experts, "_few", lambda *_: False)
+    engine, trained, routers = pair(name, "float32", slots=3)
+    requests = requests_of(3, high=90, new=5)
+    batch = batch_of(requests, run(engine, requests))
+    assert differing(trained, routers, batch, [range(3), [2]]) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_dense"])
+def test_rollout_is_training_on_cuda(name, dtype):
+    """The start-up probe of this device and build passes, and nothing differs."""
+    engine, trained, routers = pair(name, dtype, device=torch.device("cuda"))
+    requests = requests_of(9)
+    batch = batch_of(requests, run(engine, requests)).to(torch.device("cuda"))
+    assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
+
+
+def test_rollout_and_training_on_other_numbers_of_threads():
+    engine, trained, routers = pair("qwen3_moe", "float32")
+    requests = requests_of(3, new=6)
+    torch.set_num_threads(2)
+    try:
+        batch = batch_of(requests, run(engine, requests))
+    finally:
+        torch.set_num_threads(1)
+    assert differing(trained, routers, batch, [range(3)]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "sequences"),
+    [
+        ("qwen3_moe", 256),
+        ("deepseek_v3", 48),
+        ("gpt_oss", 48),
+        ("mixtral", 48),
+        ("qwen3_dense", 48),
+    ],
+)
+def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
+    monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)
+    found, slots = through_everything(name, dtype, sequences=sequences, tokens=256, slots=48)
+    assert found == (0, 0)
+    assert slots > 256 * sequences
+
+
+def test_fast_numerics_differ():
+    """The control: without the mode the same comparison finds differences."""
+    model = make("qwen3_moe")
+    requests = requests_of(9)
+    batch = batch_of(requests, run(engine_of(model), requests))
+    assert differing(trainer_of(model, fast=True), None, batch, [range(9)])[0] > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_cast_is_what_a_checkpoint_opened_in_bfloat16_holds(name, tmp_path):
+    """Not rotary frequencies, not selection biases: rounded in the engine alone, they were a mismatch of their own."""
+    model = make(name)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = dict([*cast(model, torch.bfloat16).named_parameters(), *model.named_buffers()])
+    theirs = dict([*opened.named_parameters(), *opened.named_buffers()])
+    assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    assert {t.dtype for t in theirs.values()} == {torch.bfloat16, torch.float32}

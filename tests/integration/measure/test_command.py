@@ -1,0 +1,330 @@
+"""`onepolicy measure` on a small warmed-up policy: planted causes are named, a clean run is never accused."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from onepolicy.build.components import build_measure_parts
+from onepolicy.build.learner import resolve_model
+from onepolicy.build.measure_settings import measure_config
+from onepolicy.cli import main
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.measure.measure import measure_parts
+from onepolicy.measure.result import to_tree
+from onepolicy.tiny.model import make_dense, make_model
+from support.models import make
+from support.planted_engine import SETTINGS, Planted
+
+
+def measured(policy, *overrides, older=0.0, **fault):
+    """older: how far the engine's weights are from the trainer's, in shares of each tensor's deviation."""
+    config = measure_config({}, [f"model.path={policy}", *SETTINGS, *overrides], None)
+    parts, tokenizer = build_measure_parts(config)
+    parts = dataclasses.replace(parts, engine=Planted(parts.engine, **fault))
+
+    async def run():
+        if older:
+            generator = torch.Generator().manual_seed(0)
+            other = {
+                n: w + older * w.std() * torch.randn(w.shape, generator=generator)
+                if w.dim() > 1
+                else w
+                for n, w in parts.scorer.named_weights()
+            }
+            await parts.engine.load_weights(other.items(), parts.engine.version)
+        return await measure_parts(parts, tokenizer, resolve_model(config.model))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def clean(policy):
+    return measured(policy)
+
+
+def test_a_clean_run_is_not_accused(clean):
+    assert clean.verdict.action != "bug", clean.verdict.text()
+    assert clean.look.explained.rescorer.factor == 1
+    assert clean.look.replayed is not None
+
+
+SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")
+
+
+def show(fault, found):
+    """One row of the table in docs/measure.md; pytest -rP prints it."""
+    bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
+    total, left = found.waterfall.total.value, found.waterfall.remainder.value
+    print(
+        f"{fault}: {found.verdict.action} {found.verdict.causes}: {total:.2g}: {bars}: {left:.1g}"
+    )
+
+
+def bars_of(found):
+    return {bar.name: bar.removed.value for bar in found.waterfall.bars}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_no_clean_run_is_accused(policy, seed, dtype):
+    found = measured(policy, f"seed={seed}", f"rollout.engine.dtype={dtype}")
+    assert found.verdict.action not in ("bug", "unclear"), found.verdict.text()
+    assert [bars_of(found)[name] for name in SETTINGS_OF_BOTH_SIDES] == [0, 0, 0, 0]
+
+
+def test_bars_and_remainder_make_up_the_gap(clean):
+    fall = clean.waterfall
+    assert [bar.name for bar in fall.bars] == [
+        *SETTINGS_OF_BOTH_SIDES,
+        "routing",
+        "precision",
+        "batch shape",
+    ]
+    assert fall.total.value == pytest.approx(clean.look.found.k3)
+    assert sum(bar.removed.value for bar in fall.bars) + fall.remainder.value == pytest.approx(
+        fall.total.value
+    )
+    assert [bar.removed.value for bar in fall.bars[:4]] == [0, 0, 0, 0]
+    assert clean.repeats["engine_all/same"] == 1  # the same requests with the same seeds
+    assert clean.repeats["engine_all/k3"] == 0
+    assert clean.repeats["engine_alone/same"] > 0.9
+
+
+def test_breakdowns_account_for_every_token(clean):
+    for rows in clean.breakdowns.values():
+        assert sum(row.tokens for row in rows) == clean.look.found.tokens
+        assert sum(row.share for row in rows) == pytest.approx(1)
+    gaps = [abs(w.p_rollout - w.p_trainer) / max(w.p_rollout, w.p_trainer) for w in clean.worst]
+    assert gaps == sorted(gaps, reverse=True)
+    json.dumps(to_tree(clean), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "causes", "bar"),
+    [
+        pytest.param({"temperature": 1.3}, ("temperature",), "temperature", marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.7}, ("support",), "sampling support", marks=pytest.mark.slow),
+        pytest.param(
+            {"top_k": 2, "temperature": 1.3},
+            ("support", "temperature"),
+            None,
+            marks=pytest.mark.slow,
+        ),
+        ({"top_k": 2}, ("support",), "sampling support"),
+        pytest.param({"shift": 1}, ("shift",), "misaligned tokens", marks=pytest.mark.slow),
+        pytest.param(
+            {"shift": -1, "temperature": 1.3},
+            ("shift", "temperature"),
+            None,
+            marks=pytest.mark.slow,
+        ),
+        ({"late": 1}, ("routes",), None),
+        pytest.param({"older": 0.1}, ("stale",), "stale weights", marks=pytest.mark.slow),
+        ({"older": 0.1, "temperature": 1.3}, ("stale", "temperature"), None),
+    ],
+)
+def test_planted_cause_is_named_and_its_bar_is_the_gap(policy, fault, causes, bar):
+    found = measured(policy, "rollout.engine.dtype=float32", **fault)
+    show(fault, found)
+    assert (found.verdict.action, found.verdict.causes) == ("bug", causes), found.verdict.text()
+    if "temperature" in causes and "stale" not in causes:  # a stale engine has one of its own
+        assert found.look.explained.rescorer.factor == pytest.approx(1.3, abs=0.02)
+    if bar is not None:
+        assert bars_of(found)[bar] > 0.95 * found.waterfall.total.value
+    elif causes != ("routes",):
+        names = {
+            "shift": "misaligned tokens",
+            "stale": "stale weights",
+            "support": "sampling support",
+        }
+        assert {name for name, nats in bars_of(found).items() if nats > 1e-3} == {
+            names[causes[0]],
+            "temperature",
+        }
+
+
+@pytest.mark.parametrize(
+    ("fault", "setting", "bar"),
+    [
+        ({"crowded": 0.2}, "rollout.engine.dtype=float32", "batch shape"),
+        pytest.param(
+            {"routers": 0.3}, "rollout.engine.dtype=float32", "routing", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar):
+    found = measured(policy, setting, **fault)
+    show(fault, found)
+    assert found.verdict.action != "bug", found.verdict.text()
+    bars = bars_of(found)
+    assert max(bars, key=bars.get) == bar, bars
+    assert bars[bar] > 0.8 * found.waterfall.total.value
+
+
+@pytest.mark.parametrize("below", [0.1, 0.6])
+def test_a_mark_without_a_name_forbids_a_correction(policy, below):
+    """Log-probabilities that are too low at every token are no mismatch, and no cause that we know."""
+    found = measured(policy, "rollout.engine.dtype=float32", below=below)
+    assert (found.verdict.action, found.verdict.setting) == ("unclear", ""), found.verdict.text()
+
+
+@pytest.mark.slow
+def test_precision_is_the_dtypes_of_both_sides(policy):
+    """A trainer under bf16 autocast and an fp32 engine: without autocast, all that replay leaves is gone."""
+    found = measured(policy, "rollout.engine.dtype=float32", "train.autocast=bfloat16")
+    precision = next(bar for bar in found.waterfall.bars if bar.name == "precision")
+    assert precision.left.value < 1e-9 < 1e-6 < precision.removed.value
+    trainer = next(each for each in found.alone if each.name == "trainer in bfloat16")
+    assert trainer.nats.value == pytest.approx(precision.removed.value, rel=1e-3)
+
+
+def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
+    assert (
+        main(["measure", "--top", "4", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 0
+    )
+    tree = json.loads((tmp_path / "m" / "measure.json").read_text())
+    out, told = capsys.readouterr()
+    printed = " ".join(out.split())
+    assert tree["verdict"]["sentence"] in printed
+    assert "k1 = mean -log rho" in printed
+    lines = told.splitlines()
+    assert lines[0] == "onepolicy: reading the settings"
+    sampled = [line for line in lines if line.startswith("onepolicy: measure: sampled ")]
+    done, total = sampled[-1].split()[3], sampled[-1].split()[5]
+    assert done == total
+    assert any(line.startswith("onepolicy: measure: k3 so far ") for line in lines)
+    html = (tmp_path / "m" / "report.html").read_text()
+    assert tree["verdict"]["sentence"] in html
+    for figure in (
+        "waterfall",
+        "distribution",
+        "f_tau",
+        "noise",
+        "scatter-with_replay",
+        "routers",
+        "layers",
+        "breakdown-3",
+    ):
+        assert f'id="fig-{figure}"' in html
+    assert main(["measure", str(policy), *SETTINGS, "--out", str(tmp_path / "m")]) == 2
+    check_distribution(tree["distribution"], printed, html)
+
+
+def check_distribution(found, printed, html):
+    """Of 4 tokens: bounds in order, replay no farther away, and the worst position's tokens in their text."""
+    plain, replayed = found["metrics"]["without_replay"], found["metrics"]["with_replay"]
+    assert found["top"] == 4
+    for each in (plain, replayed):
+        assert 0 < each["tv_low"] < each["tv_high"] < 1
+        assert each["mass_rollout"] == pytest.approx(
+            1 - (each["tv_high"] - each["tv_low"]), abs=0.01
+        )
+    assert replayed["tv_low"] < plain["tv_low"] < 0.1
+    assert [w["tv_low"] for w in found["worst"]] == sorted(
+        (w["tv_low"] for w in found["worst"]), reverse=True
+    )
+    assert all(len(w["candidates"]) >= 4 for w in found["worst"])
+    assert "from the rollout's 4 likeliest tokens" in printed
+    assert "Worst positions" in html
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["measure", "--tiny", "--out", str(tmp_path / "file" / "m")]) == 2
+    assert "m cannot be made: " in capsys.readouterr().err
+
+
+def test_a_dense_model_has_no_routing_rows(policy, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    make("qwen3_dense").save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
+    few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
+    assert (
+        main(["measure", str(tmp_path / "dense"), *SETTINGS, *few, "--out", str(tmp_path / "d")])
+        == 0
+    )
+    tree = json.loads((tmp_path / "d" / "measure.json").read_text())
+    assert [bar["name"] for bar in tree["waterfall"]["bars"]] == [
+        *SETTINGS_OF_BOTH_SIDES,
+        "precision",
+        "batch shape",
+    ]
+    assert "with_replay" not in tree["metrics"]
+    assert not any(name.startswith("routing") for name in tree["metrics"]["without_replay"])
+    assert 'id="fig-routers"' not in (tmp_path / "d" / "report.html").read_text()
+
+
+def test_beside_a_dense_model(policy, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    few = ["rollout.prompts_per_step=2", "rollout.group_size=2"]
+    assert main(["measure", "--dense", str(policy), str(policy), *SETTINGS, *few]) == 2
+    assert "give a dense model" in capsys.readouterr().err
+    assert main(["measure", "--dense", str(tmp_path / "none"), str(policy), *SETTINGS, *few]) == 2
+    assert "--dense: no folder" in capsys.readouterr().err
+    make("qwen3_dense").save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path / "dense")
+    arguments = [
+        "--dense",
+        str(tmp_path / "dense"),
+        "--out",
+        str(tmp_path / "d"),
+        str(policy),
+        *SETTINGS,
+        *few,
+    ]
+    assert main(["measure", *arguments]) == 0
+    tree = json.loads((tmp_path / "d" / "measure.json").read_text())
+    assert tree["dense"] == str(tmp_path / "dense")
+    assert set(tree["metrics"]) == {"without_replay", "with_replay", "dense", "repeated_forward"}
+    assert 'id="fig-scatter-dense"' in (tmp_path / "d" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_trainer_in_bfloat16(policy):
+    """Its own precision is measured against a float32 forward of its weights."""
+    found = measured(policy, "model.dtype=bfloat16", "rollout.engine.dtype=bfloat16")
+    assert found.verdict.action != "bug", found.verdict.text()
+    assert "precision" not in bars_of(found)  # both sides have it
+    (trainer,) = (each for each in found.alone if each.name == "trainer in bfloat16")
+    assert "bfloat16 weights" in trainer.how
+
+
+@pytest.mark.slow
+def test_a_random_dense_model_has_as_many_parameters():
+    config = PolicyConfig()
+    dense, moe = make_dense(config, 20).num_parameters(), make_model(config, 20).num_parameters()
+    assert dense == pytest.approx(moe, rel=0.02)  # but for the routers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a model"),
+        (["somewhere", "--tiny"], "leave out somewhere"),
+        (
+            ["--top", "0", "--tiny", "train.threads=1"],
+            "--top: log-probabilities of the 0 likeliest tokens",
+        ),
+        (["--tiny", "replay.mode=off", "train.threads=1"], "with the rollout's routes and without"),
+    ],
+)
+def test_usage(arguments, message, capsys):
+    assert main(["measure", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_folder_for_the_engine(policy, capsys):
+    few = ["rollout.prompts_per_step=1", "rollout.group_size=2"]
+    assert main(["measure", "--engine-model", "/nowhere", str(policy), *SETTINGS, *few]) == 2
+    assert "--engine-model: no folder /nowhere" in capsys.readouterr().err
+
+
+def test_a_recipe_in_the_place_of_the_model(capsys):
+    assert main(["measure", "recipes/quickstart.toml", "steps=1"]) == 2
+    assert "give --recipe recipes/quickstart.toml" in capsys.readouterr().err

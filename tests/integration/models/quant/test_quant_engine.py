@@ -1,0 +1,220 @@
+"""The embedded engine with quantised weights: what it computes, holds, takes over and refuses."""
+
+import asyncio
+
+import pytest
+import torch
+from torch import nn
+
+from onepolicy.config import (
+    Fp8,
+    Fp8Weight,
+    HFEngineConfig,
+    Int8,
+    ModelConfig,
+    RolloutConfig,
+    Simulated,
+    UsageError,
+)
+from onepolicy.models.quant.formats import int8_rows
+from onepolicy.models.quant.install import check_kernels, quantise
+from onepolicy.models.quant.layers import Int8Linear
+from onepolicy.replay.layers import find_routers
+from onepolicy.rollout.copies import load_copy, quantise_policy
+from onepolicy.rollout.hf.engine import HFEngine
+from support.engine_runs import check_against_stock, prompts, ragged, run
+from support.models import MOE, make
+
+FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight(), Simulated(bits=4)]
+
+
+def build(name, quant, **settings):
+    config = HFEngineConfig(dtype="float32", slots=3)
+    return HFEngine(make(name, **settings), config, record=name in MOE, max_len=64, quant=quant)
+
+
+def quantised(name, quant):
+    model = make(name)
+    quantise_policy(model, quant)
+    return model
+
+
+def logps(engine):
+    return [done.logp for done in run(engine, ragged(prompts(3)))]
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [
+        *(("qwen3_moe", quant) for quant in FORMATS),
+        ("gpt_oss", Int8()),
+        ("gpt_oss", Fp8()),
+        ("deepseek_v3", Int8()),
+    ],
+    ids=str,
+)
+def test_logp_and_routes_are_those_of_the_quantised_model(name, quant):
+    """With biases and transposed experts (gpt_oss), dense layers and shared experts (deepseek_v3)."""
+    requests = ragged(prompts(5))
+    check_against_stock(quantised(name, quant), requests, run(build(name, quant), requests))
+
+
+@pytest.mark.parametrize("quant", FORMATS[:4], ids=str)
+@pytest.mark.parametrize("name", MOE)
+def test_no_expert_stays_in_high_precision(name, quant):
+    model = make(name)
+    whole = {n: p.numel() for n, p in model.named_parameters()}
+    made = quantise_policy(model, quant)
+    assert not [n for n, p in model.named_parameters() if p.ndim == 3]
+    sizes = {size.part: size for size in made.sizes().parts}
+    experts = sum(count for n, count in whole.items() if ".experts." in n and "bias" not in n)
+    assert sum(size.parameters for size in sizes.values()) == sum(whole.values())
+    assert experts <= sizes["experts"].bytes_after <= 0.32 * sizes["experts"].bytes_before
+    for part in ("router", "norms", "embeddings", "lm_head"):
+        assert sizes[part].bytes_after == sizes[part].bytes_before == 4 * sizes[part].parameters
+
+
+def test_bytes_are_those_of_the_tensors_that_are_there():
+    made = quantise_policy(make("qwen3_moe"), Int8())
+    sizes = {size.part: size.bytes_after for size in made.sizes().parts}
+    up, down = (
+        3 * 8 * 64 * (64 + 8),
+        3 * 8 * 32 * (64 + 8),
+    )  # 8 bytes of scale and offset per row of a bag
+    assert sizes["experts"] == up + down + 3 * 8 * (64 + 64) * 4
+    assert made.sizes().report()["parts"][-1]["bytes_after"] == sum(sizes.values())
+
+
+@pytest.mark.parametrize("quant", FORMATS, ids=str)
+def test_a_sync_leaves_what_a_fresh_engine_of_those_weights_has(quant):
+    engine, other = build("qwen3_moe", quant), make("qwen3_moe", seed=1)
+    before = logps(engine)
+    asyncio.run(engine.load_weights(other.state_dict().items(), 1))
+    fresh = logps(build("qwen3_moe", quant, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(logps(engine), fresh, strict=True))
+    assert not torch.equal(before[0], fresh[0])
+
+
+def test_weights_are_quantised_from_unrounded_ones():
+    """A bfloat16 engine: rounding first would move codes."""
+    config = HFEngineConfig(dtype="bfloat16", slots=3)
+    engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
+    held = engine.quantised.stored["model.layers.0.self_attn.q_proj.weight"].take.__self__.codes
+    exact = make("qwen3_moe").model.layers[0].self_attn.q_proj.weight.detach()
+    assert torch.equal(
+        held, torch.round(exact / (exact.abs().amax(1, keepdim=True) / 127)).to(torch.int8)
+    )
+
+
+def test_a_sync_without_a_quantised_tensor_is_refused():
+    engine = build("qwen3_moe", Int8())
+    weights = dict(make("qwen3_moe").state_dict())
+    del weights["model.layers.1.mlp.experts.down_proj"]
+    with pytest.raises(
+        UsageError,
+        match=r"1 tensors are missing, first 'model\.layers\.1\.mlp\.experts\.down_proj'",
+    ):
+        asyncio.run(engine.load_weights(weights.items(), 1))
+
+
+def test_what_is_asked_for_besides():
+    for quant in (Int8(also=("embeddings", "lm_head")), Fp8(also=("embeddings", "lm_head"))):
+        sizes = {
+            size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts
+        }
+        assert all(sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.also)
+    config = HFEngineConfig(dtype="bfloat16", slots=3)
+    engine = HFEngine(
+        make("qwen3_moe"), config, record=False, max_len=64, quant=Int8(also=("embeddings",))
+    )
+    assert engine.model.model.embed_tokens(torch.tensor([1])).dtype == torch.bfloat16
+    rounded = quantised("qwen3_moe", Simulated(bits=3, also=("router",)))
+    assert len(rounded.model.layers[0].mlp.gate.weight[0].unique()) <= 7
+
+
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
+    """vLLM: rounded to bfloat16 first; int8 rounds experts only, to 255 values a row."""
+    model = make("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    rollout = RolloutConfig.model_validate({"engine": {"kind": kind}, "quant": "int8"})
+    copy = load_copy(ModelConfig(path=str(tmp_path)), rollout, torch.device("cpu"))
+    assert isinstance(copy.model.layers[0].self_attn.q_proj, Int8Linear) == (kind == "hf")
+    if kind == "vllm":
+        made, given = (
+            copy.model.layers[0].mlp.experts.down_proj,
+            model.model.layers[0].mlp.experts.down_proj,
+        )
+        codes, scale = int8_rows(given.detach().bfloat16())
+        assert torch.equal(made.float(), (codes * scale).bfloat16().float())
+        q_proj = [
+            m.model.layers[0].self_attn.q_proj.weight.detach().bfloat16() for m in (copy, model)
+        ]
+        assert torch.equal(*q_proj)
+
+
+def test_routers_that_are_linear_layers_stay_in_high_precision():
+    model = make("gpt_oss")
+    routers = [router.path for router in find_routers(model)]
+    made = quantise(model, Int8(), routers=routers)
+    assert not [name for name in made.stored if any(name.startswith(path) for path in routers)]
+
+
+def test_calibrated_scales_are_kept_over_syncs():
+    engine = build("qwen3_moe", Int8(activations="static"))
+    dynamic = logps(engine)
+    engine.quantised.calibrate()
+    scales = engine.quantised.scales()
+    asyncio.run(engine.load_weights(make("qwen3_moe", seed=1).state_dict().items(), 1))
+    moved = logps(engine)
+    assert engine.quantised.scales() == scales
+    assert set(engine.take_metrics()) == {"quant/clipped", "quant/drift_mean", "quant/drift_max"}
+    other = build("qwen3_moe", Int8(activations="static"), seed=1)
+    other.quantised.use_scales(scales)
+    assert all(torch.equal(a, b) for a, b in zip(moved, logps(other), strict=True))
+    asyncio.run(engine.load_weights(make("qwen3_moe").state_dict().items(), 2))
+    static = logps(engine)
+    assert not torch.equal(static[0], dynamic[0])
+    assert (static[0] - dynamic[0]).abs().max() < 0.2  # the same policy, coarser activations
+
+
+class TwoExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wi = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "quant", "message"),
+    [
+        (
+            lambda m: setattr(m.model.layers[0], "mlp", TwoExperts()),
+            Int8(),
+            r"model\.layers\.0\.mlp",
+        ),
+        (lambda m: None, Int8(also=("router",)), "leave router out"),
+        (
+            lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
+            Int8(also=("lm_head",)),
+            "one tensor",
+        ),
+    ],
+    ids=["unknown experts", "router without a layer", "tied"],
+)
+def test_what_cannot_be_quantised_is_refused(change, quant, message):
+    model = make("qwen3_moe")
+    routers = [router.path for router in find_routers(model)]
+    change(model)
+    with pytest.raises(UsageError, match=message):
+        quantise(model, quant, routers=routers)
+
+
+def test_a_device_without_kernels_is_refused(monkeypatch):
+    check_kernels(Simulated(), torch.device("cuda"))
+
+    def missing(*args):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(torch, "_int_mm", missing)
+    with pytest.raises(UsageError, match="no kernels for int8 here: no such kernel"):
+        check_kernels(Int8(), torch.device("cpu"))

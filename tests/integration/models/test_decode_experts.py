@@ -1,0 +1,96 @@
+"""The decoding experts against transformers' own, for even and uneven routing, biases and layouts."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from onepolicy.models import decode_experts
+from onepolicy.models.decode_experts import Layout, _width
+from support.models import make
+
+
+def experts_of(name):
+    model = make(name)
+    decode_experts.prepare(model, torch.device("cpu"))
+    return model, next(
+        m for m in model.modules() if isinstance(getattr(m, "down_proj", None), nn.Parameter)
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("skew", [0.0, 2.0, 50.0])
+@pytest.mark.parametrize(
+    ("bags", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
+)  # loops, mixed, padded, by rows
+def test_same_sums(name, tokens, skew, bags, call, monkeypatch):
+    monkeypatch.setattr(decode_experts, "BAGS", bags)
+    monkeypatch.setattr(decode_experts, "CALL", call)
+    model, experts = experts_of(name)
+    torch.manual_seed(1)
+    hidden = torch.randn(tokens, 64)
+    scores = torch.randn(tokens, experts.num_experts) + skew * torch.randn(experts.num_experts)
+    weights, index = scores.softmax(-1).topk(2)
+    with torch.no_grad():
+        ours = experts(hidden, index, weights)
+        model.set_experts_implementation("eager")
+        theirs = experts(hidden, index, weights)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_is_close_to_exact(monkeypatch):
+    _, experts = experts_of("qwen3_moe")
+    torch.manual_seed(1)
+    hidden, (weights, index) = torch.randn(32, 64), torch.randn(32, 8).softmax(-1).topk(2)
+    with torch.no_grad():
+        exact = experts(hidden, index, weights)
+        experts.to(torch.bfloat16)
+        for slow, bags in ((True, 0), (False, 0), (False, 10**12)):
+            monkeypatch.setattr(decode_experts, "slow_bfloat16", lambda slow=slow: slow)
+            monkeypatch.setattr(decode_experts, "BAGS", bags)
+            rounded = experts(hidden.bfloat16(), index, weights.bfloat16())
+            assert rounded.dtype == torch.bfloat16
+            torch.testing.assert_close(
+                rounded.float(), exact, atol=0.02 * float(exact.abs().max()), rtol=0.05
+            )
+
+
+def test_layout_gives_every_pair_one_place():
+    index = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]])
+    layout = Layout.of(index, 5, row_cost=10**9)  # padding is dear: only whole calls
+    assert (layout.width, layout.rows) == (0, 8)
+    layout = Layout.of(index, 4, row_cost=1)  # padding is free
+    assert (layout.width, layout.rows, layout.beyond) == (4, 16, [])
+    for token in range(4):
+        for k in range(2):
+            place = layout.back[token, k]
+            assert layout.token[place] == token
+            assert place // 4 == index[token, k]
+
+
+def test_width_is_the_cheapest(monkeypatch):
+    counts = np.array([3, 0, 9, 4, 1])
+    monkeypatch.setattr(decode_experts, "CALL", 1000)
+    monkeypatch.setattr(decode_experts, "READ", 2)
+
+    def cost(width):
+        padding = sum(width - min(c, width) for c in counts) + (2 * len(counts) if width else 0)
+        return padding * 70 + 1000 * sum(c > width for c in counts)
+
+    best = min(range(10), key=cost)
+    assert cost(_width(counts, 70)) == cost(best)
+
+
+def test_selecting_is_local_to_the_model():
+    model, _ = experts_of("qwen3_moe")
+    assert model.config._experts_implementation == decode_experts.NAME
+    assert make("qwen3_moe").config._experts_implementation != decode_experts.NAME
+
+
+def test_other_layout_same_values():
+    prepared, _ = experts_of("qwen3_moe")
+    for (name, ours), theirs in zip(
+        prepared.named_parameters(), make("qwen3_moe").parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name

@@ -1,0 +1,250 @@
+"""`lm_head = float32`: a projection of float32 weights and hidden states, in engine and learner, tied or not."""
+
+import asyncio
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from onepolicy.build.components import build_parts
+from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
+from onepolicy.models.fp32_head import Fp32Head, install, load_weights
+from onepolicy.models.prepare import prepare_for_training
+from onepolicy.objective.advantages import outcomes
+from onepolicy.rollout.collect import collect
+from onepolicy.rollout.copies import load_copy
+from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.rollout.vllm.start import refuse_rounded_head
+from onepolicy.train.forward import forward
+from onepolicy.train.pack import pack
+from onepolicy.train.rescore import variant
+from onepolicy.types import Sampling
+from support.learner_steps import batch_of, learner_of, one_step
+from support.metrics import rows, timeless
+from support.models import CONFIGS
+
+BF16 = HFEngineConfig(dtype="bfloat16", lm_head="float32", slots=4)
+
+
+def model_of(*, tied, seed=0):
+    torch.manual_seed(seed)
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.tie_word_embeddings = tied
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+class OneLogit(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+        self.head.weight.data = torch.tensor([[1.0, 2.0**-8]], dtype=torch.bfloat16)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_by_hand():
+    """1 + 2^-8 lies halfway between two bfloat16 numbers and is rounded to 1; float32 holds it."""
+    model, hidden = OneLogit(), torch.ones(1, 2, dtype=torch.bfloat16)
+    assert model.head(hidden).item() == 1.0
+    Fp32Head(model, field="x")
+    assert model.head(hidden).dtype == torch.float32
+    assert model.head(hidden).item() == 1.00390625
+    assert list(model.state_dict()) == ["head.weight"]
+    assert model.head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_engine_projects_unrounded_weights_also_after_a_sync(tied):
+    """Logits are bit for bit F.linear of the bfloat16 layers' output and the weights it was given, in float32."""
+    engine = HFEngine(model_of(tied=tied), BF16, record=True, max_len=32)
+    seen = []
+    head = engine.model.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, out: seen.append((inputs[0], out)))
+
+    def projected(weight):
+        seen.clear()
+        asyncio.run(engine.generate([3, 4, 5], Sampling(1.0, 4), seed=0))
+        assert len(seen) == 4
+        for hidden, out in seen:
+            assert hidden.dtype == torch.bfloat16
+            assert torch.equal(out, nn.functional.linear(hidden.float(), weight))
+
+    projected(model_of(tied=tied).get_output_embeddings().weight)
+    other = model_of(tied=tied, seed=1)
+    asyncio.run(engine.load_weights(other.state_dict().items(), 1))
+    projected(other.get_output_embeddings().weight)
+    assert torch.equal(head.weight, other.get_output_embeddings().weight.bfloat16())
+    assert (engine.model.get_input_embeddings().weight is head.weight) == tied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_takes_new_weights_unrounded(tied):
+    model, other = model_of(tied=tied), model_of(tied=tied, seed=1)
+    install(model, torch.bfloat16, field="rollout.engine.lm_head", copy=True)
+    load_weights(model, other.state_dict().items())
+    hidden, weight = torch.randn(3, 64), other.get_output_embeddings().weight
+    assert torch.equal(model.get_output_embeddings()(hidden), nn.functional.linear(hidden, weight))
+    assert torch.equal(model.get_output_embeddings().weight, weight.bfloat16())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_a_bfloat16_learner_reach_the_one_parameter(tied):
+    batch = batch_of()
+    ours, theirs = (model_of(tied=tied).to(torch.bfloat16) for _ in range(2))
+    install(ours, torch.bfloat16, field="model.lm_head")
+    weight = theirs.get_output_embeddings().weight
+    theirs.lm_head = nn.Identity()  # the same written out around the model's own layers
+    for model in (ours, theirs):
+        prepare_for_training(model, torch.device("cpu"))
+    theirs.lm_head.forward = lambda hidden: nn.functional.linear(hidden.float(), weight.float())
+    for model in (ours, theirs):
+        forward(model, batch).logp.sum().backward()
+    assert torch.equal(ours.get_output_embeddings().weight.grad, weight.grad)
+    assert torch.equal(
+        ours.get_input_embeddings().weight.grad, theirs.get_input_embeddings().weight.grad
+    )
+    assert (theirs.get_input_embeddings().weight is weight) == tied
+    assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
+)
+def test_options_do_not_change_a_bit_of_it(option):
+    settings = ["train.autocast=bfloat16", "model.lm_head=float32"]
+
+    def after(*overrides, headed=True):
+        learner = learner_of(*overrides)
+        if headed:
+            Fp32Head(learner.model, field="model.lm_head")
+        return one_step(learner, batch_of())[2]
+
+    plain, with_option = after(*settings), after(*settings, option)
+    assert all(torch.equal(plain[name], with_option[name]) for name in plain)
+    without = after("train.autocast=bfloat16", headed=False)
+    assert not torch.equal(plain["lm_head.weight"], without["lm_head.weight"])
+
+
+def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
+    """Median gap of the same tokens: a float32 trainer against the engine's arithmetic without and with the setting."""
+    settings = {
+        "out": "x",
+        "steps": 1,
+        "model": {"path": str(policy)},
+        "task": {"kind": "chain", "ops": 2},
+        "rollout": {"sampling": {"max_tokens": 20}},
+        "train": {"threads": 1},
+        "log": {"tensorboard": False, "report": False},
+    }
+    parts, _ = build_parts(resolve(settings))
+
+    async def sampled():
+        groups, _ = await collect(
+            parts.engine,
+            parts.environment,
+            parts.config.rollout,
+            stop=parts.stop,
+            step=0,
+            seed=0,
+            routes=parts.routes,
+        )
+        return pack(outcomes(groups, parts.config.objective))
+
+    exact = parts.learner.scorer.score(asyncio.run(sampled()), replay=False)
+    gaps = []
+    for lm_head in ("same", "float32"):
+        rollout = RolloutConfig(engine=BF16.model_copy(update={"lm_head": lm_head}))
+        model = load_copy(ModelConfig(path=str(policy)), rollout, torch.device("cpu"))
+        scored = variant(parts.learner.scorer, model=model).score(exact, replay=False)
+        gaps.append((exact.logp_old - scored.logp_old)[exact.trainable].abs().median())
+    assert gaps[1] < 0.6 * gaps[0]
+
+
+def test_lora_of_the_layers_is_fine_and_of_the_head_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    body = get_peft_model(model_of(tied=False), LoraConfig(target_modules=["q_proj"]))
+    install(body, torch.bfloat16, field="model.lm_head")
+    body(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
+    assert all(p.grad is not None for name, p in body.named_parameters() if "lora_A" in name)
+    head = get_peft_model(model_of(tied=False), LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(UsageError, match=r"model\.lm_head: .* not a plain linear layer"):
+        install(head, torch.bfloat16, field="model.lm_head")
+
+
+def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):
+    model = model_of(tied=False)
+    plain = model.forward
+
+    def rounding(**arguments):
+        out = plain(**arguments)
+        out.logits = out.logits.bfloat16()
+        return out
+
+    monkeypatch.setattr(model, "forward", rounding)
+    with pytest.raises(
+        UsageError, match=r"rollout\.engine\.lm_head: .* hands on logits in torch.bfloat16"
+    ):
+        HFEngine(model, BF16, record=False, max_len=32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (
+            ["rollout.engine.dtype=float32", "rollout.engine.lm_head=float32"],
+            "rollout.engine.lm_head",
+        ),
+        (
+            [
+                "rollout.engine.kind=vllm",
+                "rollout.engine.dtype=float32",
+                "rollout.engine.lm_head=float32",
+            ],
+            "rollout.engine.lm_head",
+        ),
+        (["model.lm_head=float32"], "model.lm_head"),
+    ],
+)
+def test_a_head_that_is_float32_anyway_is_refused(overrides, field):
+    tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
+    with pytest.raises(UsageError, match=rf"^{field}: float32 has no effect"):
+        resolve(tree, overrides)
+
+
+@pytest.mark.parametrize(
+    "found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]]
+)
+def test_a_vllm_that_would_round_the_logits_is_refused(found):
+    refuse_rounded_head([["torch.float32"]])
+    with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
+        refuse_rounded_head(found)
+
+
+@pytest.mark.slow
+def test_resume_and_fork_and_checkpoints(train, tmp_path):
+    from onepolicy.cli import main
+
+    settings = ["model.dtype=bfloat16", "model.lm_head=float32", "rollout.engine.lm_head=float32"]
+    whole = train("whole", *settings)
+    half = train("half", *settings, "steps=2")
+    assert main(["train", "--resume", str(half), "steps=4"]) == 0
+    assert [timeless(row) for row in rows(half)[-2:]] == [timeless(row) for row in rows(whole)[-2:]]
+    saved = AutoModelForCausalLM.from_pretrained(whole / "checkpoints" / "step_00004")
+    assert saved.lm_head.weight.dtype == torch.bfloat16
+    assert (
+        main(
+            [
+                "train",
+                "--from",
+                f"{whole}/2",
+                f"out={tmp_path / 'fork'}",
+                "steps=3",
+                "model.lm_head=same",
+            ]
+        )
+        == 0
+    )

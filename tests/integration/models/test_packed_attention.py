@@ -1,0 +1,146 @@
+"""Packed attention and our experts against the stock model, for every family."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, BloomConfig, Qwen3NextConfig, RwkvConfig
+
+from onepolicy.config import UsageError
+from onepolicy.models import experts, linear
+from onepolicy.models.experts import NAME as EXPERTS
+from onepolicy.models.packed_attention import Packing
+from onepolicy.models.prepare import prepare_for_training
+from support.models import BASE, CONFIGS, HEADS, MOE, VOCAB, make
+
+CPU = torch.device("cpu")
+LENGTHS = (20, 7, 31, 12, 3)  # several buckets; longer and shorter than the sliding window of 8
+
+
+def packed_logits(model, paths):
+    bounds = torch.tensor([0, *(len(p) for p in paths)]).cumsum(0).int()
+    positions = torch.cat([torch.arange(len(p)) for p in paths])
+    return model(
+        input_ids=torch.cat(paths)[None],
+        position_ids=positions[None],
+        use_cache=False,
+        packing=Packing.of(bounds, CPU),
+    ).logits[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_equals_one_by_one(name):
+    model = make(name)
+    generator = torch.Generator().manual_seed(1)
+    paths = [torch.randint(0, VOCAB, (n,), generator=generator) for n in LENGTHS]
+    weights = torch.randn(sum(LENGTHS), VOCAB, generator=generator)
+    model.set_attn_implementation("eager")
+    alone = torch.cat([model(input_ids=p[None], use_cache=False).logits[0] for p in paths])
+    (alone * weights).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    prepare_for_training(model, CPU)
+    together = packed_logits(model, paths)
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=1e-5)
+    (together * weights).sum().backward()
+    for n, p in model.named_parameters():
+        if n in expected:
+            torch.testing.assert_close(
+                p.grad, expected[n], atol=2e-4, rtol=1e-3, msg=lambda m, n=n: f"{n}: {m}"
+            )
+
+
+def test_attention_without_packing_is_refused():
+    model = make("qwen3_moe")
+    prepare_for_training(model, CPU)
+    with pytest.raises(ValueError, match="packed"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+def test_buckets_hold_every_slot_once(lengths):
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    packing = Packing.of(bounds, CPU)
+    slots = torch.cat([b.slots for b in packing.buckets])
+    assert sorted(slots.tolist()) == list(range(sum(lengths)))
+    for bucket in packing.buckets:
+        assert torch.equal(bucket.pad[bucket.places], bucket.slots)
+        assert bucket.samples * bucket.width <= 2 * len(bucket.slots)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
+def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
+    """Values and gradients of hidden states, routing weights and expert weights; some experts get no token."""
+    monkeypatch.setattr(
+        experts, "BLOCK", 2 if blocks else 1 << 40
+    )  # rows of an expert filled up to pairs, or not
+    monkeypatch.setattr(linear, "available", lambda: True)
+    monkeypatch.setattr(linear, "ENOUGH", 0 if blocks else 1 << 40)
+    block = make("qwen3_moe").model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 64, generator=generator)
+    index = torch.rand(tokens, 8, generator=generator).topk(2).indices
+    weights = torch.rand(tokens, 2, generator=generator)
+    out_grad = torch.randn(tokens, 64, generator=generator)
+    results = {}
+    for implementation in ("eager", EXPERTS):
+        block.config._experts_implementation = implementation
+        leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+        block.zero_grad()
+        out = block(leaves[0], index, leaves[1])
+        out.backward(out_grad)
+        results[implementation] = [
+            out,
+            leaves[0].grad,
+            leaves[1].grad,
+            *(p.grad.clone() for p in block.parameters()),
+        ]
+    for ours, theirs in zip(results[EXPERTS], results["eager"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_are_selected_on_this_model_only(name):
+    first, second = make(name), make(name)
+    before = second.config._experts_implementation
+    prepare_for_training(first, CPU)
+    assert first.config._experts_implementation == EXPERTS
+    assert second.config._experts_implementation == before
+
+
+def test_families_that_cannot_be_packed_are_refused_with_the_reason():
+    """Recurrent state, and attention that lives in a mask which packed attention never sees."""
+    recurrent = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    refused = {
+        "linear_attention": Qwen3NextConfig(
+            **{**BASE, **recurrent}, **HEADS, num_experts=4, num_experts_per_tok=2
+        ),
+        "recurrent": RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2),
+        "attention function": BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    }
+    for words, config in refused.items():
+        torch.manual_seed(0)
+        with pytest.raises(UsageError, match=words):
+            prepare_for_training(AutoModelForCausalLM.from_config(config).eval(), CPU)
+
+
+def test_autocast_reaches_the_experts():
+    block = make("qwen3_moe").model.layers[0].mlp.experts
+    block.config._experts_implementation = EXPERTS
+    seen = []
+    block._apply_gate = lambda x: (seen.append(x.dtype), type(block)._apply_gate(block, x))[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        block(torch.randn(5, 64), torch.arange(10).view(5, 2) % 8, torch.rand(5, 2))
+    assert seen == [torch.bfloat16]
+
+
+def test_a_head_that_rules_tokens_out_is_trained():
+    model = make("qwen3_dense")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    model.lm_head.bias.data[3:9] = float("-inf")
+    prepare_for_training(model, torch.device("cpu"))
+    assert model.config._attn_implementation == "onepolicy_packed"

@@ -1,0 +1,154 @@
+"""Objectives in the loop: critic, reference, bypass and dynamic sampling train, report and resume."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.cli import main
+from onepolicy.config.objective import objective_presets
+from onepolicy.train import checkpoint
+from support.metrics import rows, timeless
+
+QUICK = ("eval.every=0", "log.counterfactual_every=0")
+
+
+def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
+    whole = train("whole", "steps=3", "objective.preset=ppo", "checkpoint.every=1", *QUICK)
+    part = train("part", "steps=2", "objective.preset=ppo", *QUICK)
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
+    for name in ("model", "critic", "critic_optimizer"):
+        one, other = (
+            load_file(checkpoint.folder_of(run, 3) / f"{name}.safetensors") for run in (whole, part)
+        )
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+    losses = [row["train/value_loss"] for row in rows(whole)]
+    assert losses[0] > 0
+    before, after = (
+        load_file(checkpoint.folder_of(whole, s) / "critic.safetensors") for s in (1, 3)
+    )
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert all(not torch.equal(before[k], after[k]) for k in before if k.endswith("q_proj.weight"))
+
+
+def test_reference_and_entropy(train):
+    """The reference is where the run starts, so the first step's KL is 0 and later ones are not."""
+    settings = ("objective.kl.coef=0.1", "objective.entropy_coef=0.01", *QUICK)
+    found = rows(train("kl", "steps=2", "replay.mode=off", *settings))
+    assert found[0]["train/kl"] == pytest.approx(0, abs=1e-9)
+    assert found[1]["train/kl"] > 1e-6
+    reward = rows(
+        train(
+            "reward",
+            "steps=2",
+            "objective.preset=reinforce++",
+            "objective.kl.coef=0.1",
+            "objective.kl.where=reward",
+            "objective.kl.estimator=k1",
+            *QUICK,
+        )
+    )
+    assert "train/kl" not in reward[0]
+
+
+def test_bypass_scores_nothing_and_measures_in_the_update(train):
+    """With one mini-step the update's forward is the scoring forward: the same rollouts measure the same."""
+    usual = rows(train("usual", "steps=1", *QUICK))[0]
+    out = train("bypass", "steps=1", "correction.preset=ppo-is", *QUICK)
+    row = rows(out)[0]
+    assert row["time/score_saved"] > 0
+    assert "time/score_saved" not in usual
+    for name in ("mismatch/k3", "mismatch/max_dp", "train/entropy", "routing/routers"):
+        assert row[name] == pytest.approx(usual[name], rel=1e-5), name
+    assert row["train/ratio_dev"] > 0  # the ratio is new / rollout
+    assert usual["train/ratio_dev"] == 0
+    assert (
+        json.loads((out / "summary.json").read_text())["time"]["score_saved"]
+        == row["time/score_saved"]
+    )
+    bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0")
+    probed = train("two", "steps=1", *bypass, "log.counterfactual_every=1")
+    two = rows(probed)[0]
+    assert two["mismatch/k3"] != usual["mismatch/k3"]  # of the first half
+    assert two["repeat/max_dlogp"] < 1e-3
+    tensors = load_file(probed / "probes" / "step_00001.safetensors")
+    assert (
+        len(tensors["logp_trainer"])
+        == len(tensors["logp_trainer_native"])
+        == two["correction/slots"]
+    )
+
+
+def test_bypass_writes_the_rollouts_log_probability_of_every_sample(train):
+    """Of the second mini-step's samples nobody has a score from before the weights moved."""
+    bypass = (
+        "correction.preset=ppo-is",
+        "objective.mini_steps=2",
+        "eval.every=0",
+        "log.counterfactual_every=0",
+    )
+    out = train("unseen", "steps=1", *bypass)
+    first, second = (json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines())
+    assert first["mean_logp_trainer"] == pytest.approx(first["mean_logp_rollout"], abs=0.1)
+    assert second["mean_logp_trainer"] is None
+    assert -5 < second["mean_logp_rollout"] < 0
+    assert second["mean_logp_rollout"] != first["mean_logp_rollout"]
+
+
+def test_live_corrections_run_and_report(train):
+    row = rows(
+        train("opsm", "steps=1", "correction.preset=opsm", "objective.mini_steps=2", *QUICK)
+    )[0]
+    assert (
+        0
+        <= row["correction/rejected/k1.mean.sequence.negative.new"]
+        <= row["correction/rejected"]
+        <= 1
+    )
+    row = rows(train("pg", "steps=1", "correction.preset=pg-tis", "objective.preset=rloo", *QUICK))[
+        0
+    ]
+    assert row["correction/weight_max"] <= 2
+    assert row["correction/weighted"] > 0
+
+
+def test_dapo_replaces_groups_without_signal(train):
+    found = rows(train("dapo", "steps=2", "objective.preset=dapo", *QUICK))
+    for row in found:
+        assert row["train/groups_without_signal"] == 0
+        assert row["rollout/groups_kept"] <= 2 <= row["rollout/groups_played"]
+        assert (row["rollout/refills"] > 0) == (row["rollout/groups_played"] > 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", ["off", "tis", "mis"])
+@pytest.mark.parametrize("name", objective_presets())
+def test_every_preset_goes_with_every_form_of_correction(train, name, correction):
+    """The slides: TIS is compatible with every GxPO."""
+    settings = (
+        f"correction.preset={correction}",
+        "replay.mode=off",
+        "objective.mini_steps=2",
+        *QUICK,
+    )
+    found = rows(train(None, "steps=3", f"objective.preset={name}", *settings))
+    assert len(found) == 3
+    assert all(row["train/loss"] is not None and row["correction/weight_mean"] > 0 for row in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["r3", "off"])
+@pytest.mark.parametrize("name", objective_presets())
+def test_every_preset_trains_for_twenty_steps(train, name, replay):
+    run = train(
+        None,
+        "steps=20",
+        f"objective.preset={name}",
+        f"replay.mode={replay}",
+        "objective.mini_steps=2",
+        *QUICK,
+    )
+    assert len(rows(run)) == 20

@@ -1,0 +1,81 @@
+"""Recipes for clusters: each fits where it says, and its code runs on a tiny model of the same family."""
+
+import re
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from onepolicy.cli import main
+from onepolicy.config import load
+from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.plan.hardware import parse_cluster
+from onepolicy.plan.planner import Planner, best
+from onepolicy.tiny.model import make_tokenizer
+from support.metrics import rows
+from support.models import CONFIGS
+from support.paths import ROOT
+
+FOLDER = ROOT / "recipes" / "cluster"
+FAMILIES = {
+    "qwen3_30b_a3b_8gpu.toml": "qwen3_moe",
+    "qwen3_235b_a22b_64gpu.toml": "qwen3_moe",
+    "deepseek_v3_512gpu.toml": "deepseek_v3",
+}
+SPLITS = {  # learners, engines, devices of each
+    "qwen3_30b_a3b_8gpu.toml": (6, 1, 2),
+    "qwen3_235b_a22b_64gpu.toml": (56, 1, 8),
+    "deepseek_v3_512gpu.toml": (504, 1, 8),
+}
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in list(SPLITS)[1:]]
+SMALLER = """
+    steps=2 train.ranks=2 train.device=cpu train.threads=1 train.tokens_per_micro_batch=512
+    rollout.engine={kind="hf",slots=4,max_len=250} rollout.prompts_per_step=2 rollout.group_size=2
+    rollout.sampling.max_tokens=8 objective.entropy_coef=0.01 eval.every=0 log.report=false log.tensorboard=false
+"""
+
+
+def planned(name):
+    """The recipe on the cluster that its own head names."""
+    head = (FOLDER / name).read_text()
+    cluster, constants = re.search(
+        r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n", head
+    ).groups()
+    config = load(FOLDER / name)
+    return Planner(config, config.model, parse_cluster(cluster, [constants] if constants else []))
+
+
+def test_every_recipe_is_tested():
+    assert set(FAMILIES) == {path.name for path in FOLDER.glob("*.toml")}
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b_8gpu.toml", *LARGE])
+def test_a_recipe_fits_where_it_says(name):
+    made = planned(name)
+    options = [made.option(split) for split in made.splits()]
+    chosen = best(options)
+    assert chosen.fits
+    assert chosen.seconds == min(option.seconds for option in options if option.fits)
+    assert chosen.learner_used < 0.92 * chosen.learner_room
+    assert (chosen.split.learners, chosen.split.engines, chosen.split.tensor_parallel) == SPLITS[
+        name
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
+    config = load(FOLDER / name)
+    folder, out = tmp_path / "model", tmp_path / "run"
+    tokenizer = make_tokenizer(alphabet(config.task))
+    tiny = CONFIGS[FAMILIES[name]]
+    changed = type(tiny)(**tiny.to_dict() | {"vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(changed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert (
+        main(["train", str(FOLDER / name), f"out={out}", f"model.path={folder}", *SMALLER.split()])
+        == 0
+    )
+    (first, second) = rows(out)
+    assert config.replay.mode == "r3"
+    assert first["train/grad_norm"] > 0
+    assert second["step"] == 2

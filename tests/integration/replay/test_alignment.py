@@ -1,0 +1,455 @@
+"""The detector on real routes (bf16 engine, fp32 trainer), routes that get lost, and what replay must leave alone."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from onepolicy import bind_routers
+from onepolicy.build.components import Components, build_parts
+from onepolicy.config import UsageError, resolve
+from onepolicy.divergence.routing import routing_agreement
+from onepolicy.objective.advantages import outcomes
+from onepolicy.replay import RoutingError
+from onepolicy.replay.alignment import check_alignment, windows
+from onepolicy.replay.checks import constant_layers
+from onepolicy.rollout.collect import collect
+from onepolicy.run.log import is_known
+from onepolicy.run.step import rl_step
+from onepolicy.run.step_metrics import measure, per_layer, repeat, variation
+from onepolicy.sync.check import push_weights
+from onepolicy.train.checks import _warn_of_collapse, check_routes
+from onepolicy.train.pack import pack
+from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
+from support.learner_steps import batch_of, learner_of, one_step
+from support.models import make
+
+
+def parts_of(policy, *overrides: str) -> Components:
+    recipe = {
+        "out": "x",
+        "steps": 1,
+        "model": {"path": str(policy)},
+        "task": {"kind": "chain", "ops": 2},
+        "rollout": {
+            "prompts_per_step": 4,
+            "group_size": 2,
+            "sampling": {"max_tokens": 40},
+            "engine": {"slots": 8, "dtype": "bfloat16"},
+        },
+        "optim": {"lr": 1e-3},
+        "train": {"threads": 1},
+        "log": {"tensorboard": False, "report": False},
+    }
+    return build_parts(resolve(recipe, list(overrides)))[0]
+
+
+def rollout(parts: Components, step: int = 0) -> TokenBatch:
+    async def play():
+        await push_weights(parts.learner, parts.engine)
+        return await collect(
+            parts.engine,
+            parts.environment,
+            parts.config.rollout,
+            stop=parts.stop,
+            step=step,
+            seed=0,
+            routes=parts.routes,
+        )
+
+    groups, _ = asyncio.run(play())
+    return pack(outcomes(groups, parts.config.objective))
+
+
+@pytest.fixture(scope="module")
+def parts(policy) -> Components:
+    return parts_of(policy)
+
+
+@pytest.fixture(scope="module")
+def batch(parts) -> TokenBatch:
+    return rollout(parts)
+
+
+def with_ids(batch: TokenBatch, ids: Tensor, valid: Tensor | None = None) -> TokenBatch:
+    assert batch.routing is not None
+    valid = batch.routing.valid if valid is None else valid
+    return batch.replace(routing=dataclasses.replace(batch.routing, ids=ids, valid=valid))
+
+
+def swapped(ids: Tensor, bounds: list[int], a: int, b: int) -> Tensor:
+    out, n = ids.clone(), min(bounds[a + 1] - bounds[a], bounds[b + 1] - bounds[b])
+    mine, theirs = slice(bounds[a], bounds[a] + n), slice(bounds[b], bounds[b] + n)
+    out[mine], out[theirs] = ids[theirs], ids[mine]
+    return out
+
+
+def late_in(ids: Tensor, start: int, stop: int) -> Tensor:
+    return torch.cat([ids[:start], ids[start:stop].roll(1, 0), ids[stop:]])
+
+
+def column(ids: Tensor, index: int, other: Tensor) -> Tensor:
+    out = ids.clone()
+    out[:, index] = other
+    return out
+
+
+MISALIGNED: dict[str, tuple[Callable[[Tensor, list[int]], Tensor], list[str]]] = {
+    "late": (
+        lambda ids, _: ids.roll(1, 0),
+        ["layer 0 agree in", "one row late", "holds the routes of the one before"],
+    ),
+    "early": (lambda ids, _: ids.roll(-1, 0), ["layer 0 agree in", "one row early"]),
+    "layers up": (
+        lambda ids, _: ids.roll(1, 1),
+        ["layer axis is moved by one", "layer 1 holds those of layer 0"],
+    ),
+    "layers down": (
+        lambda ids, _: ids.roll(-1, 1),
+        ["layer axis is moved by one", "layer 1 holds those of layer 2"],
+    ),
+    "swapped": (lambda ids, b: swapped(ids, b, 1, 4), ["samples were swapped", "of sample"]),
+    "late in one sample": (
+        lambda ids, b: late_in(ids, b[2], b[3]),
+        ["sample 2 of the batch", "one row late"],
+    ),
+    "another layer's": (
+        lambda ids, _: column(ids, 1, ids[:, 0]),
+        ["layer 1 agree", "layer 1 holds the routes of layer 0"],
+    ),
+    "a foreign layer": (
+        lambda ids, _: column(ids, 1, torch.rand(len(ids), 16).argsort(-1)[:, :4].to(ids.dtype)),
+        ["layer 1 agree in", "layer 1 alone was captured wrongly"],
+    ),
+    "foreign": (
+        lambda ids, _: torch.rand(*ids.shape[:2], 16).argsort(-1)[..., :4].to(ids.dtype),
+        ["every layer is wrong", "replay.min_agreement"],
+    ),
+}
+
+
+def test_clean_routes_pass_with_room(parts, batch) -> None:
+    scored = parts.learner.score(batch)
+    agreement = routing_agreement(scored.routing, scored.routing_native)
+    assert agreement.mean(0).min() > 0.95
+    assert 0 < measure(scored)["routing/routers"] < 0.1  # bf16 does differ from fp32
+    assert measure(scored)["replay/gate_mass"] > 0.99
+
+
+@pytest.mark.parametrize("how", MISALIGNED)
+def test_misaligned_routes_stop_the_first_batch_and_name_the_cause(parts, batch, how: str) -> None:
+    torch.manual_seed(0)
+    wrong, words = MISALIGNED[how]
+    with pytest.raises(RoutingError) as caught:
+        parts.learner.score(with_ids(batch, wrong(batch.routing.ids, batch.cu_seqlens.tolist())))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_rows_not_valid_are_not_compared(parts, batch) -> None:
+    bounds = batch.cu_seqlens.tolist()
+    ids = late_in(batch.routing.ids, bounds[2], bounds[3])
+    valid = batch.routing.valid.clone()
+    valid[bounds[2] : bounds[3]] = False
+    parts.learner.score(with_ids(batch, ids, valid))
+    nothing = parts.learner.score(with_ids(batch, ids, torch.zeros_like(valid)))
+    assert torch.equal(nothing.logp_old, parts.learner.scorer.score(batch, replay=False).logp_old)
+    metrics = measure(nothing) | per_layer(nothing)
+    assert metrics["replay/missing_samples"] == batch.num_samples
+    assert metrics["replay/native_rows"] == 1
+    assert not [name for name in metrics if name.startswith("routing/")]
+
+
+def test_the_library_call(parts, batch) -> None:
+    model, routers = parts.learner.model, parts.learner.routers
+    for by, aligned in ((0, True), (1, False)):
+        rows = slice(0, int(batch.cu_seqlens[1]))
+        trace = dataclasses.replace(batch.routing.rows(rows.start, rows.stop), spans=())
+        trace = dataclasses.replace(trace, ids=trace.ids.roll(by, 0))
+        micro = batch.select([0])
+        with torch.no_grad(), routers.replay(trace, native=True) as replayed:
+            model.set_attn_implementation("eager")
+            model(input_ids=micro.input_ids[None], use_cache=False)
+        if aligned:
+            replayed.check_alignment()
+        else:
+            with pytest.raises(RoutingError, match="one row late"):
+                replayed.check_alignment()
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
+def test_windows_split_samples_evenly(lengths: list[int]) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    starts = windows(bounds)
+    assert set(bounds[:-1].tolist()) <= set(starts.tolist())
+    sizes = torch.cat([starts, bounds[-1:]]).diff()
+    assert sizes.sum() == sum(lengths)
+    assert sizes.max() <= 24
+    assert sizes.min() >= min(8, *lengths)
+
+
+def test_thresholds_by_hand() -> None:
+    """16 experts in pairs: agreement is 1 or 0 per row; 13 of 16 rows (81%) pass, 12 (75%) do not."""
+    ids = torch.arange(2, dtype=torch.uint8).expand(16, 1, 2)
+    valid = torch.ones(16, dtype=torch.bool)
+    native = RoutingTrace(ids, valid, (3,), 16)
+    for wrong, raises in ((3, False), (4, True)):
+        other = ids.clone()
+        other[:wrong] += 5
+        replayed = RoutingTrace(other, valid, (3,), 16)
+        if raises:
+            with pytest.raises(RoutingError, match="layer 3 agree in 75%, expected at least 80%"):
+                check_alignment(replayed, native)
+            check_alignment(replayed, native, least=0.7)
+        else:
+            check_alignment(replayed, native)
+
+
+# --- in the loop ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Broken:
+    """An engine whose completions `spoil` changes."""
+
+    engine: object
+    spoil: Callable[[Completion], Completion]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.engine, name)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
+    ) -> Completion:
+        return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))  # type: ignore[attr-defined]
+
+
+def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
+    async def go():
+        await push_weights(parts.learner, parts.engine)
+        broken = dataclasses.replace(parts, engine=Broken(parts.engine, spoil))
+        return await rl_step(broken, 0)
+
+    return asyncio.run(go())
+
+
+def test_a_shifted_engine_stops_the_run_before_its_first_update(parts) -> None:
+    def late(completion: Completion) -> Completion:
+        shifted = dataclasses.replace(completion.routing, ids=completion.routing.ids.roll(1, 0))
+        return dataclasses.replace(completion, routing=shifted)
+
+    before = {name: weight.clone() for name, weight in parts.learner.named_weights()}
+    with pytest.raises(RoutingError, match="one row late"):
+        step_with(parts, late)
+    assert parts.learner.version == 0
+    assert all(torch.equal(before[name], weight) for name, weight in parts.learner.named_weights())
+
+
+def test_an_engine_that_drops_its_routes(policy) -> None:
+    drop = lambda completion: dataclasses.replace(completion, routing=None)  # noqa: E731
+    with pytest.raises(UsageError, match=r"problem 0, sample 0: has no routes"):
+        step_with(parts_of(policy), drop)
+    calls = iter(range(100))
+    first_two = lambda completion: drop(completion) if next(calls) < 2 else completion  # noqa: E731
+    metrics = step_with(parts_of(policy, "replay.missing=native"), first_two).metrics
+    assert metrics["replay/missing_samples"] == 2
+    assert 0 < metrics["replay/native_rows"] < 0.5
+    assert all(is_known(name) for name in metrics)
+    for layer in (0, 1, 2):
+        assert 0 <= metrics[f"routing/layer@{layer}"] <= metrics["routing/tokens"]
+        assert metrics[f"replay/gate_mass@{layer}"] > 0.98
+    assert metrics["repeat/k3"] < 1e-6
+    assert metrics["counterfactual/repeat/max_dlogp"] < 1e-2
+
+
+def test_an_engine_that_returns_filler_is_refused_with_its_sample(parts) -> None:
+    def zero(completion: Completion) -> Completion:
+        return dataclasses.replace(
+            completion,
+            routing=dataclasses.replace(
+                completion.routing, ids=torch.zeros_like(completion.routing.ids)
+            ),
+        )
+
+    with pytest.raises(
+        UsageError, match=r"problem \d+, sample \d, turn 0: an expert twice at layer 0, row 0"
+    ):
+        step_with(parts, zero)
+
+
+@pytest.mark.parametrize("mode", ["r3", "off"])
+def test_a_layer_written_once_is_not_captured(policy, mode: str) -> None:
+    """Refused by what the trainer's own router chooses, also where the routes are only measured."""
+
+    def once(completion: Completion) -> Completion:
+        ids = completion.routing.ids.clone()
+        ids[:, 1] = ids[0, 1]
+        return dataclasses.replace(
+            completion, routing=dataclasses.replace(completion.routing, ids=ids)
+        )
+
+    parts = parts_of(policy, f"replay.mode={mode}")
+    words = r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: the engine did not capture"
+    with pytest.raises(RoutingError, match=words):
+        step_with(parts, once)
+    assert parts.learner.version == 0
+
+
+@pytest.mark.parametrize("mode", ["r3", "off"])
+def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(
+    policy, mode: str, caplog
+) -> None:
+    parts = parts_of(policy, f"replay.mode={mode}")
+    collapse(parts, layer=2)
+    _warn_of_collapse.cache_clear()
+    assert parts.learner.version == 0
+    result = step_with(parts, lambda completion: completion)
+    assert parts.learner.version == 1
+    assert constant_layers(result.batch.routing, result.batch.cu_seqlens)[:, 2].any()
+    assert "layer 2: the router has collapsed" in caplog.text
+    assert "layer 1" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "age", "stops"),
+    [
+        (["replay.mode=off"], 0, "the engine did not capture"),
+        (["replay.mode=off"], 4, None),  # only measured, and older weights may have chosen so
+        (["replay.min_agreement=0.5"], 4, None),
+        (["replay.min_agreement=0"], 4, None),
+        ([], 4, "Or they are too old: the oldest tokens were sampled 4 updates ago"),
+    ],
+)
+def test_a_constant_layer_of_older_weights(
+    policy, parts, batch, settings, age: int, stops: str | None
+) -> None:
+    """The engine's router had collapsed in layer 1; the trainer's has not quite: it agrees in 3 rows of 4."""
+    config = parts_of(policy, *settings).config.replay
+    ids = batch.routing.ids.clone()
+    ids[:, 1] = ids[0, 1]
+    native = ids.clone()
+    native[::4, 1] = 15 - ids[::4, 1]
+    scored = with_ids(batch, ids).replace(
+        routing_native=dataclasses.replace(batch.routing, ids=native)
+    )
+    version = int(batch.version[batch.trainable].min()) + age
+    if stops is None:
+        check_routes(scored, config, version)
+    else:
+        with pytest.raises(RoutingError, match=stops):
+            check_routes(scored, config, version)
+
+
+def collapse(parts: Components, layer: int) -> None:
+    """Give this layer a router that ranks its experts alike for whatever tokens the policy writes."""
+    router = parts.learner.model.model.layers[layer].mlp.gate
+    seen: list[Tensor] = []
+    hook = router.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].detach().flatten(0, -2))
+    )
+    ranks = torch.linspace(-1, 1, router.weight.shape[0]).roll(5)[:, None]
+    for _ in range(4):  # other routes, other tokens, other inputs
+        parts.learner.scorer.score(rollout(parts), replay=False)
+        inputs = torch.cat(seen)
+        direction = inputs.mean(0)
+        while (behind := inputs @ direction <= 0.5).any():  # the perceptron's rule
+            direction = direction + 0.1 * inputs[behind].mean(0)
+        with torch.no_grad():
+            router.weight.copy_(ranks * direction)
+    hook.remove()
+
+
+def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:
+    for call in (parts.learner.score, parts.learner.step):
+        lost = parts.learner.score(batch).replace(
+            routing=None, advantage=batch.logp_rollout, keep=batch.trainable
+        )
+        with pytest.raises(RoutingError, match="the batch has no routes"):
+            call(lost.replace(weight=torch.ones(batch.num_slots)))
+    assert batch.select([0, 2]).routing is not None
+
+
+# --- variation of the trainer with itself -----------------------------------------------------------------------------
+
+
+def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
+    scored = parts.learner.score(batch)
+    assert variation(scored, scored) == {
+        "repeat/k3": 0.0,
+        "repeat/max_dlogp": 0.0,
+        "repeat/routers": 0.0,
+    }
+    slot = int(batch.trainable.nonzero()[0, 0])
+    moved = scored.replace(
+        logp_old=scored.logp_old.clone(), routing_native=copy.deepcopy(scored.routing_native)
+    )
+    moved.logp_old[slot] += 0.1
+    moved.routing_native.ids[slot, 1] = (moved.routing_native.ids[slot, 1] + 5) % 16
+    found = variation(scored, moved)
+    slots, trained = batch.num_slots, int(batch.trainable.sum())
+    assert found["repeat/max_dlogp"] == pytest.approx(0.1, rel=1e-5)
+    assert found["repeat/k3"] == pytest.approx((0.1051709 - 0.1) / trained, rel=1e-4)
+    assert found["repeat/routers"] == pytest.approx(1 / (3 * slots))
+    again = repeat(parts.learner.scorer, scored, parts.learner.scorer.score(batch, replay=False))
+    assert again["repeat/max_dlogp"] < 1e-4  # fp32: rounding only
+    assert again["repeat/routers"] < 0.01
+
+
+# --- what replay leaves alone -----------------------------------------------------------------------------------------
+
+
+def test_a_reference_model_routes_natively_inside_the_policys_replay(parts, batch) -> None:
+    model = make("qwen3_moe")
+    reference, routers = copy.deepcopy(model), bind_routers(model)
+    ids = torch.arange(24).view(2, 12)
+    expected = reference(input_ids=ids).logits
+    random = torch.rand(24, 3, 8).argsort(-1)[..., :2].to(torch.uint8)
+    with routers.replay(
+        RoutingTrace(random, torch.ones(24, dtype=torch.bool), routers.layers, 8), check=False
+    ):
+        assert torch.equal(reference(input_ids=ids).logits, expected)
+        assert not torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_expert_bias_is_not_moved_by_a_training_step() -> None:
+    learner = learner_of(name="deepseek_v3")
+    batch = batch_of()
+    routing = RoutingTrace(batch.routing.ids[:, 1:], batch.routing.valid, learner.routers.layers, 8)
+    before = {n: b.clone() for n, b in learner.model.named_buffers() if "correction_bias" in n}
+    one_step(learner, batch.replace(routing=routing))
+    after = dict(learner.model.named_buffers())
+    assert before
+    assert all(torch.equal(after[name], bias) for name, bias in before.items())
+
+
+# --- slow -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_false_alarm_in_200_clean_steps(parts) -> None:
+    """Other problems every step, bf16 engine, fp32 trainer. Prints the lowest agreement for docs/replay_checks.md."""
+    layer, window, count = 1.0, 1.0, 0
+    for step in range(200):
+        scored = parts.learner.score(rollout(parts, step))
+        agreement = routing_agreement(scored.routing, scored.routing_native)
+        starts = [*windows(scored.cu_seqlens).tolist(), len(agreement)]
+        cells = torch.stack(
+            [agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8]
+        )
+        layer, window, count = (
+            min(layer, float(agreement.mean(0).min())),
+            min(window, float(cells.min())),
+            count + len(cells),
+        )
+    print(f"200 steps, {count} windows: lowest layer {layer:.3f}, lowest window {window:.3f}")
+    assert window > 0.9

@@ -1,0 +1,148 @@
+"""Replay under torch.compile: no graph break, bit-equal to eager, and new routes run the graph that is there.
+
+The fast test stops at dynamo (backend eager); slow ones trace the backward too (aot_eager) and run inductor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from onepolicy import bind_routers
+from onepolicy.replay import Routers
+from onepolicy.types import RoutingTrace
+from support.replay_models import build, loss_and_grads, random_trace, tokens
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _build(family: str, **changes: object) -> PreTrainedModel:
+    return build(
+        family, experts="batched_mm", **changes
+    )  # AOTAutograd cannot trace transformers' CPU grouped_mm
+
+
+def _trace(routers: Routers, seed: int, *, every: int = 0, weights: bool = False) -> RoutingTrace:
+    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
+    if every:
+        trace.valid[::every] = False
+    generator = torch.Generator().manual_seed(seed)
+    return dataclasses.replace(
+        trace, weights=torch.rand(trace.ids.shape, generator=generator) if weights else None
+    )
+
+
+def _replayed(
+    model: PreTrainedModel, traces: list[RoutingTrace], **how: Any
+) -> list[tuple[Tensor, dict[str, Tensor], Any]]:
+    routers, found = bind_routers(model), []
+    for trace in traces:
+        with routers.replay(trace, **how, check=False) as replay:
+            logits, grads = loss_and_grads(model, tokens())
+        found.append((logits, grads, replay.native().ids if how.get("native") else None))
+    return found
+
+
+def _check(
+    model: PreTrainedModel, expected: list, traces: list[RoutingTrace], *, graphs: int, **how: Any
+) -> None:
+    """Same bits as eager, and after the first replay nothing is compiled again."""
+    found = _replayed(model, traces[:1], **how)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled == graphs
+    found += _replayed(model, traces[1:], **how)
+    assert counters["stats"]["unique_graphs"] == compiled
+    for (logits, grads, native), (plain, plain_grads, plain_native) in zip(
+        found, expected, strict=True
+    ):
+        assert torch.equal(logits, plain)
+        assert all(torch.equal(grads[name], plain_grads[name]) for name in plain_grads)
+        assert native is None or torch.equal(native, plain_native)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_a_router_compiles_whole_and_takes_new_routes() -> None:
+    model = _build("qwen3_moe", num_hidden_layers=1)
+    plain = model(input_ids=tokens()).logits
+    traces = [_trace(bind_routers(model), seed, every=3) for seed in (2, 3)]
+    expected = _replayed(model, traces, native=True)
+    model.model.layers[0].mlp.gate.compile(backend="eager", fullgraph=True)
+    _check(model, expected, traces, graphs=1, native=True)
+    assert torch.equal(model(input_ids=tokens()).logits, plain)  # outside the context: native again
+    routers = bind_routers(model)
+    with routers.record() as tape:
+        model(input_ids=tokens())
+    with routers.replay(tape.trace(), check=False):
+        assert torch.equal(model(input_ids=tokens()).logits, plain)
+
+
+MODES = {
+    "plain": ({}, {}),
+    "native": ({"native": True}, {}),
+    "some_native": ({}, {"every": 3}),
+    "soft": ({"soft": 0.8}, {}),
+    "weights": ({"weights": True}, {"weights": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2_groups", "gpt_oss"])
+def test_a_whole_model_compiles_in_one_graph(family: str, mode: str) -> None:
+    how, kind = MODES[mode]
+    model = _build(family)
+    traces = [_trace(bind_routers(model), seed, **kind) for seed in (2, 3, 4)]
+    expected = _replayed(model, traces, **how)
+    model.compile(backend="aot_eager", fullgraph=True)
+    _check(model, expected, traces, graphs=1, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["whole_model", "blocks"])
+def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over checkpoints dynamo has to be told that a recompute has no side effects (has this router fired?)."""
+    model = _build("qwen3_moe")
+    traces = [_trace(bind_routers(model), seed) for seed in (2, 3, 4)]
+    expected = _replayed(model, traces)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if (
+        how == "blocks"
+    ):  # each compiled by itself, inside its layer's checkpoint: one graph more, for the recompute
+        for layer in model.model.layers:
+            layer.mlp.compile(backend="aot_eager", fullgraph=True)
+    else:
+        monkeypatch.setattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+        model.compile(backend="aot_eager", fullgraph=True)
+    _check(model, expected, traces, graphs=1 if how == "whole_model" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("g++")  # of inductor
+def test_inductor_takes_new_routes() -> None:
+    model = _build("qwen3_moe", num_hidden_layers=1)
+    traces = [_trace(bind_routers(model), seed) for seed in (2, 3)]
+    expected = _replayed(model, traces)
+    model.model.layers[0].mlp.compile(fullgraph=True)
+    for (logits, grads, _), (plain, plain_grads, _) in zip(
+        _replayed(model, traces), expected, strict=True
+    ):
+        torch.testing.assert_close(
+            logits, plain, atol=1e-4, rtol=1e-4
+        )  # inductor fuses: not the same bits
+        for name in plain_grads:
+            torch.testing.assert_close(grads[name], plain_grads[name], atol=1e-5, rtol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,72 @@
+"""Where a model's parameters lie is not where it computes: routes go to the routers' scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import Tensor
+
+from onepolicy import bind_routers
+from onepolicy.config import UsageError
+from onepolicy.replay.layers import Router
+from onepolicy.replay.seam import Replayer
+from support.replay_models import build, random_trace, tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2_groups"])
+def test_offloaded_parameters(family: str) -> None:
+    model, ids = build(family).eval(), tokens()
+    expected = model(input_ids=ids).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).is_meta
+    routers = bind_routers(model)
+    with torch.no_grad(), routers.record() as tape:
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    with torch.no_grad(), routers.replay(tape.trace(), native=True) as replayed:
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    replayed.check_alignment()
+    assert replayed.gate_mass().shape == (21, len(routers.layers))
+    random = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+    with torch.no_grad(), routers.replay(random, check=False):
+        assert not torch.equal(model(input_ids=ids).logits, expected)
+    routers.self_test()
+
+
+def test_a_trace_without_data_is_refused() -> None:
+    routers = bind_routers(build("qwen3_moe"))
+    trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
+    with (
+        pytest.raises(UsageError, match="on meta, which holds no routes"),
+        routers.replay(trace.to("meta")),
+    ):
+        pytest.fail("entered")
+    split = dataclasses.replace(trace, valid=trace.valid.to("meta"))
+    with pytest.raises(UsageError, match="ids on cpu, valid on meta"), routers.replay(split):
+        pytest.fail("entered")
+
+
+class Elsewhere(torch.nn.Module):
+    """A router that computes on another device than its trace lies on (meta: the only one a CPU has)."""
+
+    top_k, num_experts = 2, 4
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(hidden.to("meta"), self.top_k, dim=-1)
+
+
+def test_routes_follow_the_scores() -> None:
+    """Ids, validity and weights; as with layers over several devices, of which a trace knows one."""
+    router = Router("layers.0.gate", 0, Elsewhere(), 4, 2, 0, 0)
+    route, valid = torch.tensor([[0, 1]] * 3, dtype=torch.uint8), torch.tensor([True, False, True])
+    replayer = Replayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))
+    values, ids = replayer(torch.rand(3, 4))
+    assert (
+        values.device
+        == ids.device
+        == replayer.native.device
+        == replayer.gate_mass.device
+        == torch.device("meta")
+    )

@@ -1,0 +1,257 @@
+"""Every MoE family of transformers: its own routes replayed are the same bits, other routes are the ones computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import DogeConfig, DogeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from onepolicy import bind_routers
+from onepolicy.config import UsageError
+from onepolicy.replay import RoutingError
+from support.families import NO_CAUSAL_LM, NO_EXPERTS, REFUSED, TABLE, discover, folder
+from support.family_results import DOCS, ROWS, examine, page
+from support.replay_models import FAMILIES, build, experts_inputs, random_trace, tokens
+
+
+def test_every_moe_family_of_transformers_is_in_a_table() -> None:
+    """An upgrade that adds a family, or a family that loses its causal LM, turns this red."""
+    with_lm, without = discover()
+    assert with_lm == {folder(name) for name in TABLE} | set(REFUSED) | set(NO_EXPERTS)
+    assert without == set(NO_CAUSAL_LM)
+
+
+@pytest.mark.parametrize("run", [0, 1])
+@pytest.mark.parametrize("family", TABLE)
+def test_own_routes_are_a_no_op_and_others_reach_the_experts(family: str, run: int) -> None:
+    """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second setting."""
+    result = examine(family, run)
+    assert result.layers == TABLE[family].layers
+    assert result.varied
+    assert result.logits
+    assert result.changed == ()
+    assert result.recomputed == (None if family == "jetmoe" else ())
+    assert result.decoded
+    assert result.filled
+    assert result.moved
+    assert result.reached
+    assert result.weighed
+    assert result.router_grad
+
+
+def test_the_page_in_docs_is_what_was_measured() -> None:
+    assert DOCS.read_text(encoding="utf-8") == page(), (
+        "run: PYTHONPATH=tests python -m support.family_results"
+    )
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_configs_make_their_family_special(family: str) -> None:
+    """Group limits that bind, scales that are not 1, windows shorter than the sequence, fewer keys than tokens."""
+    config = TABLE[family].config()
+    for name in (
+        "routed_scaling_factor",
+        "route_scale",
+        "router_scaling_factor",
+        "moe_routed_scaling_factor",
+    ):
+        assert getattr(config, name, 1.7) == 1.7
+    groups = getattr(config, "n_group", None)
+    assert groups is None or config.topk_group < groups
+    for name in ("sliding_window", "attention_chunk_size", "index_topk"):
+        assert (getattr(config, name, None) or 0) <= 4
+    model = TABLE[family].model()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "correction_bias" in name or name.endswith(("expert_bias", "balancing_biases")):
+            assert (tensor != 0).all()
+
+
+def test_doge_is_refused_with_its_reason() -> None:
+    config = DogeConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        is_moe=True,
+        num_experts=16,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+    )
+    with pytest.raises(
+        UsageError, match=r"DogeForCausalLM.*DogeCDMoE at 'model\.layers\.0\.mlp'.*mixes the tokens"
+    ):
+        bind_routers(DogeForCausalLM(config))
+
+
+def test_phimoe_is_refused_in_train_mode() -> None:
+    model = TABLE["phimoe"].model().train()
+    routers = bind_routers(model)
+    with (
+        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
+        routers.record(),
+    ):
+        model(input_ids=tokens())
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    with (
+        pytest.raises(RoutingError, match=r"layer 0: .*PhimoeTopKRouter.* draws.*eval"),
+        routers.replay(trace, check=False),
+    ):
+        model(input_ids=tokens())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_self_test_and_column_order(family: str) -> None:
+    """The experts get the ids in the order of the trace's columns; the bf16 sums of an engine depend on it."""
+    model, ids = build(family), tokens()
+    routers = bind_routers(model)
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    with experts_inputs(model) as computed, routers.replay(trace, check=False) as replayed:
+        model(input_ids=ids)
+    for column, (ids_computed, _) in enumerate(computed):
+        assert torch.equal(ids_computed, trace.ids[:, column].long())
+    with pytest.raises(RuntimeError, match="native=True"):
+        replayed.native()
+    routers.self_test()
+
+
+def test_native_is_the_choice_of_the_live_scores() -> None:
+    """The first MoE layer sees the same hidden states whatever is replayed, so its own choice must not change."""
+    for family in ("qwen3_moe", "deepseek_v2_groups", "deepseek_v3"):
+        model, ids = build(family), tokens()
+        routers = bind_routers(model)
+        with routers.record() as tape:
+            model(input_ids=ids)
+        trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+        with routers.replay(trace, native=True, check=False) as replayed:
+            model(input_ids=ids)
+        native = replayed.native()
+        assert torch.equal(native.ids[:, 0], tape.trace().ids[:, 0]), family
+        assert not torch.equal(native.ids[:, 0], trace.ids[:, 0]), family
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
+    """R3 (arXiv:2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), y = sum_i g_i E_i(x).
+
+    s = x W are the trainer's scores, I marks the rollout's experts. Without `norm_topk_prob` the family divides by
+    the sum over all experts instead.
+    """
+    model = build("qwen3_moe", num_hidden_layers=1, norm_topk_prob=norm, hidden_size=32)
+    block = model.model.layers[0].mlp
+    assert isinstance(block, Qwen3MoeSparseMoeBlock)
+    hidden = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    probe = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(5))
+    routers = bind_routers(model)
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    with routers.replay(trace, check=False):
+        out = block(hidden)
+        grads = torch.autograd.grad((out * probe).sum(), [hidden, block.gate.weight])
+
+    expected = _reference_block(
+        block, hidden.reshape(ROWS, 32), trace.ids[:, 0].long(), norm
+    ).view_as(out)
+    reference = torch.autograd.grad((expected * probe).sum(), [hidden, block.gate.weight])
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for grad, want in zip(grads, reference, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5)
+
+
+def _reference_block(block: nn.Module, x: Tensor, ids: Tensor, norm: bool) -> Tensor:
+    scores = x @ block.gate.weight.T
+    indicator = torch.zeros_like(scores).scatter(1, ids, 1.0)
+    total = (
+        (indicator * scores.exp()).sum(1, keepdim=True)
+        if norm
+        else scores.exp().sum(1, keepdim=True)
+    )
+    gates = indicator * scores.exp() / total
+    out = torch.zeros_like(x)
+    for expert in range(8):
+        gate, up = (x @ block.experts.gate_up_proj[expert].T).chunk(2, -1)
+        out = out + gates[:, expert, None] * (
+            (F.silu(gate) * up) @ block.experts.down_proj[expert].T
+        )
+    return out
+
+
+def _normalised(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = softmax over the replayed logits."""
+    w = z.masked_fill(~own, -torch.inf).softmax(-1)
+    return w * (c - (w * c).sum(-1, keepdim=True))
+
+
+def _all_experts(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = softmax over all logits, not renormalised: experts that were not replayed get a gradient too."""
+    p = z.softmax(-1)
+    return p * (own * c - (p * own * c).sum(-1, keepdim=True))
+
+
+def _sigmoid(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
+    """w = 1.7 sigmoid / sum of the replayed sigmoids."""
+    s = z.sigmoid() * own
+    total = s.sum(-1, keepdim=True)
+    return 1.7 / total * (c - (s / total * c).sum(-1, keepdim=True)) * s * (1 - s)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "derivative"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}, _normalised),
+        ("qwen3_moe", {"norm_topk_prob": False}, _all_experts),
+        ("gpt_oss", {}, _normalised),
+        ("deepseek_v3", {"norm_topk_prob": True}, _sigmoid),
+    ],
+)
+def test_router_gradient_is_the_one_derived_by_hand(
+    family: str, changes: dict, derivative: Callable
+) -> None:
+    """L = sum_t probe_t y_t and y = sum_i w_i E_i(x), so dL/dw_i = c_i = probe E_i(x), and dL/dW = (dL/dz)^T x."""
+    model = TABLE[family].model(experts="eager", **changes)
+    routers = bind_routers(model)
+    draw = torch.Generator().manual_seed(4)
+    hidden, probe = torch.randn(2, 3, 7, 32, generator=draw)
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    blocks = [model.model.layers[layer].mlp for layer in routers.layers]
+    with routers.replay(trace, check=False):
+        outs = [block(hidden) for block in blocks]
+    for column, (block, out, router) in enumerate(zip(blocks, outs, routers._routers, strict=True)):
+        ((out[0] if isinstance(out, tuple) else out) * probe).sum().backward()
+        x, ids = hidden.reshape(ROWS, 32), trace.ids[:, column].long()
+        z = x @ router.module.weight.T + (router.module.bias if family == "gpt_oss" else 0)
+        c = torch.zeros(ROWS, 8)
+        for j in range(ids.shape[1]):
+            outputs = block.experts(x, ids[:, j : j + 1], torch.ones(ROWS, 1))
+            c.scatter_(
+                1,
+                ids[:, j : j + 1],
+                (outputs * probe.reshape(ROWS, 32)).sum(-1, keepdim=True).detach(),
+            )
+        own = torch.zeros(ROWS, 8, dtype=torch.bool).scatter_(1, ids, True)
+        dz = derivative(z, own, c)
+        torch.testing.assert_close(router.module.weight.grad, dz.T @ x, rtol=1e-4, atol=1e-4)
+        if family == "gpt_oss":
+            torch.testing.assert_close(router.module.bias.grad, dz.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_group_limit_follows_the_replayed_experts() -> None:
+    """DeepSeek-V2 weighs scores masked to the best groups: experts of other groups must not be weighed 0."""
+    model = build("deepseek_v2_groups")
+    routers = bind_routers(model)
+    with routers.record() as tape:
+        model(input_ids=tokens())
+    own_groups = tape.trace().ids // 2  # 8 experts in 4 groups, 2 groups allowed
+    trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
+    replayed_groups = trace.ids // 2
+    outside = ~(replayed_groups[..., :, None] == own_groups[..., None, :]).any(-1)
+    assert outside.float().mean() > 0.3  # the case is really there
+    with experts_inputs(model) as computed, routers.replay(trace, check=False):
+        model(input_ids=tokens())
+    for _, weights in computed:
+        assert (weights > 0).all()

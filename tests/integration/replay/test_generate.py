@@ -1,0 +1,184 @@
+"""A recorded generate() lies step by step: laid out for one forward by routes_of_generate, refused as it comes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import onepolicy as op
+from onepolicy.replay import Routers, RoutingError
+from onepolicy.replay.contexts import Tape
+from onepolicy.types import RoutingTrace
+from support.replay_models import build, tokens
+
+PROMPTS = tokens()  # [3, 7]
+NEW = 6
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return build(request.param).eval()
+
+
+@pytest.fixture
+def routers(model: PreTrainedModel) -> Routers:
+    return op.bind_routers(model)
+
+
+def _generate(
+    model: PreTrainedModel, routers: Routers, prompts: Tensor, **how
+) -> tuple[Tape, Tensor]:
+    with torch.no_grad(), routers.record() as tape:
+        out = model.generate(prompts, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **how)
+    return tape, out
+
+
+def _native(
+    model: PreTrainedModel, routers: Routers, trace: RoutingTrace, **inputs: Tensor
+) -> RoutingTrace:
+    with torch.no_grad(), routers.replay(trace, native=True) as replayed:
+        model(**inputs, use_cache=False)
+    replayed.check_alignment()
+    return replayed.native()
+
+
+def _positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _check_laid_out(
+    model: PreTrainedModel, routers: Routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor
+):
+    """The rows of every sample are its routes in a padded forward, and alone."""
+    padded = op.pad_routes(traces, mask)
+    native = _native(
+        model, routers, padded, input_ids=out, attention_mask=mask, position_ids=_positions(mask)
+    )
+    assert torch.equal(native.ids[padded.valid], padded.ids[padded.valid])
+    for row, keep, trace in zip(out, mask.bool(), traces, strict=True):
+        assert len(trace) == int(keep.sum()) - 1
+        alone = _native(model, routers, trace, input_ids=row[keep][None, :-1])
+        assert torch.equal(alone.ids, trace.ids)
+
+
+def test_as_it_comes_it_is_refused(model: PreTrainedModel, routers: Routers) -> None:
+    tape, out = _generate(model, routers, PROMPTS)
+    trace = tape.trace()
+    assert len(trace) == out[:, :-1].numel()
+    for wrong in (trace, trace.to("cpu"), RoutingTrace.concat([trace])):
+        for check in (True, False):
+            with (
+                pytest.raises(
+                    RoutingError,
+                    match=r"6 forwards of 3 samples .*op\.pad_routes\(op\.routes_of_generate",
+                ),
+                routers.replay(wrong, check=check),
+            ):
+                pytest.fail("entered")
+
+
+def test_it_is_laid_out(model: PreTrainedModel, routers: Routers) -> None:
+    tape, out = _generate(model, routers, PROMPTS)
+    mask = torch.ones_like(out)
+    traces = op.routes_of_generate(tape, out, torch.ones_like(PROMPTS))
+    assert traces == op.routes_of_generate(tape, out, mask)
+    _check_laid_out(model, routers, traces, out, mask)
+
+
+def test_left_padding_and_early_ends(model: PreTrainedModel, routers: Routers) -> None:
+    """The second sample ends after its first token; by the prompts' mask what fills it counts too."""
+    prompts, asked = PROMPTS.clone(), torch.ones_like(PROMPTS)
+    for sample, pads in ((0, 3), (1, 1)):
+        asked[sample, :pads] = 0
+        prompts[sample, :pads] = 0
+    _, free = _generate(model, routers, prompts, attention_mask=asked)
+    ends = int(free[1, 7])
+    assert ends not in free[[0, 2], 7:-1]  # the case is really there
+    tape, out = _generate(model, routers, prompts, attention_mask=asked, eos_token_id=ends)
+    assert (out[1, 8:] == 0).all()
+    assert out.shape == free.shape
+    mask = torch.cat([asked, torch.ones(3, NEW, dtype=asked.dtype)], 1)
+    _check_laid_out(model, routers, op.routes_of_generate(tape, out, asked), out, mask)
+    mask[1, 8:] = 0
+    _check_laid_out(model, routers, op.routes_of_generate(tape, out, mask), out, mask)
+
+
+def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None:
+    """Of several samples by step, of one in order."""
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), routers.record() as tape:
+            for chunk in prompts.split([3, 2, 2], 1):
+                model(input_ids=chunk, past_key_values=cache, use_cache=True)
+        assert len(tape.rows()) == 3
+        if len(prompts) == 1:
+            assert torch.equal(
+                _native(model, routers, tape.trace(), input_ids=prompts).ids, tape.trace().ids
+            )
+            continue
+        with (
+            pytest.raises(RoutingError, match="3 forwards of 3 samples"),
+            routers.replay(tape.trace()),
+        ):
+            pytest.fail("entered")
+        traces = op.routes_of_generate(tape, prompts, torch.ones_like(prompts))
+        _check_laid_out(model, routers, traces, prompts, torch.ones_like(prompts))
+
+
+def test_what_lies_in_order_is_replayed(model: PreTrainedModel, routers: Routers) -> None:
+    """One sample's generate(); and batches of their own, one after the other."""
+    tape, out = _generate(model, routers, PROMPTS[:1])
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=out[:, :-1]).ids, tape.trace().ids
+    )
+    with torch.no_grad(), routers.record() as tape:
+        for half in PROMPTS.repeat(2, 1).split(3):
+            model(input_ids=half)
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=PROMPTS.repeat(2, 1)).ids, tape.trace().ids
+    )
+
+
+def test_a_taken_forward_is_forgotten(model: PreTrainedModel, routers: Routers) -> None:
+    with torch.no_grad(), routers.record() as tape:
+        model(input_ids=PROMPTS[:, :4])
+        tape.take()
+        model(input_ids=PROMPTS)
+    assert torch.equal(
+        _native(model, routers, tape.trace(), input_ids=PROMPTS).ids, tape.trace().ids
+    )
+
+
+def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> None:
+    trained = build("qwen3_moe").train()
+    trained.gradient_checkpointing_enable({"use_reentrant": False})
+    routers, before = (
+        op.bind_routers(trained),
+        {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()},
+    )
+    with routers.record() as tape:
+        trained(input_ids=PROMPTS, use_cache=False).logits.sum().backward()
+    assert tape.rows() == [PROMPTS.numel()]
+    assert tape.trace().made.steps == ()
+    assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
+
+
+def test_what_is_no_recording_of_these_sequences_is_refused(
+    model: PreTrainedModel, routers: Routers
+) -> None:
+    tape, out = _generate(model, routers, PROMPTS)
+    asked = torch.ones_like(PROMPTS)
+    for given, words in (
+        ((tape.trace(), out, asked), "tape is RoutingTrace"),
+        ((tape, out.tolist(), asked), "sequences is list"),
+        ((tape, out, None), "attention_mask is NoneType"),
+        ((tape, out, asked[:2]), r"attention_mask is int64 \[2, 7\]"),
+        ((tape, out[:, :-2], asked), r"6 forwards of 21, 3, 3, .. rows"),
+        ((tape, out[:2], asked[:2]), "feeds 2 x 12 tokens"),
+        ((tape, out, torch.cat([asked, asked], 1)), "at most its columns"),
+        ((tape, out, asked.flip(1) * torch.tensor([1, 1, 0, 1, 1, 1, 1])), "not one run of tokens"),
+    ):
+        with pytest.raises(op.UsageError, match=words):
+            op.routes_of_generate(*given)

@@ -1,0 +1,332 @@
+"""The report of `onepolicy measure` in headless Chromium, and its waterfall."""
+
+import itertools
+import json
+import re
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from onepolicy.report.causes import fall_figure, fall_title, figure, noise_figure, rows, worst_rows
+from onepolicy.report.measure import breakdown_rows, tiles, waterfall_rows, write_report
+from onepolicy.report.page import DARK, LIGHT
+from onepolicy.report.words import nats, powers
+from support.framed_page import inspected
+from support.report_run import write_probe
+
+
+def estimate(value):
+    return {"value": value, "low": 0.5 * value, "high": 1.5 * value}
+
+
+def bar(name, removed, left):
+    return {
+        "name": name,
+        "how": f"with {name} <changed>",
+        "removed": estimate(removed),
+        "left": estimate(left),
+    }
+
+
+ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
+TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
+"""Their axis ends at 80%, under which a label stands."""
+TREE = {
+    "model": "some/<model>",
+    "tokens": 10,
+    "sequences": 2,
+    "verdict": {
+        "action": "replay",
+        "causes": ["routing"],
+        "sentence": "Replay.",
+        "setting": "r3",
+        "basis": ["k3 is 1e-05"],
+        "forecasts": [{"preset": "tis", "keep": 1.0, "attenuation": 0.99}],
+    },
+    "dense": "some/dense",
+    "waterfall": {
+        "total": estimate(5e-3),
+        "bars": [bar("routing", 4e-3, 1e-3), bar("precision", -1e-3, 2e-3)],
+    },
+    "alone": [{"name": "batch shape", "how": "alone", "nats": estimate(1e-9)}],
+    "metrics": {
+        "without_replay": {
+            "mismatch/k3": 5e-3,
+            "mismatch/f2": 0.1,
+            "routing/routers": 0.1,
+            "routing/tokens": 0.5,
+        },
+        "with_replay": {
+            "mismatch/k3": 1e-3,
+            "mismatch/f2": 0.0,
+            "routing/routers": 0.1,
+            "routing/tokens": 0.5,
+        },
+        "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
+        "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
+    },
+    "breakdowns": {
+        "place": [ROW],
+        "probability": [ROW],
+        "entropy": [ROW],
+        "class": [ROW],
+        "turn": TURNS,
+    },
+    "worst": [
+        {
+            "sequence": 0,
+            "place": 3,
+            "before": "1+</pre>",
+            "token": "<b>",
+            "after": "2",
+            "p_rollout": 0.9,
+            "p_trainer": 0.1,
+        }
+    ],
+    "distribution": {
+        "top": 2,
+        "metrics": {
+            "without_replay": {"tv_low": 0.02, "tv_high": 0.3, "argmax_differs": 0.25},
+            "with_replay": {"tv_low": 0.01, "tv_high": 0.29, "argmax_differs": 0.0},
+        },
+        "edges": [0.001, 0.01, 0.1],
+        "above": {
+            "without_replay": {"low": [1.0, 0.5, 0.0], "high": [1.0, 1.0, 0.75]},
+            "with_replay": {"low": [1.0, 0.25, 0.0], "high": [1.0, 1.0, 0.5]},
+        },
+        "worst": [
+            {
+                "sequence": 1,
+                "place": 4,
+                "before": "<i>2",
+                "sampled": "+",
+                "tv_low": 0.2,
+                "tv_high": 0.4,
+                "candidates": [
+                    {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
+                    {"token": "</td>", "p_rollout": None, "p_trainer": 0.5},
+                ],
+            }
+        ],
+    },
+    "started": "2026-01-02T03:04:05",
+    "versions": {"torch": "2"},
+    "config": {
+        "rollout": {
+            "engine": {"kind": "hf", "dtype": "bfloat16"},
+            "sampling": {"temperature": 1.0},
+        },
+        "model": {"dtype": "float32"},
+        "train": {"autocast": "off"},
+        "task": {"kind": "chain"},
+        "seed": 0,
+    },
+}
+
+
+VIEWS = [(390, False), (1280, True)]
+CAUSES = {"waterfall", "noise", "distribution", *(f"breakdown-{i}" for i in range(5))}
+ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
+DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("measure") / "out"
+    write_probe(folder / "probe.safetensors", tokens=200, replay=True, moe=True, seed=1)
+    probe = load_file(folder / "probe.safetensors")
+    native = {
+        name.removesuffix("_native"): value
+        for name, value in probe.items()
+        if name.endswith("_native")
+    }
+    trained = {name: value for name, value in probe.items() if not name.endswith("_native")}
+    scorings = {
+        "with_replay": trained,
+        "without_replay": native | {"logp_rollout": trained["logp_rollout"]},
+    }
+    scorings["dense"] = {name: trained[name][:150] for name in ("logp_rollout", "logp_trainer")}
+    tensors = {
+        f"{scoring}.{name}": value
+        for scoring, own in scorings.items()
+        for name, value in own.items()
+    }
+    save_file(tensors, folder / "tensors.safetensors")
+    (folder / "measure.json").write_text(json.dumps(TREE))
+    return write_report(folder)
+
+
+@pytest.fixture(scope="module")
+def views(report, tmp_path_factory):
+    return inspected(report.read_text(encoding="utf-8"), tmp_path_factory.mktemp("browser"), VIEWS)
+
+
+def test_the_page_is_whole_on_a_phone_and_a_screen_light_and_dark(views):
+    for (width, dark), view in zip(VIEWS, views, strict=True):
+        assert (view["width"], view["wider"]) == (width, 0)
+        assert (view["errors"], view["loaded"]) == ([], [])
+        assert (view["cut"], view["overlapping"]) == ([], [])
+        page = (DARK if dark else LIGHT)["page"]
+        assert view["background"] == f"rgb({', '.join(str(v) for v in bytes.fromhex(page[1:]))})"
+
+
+def test_every_figure_has_data_and_a_name(views):
+    for view in views:
+        assert set(view["figures"]) == CAUSES | ROUTING | DISTANCE
+        assert all(view["figures"].values()), view["figures"]
+        assert view["figures"]["waterfall"] == 4  # the gap, two bars, the remainder
+        assert view["unnamed"] == 0
+
+
+def test_headings_are_in_order(views):
+    levels = views[0]["headings"]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
+
+
+def test_the_inspection_sees_what_is_cut_and_broken(report, tmp_path):
+    """The tests above can fail: a title too long for its figure, and a page that throws."""
+    page = report.read_text(encoding="utf-8").replace(
+        "nats per token (log)", "nats per token " * 30
+    )
+    (view,) = inspected(
+        page.replace('<script id="plotly">', "<script>throw Error('planted')</script><script>"),
+        tmp_path,
+        [(390, False)],
+    )
+    assert any("planted" in error for error in view["errors"])
+    assert any(text.startswith("noise: nats per token") for text in view["cut"])
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+def test_contrast(palette):
+    """WCAG 2.2: 4.5 for text, 3 for what is drawn."""
+    for ground in ("paper", "page"):
+        for text in ("ink", "muted", "bad", "good", "rollout", "replay"):
+            assert contrast(palette[text], palette[ground]) >= 4.5, (text, ground)
+        for drawn in ("trainer", "dense"):
+            assert contrast(palette[drawn], palette[ground]) >= 3, (drawn, ground)
+    assert contrast(palette["paper"], palette["rollout"]) >= 4.5  # the marked token
+
+
+def contrast(a, b):
+    def luminance(color):
+        parts = [v / 255 for v in bytes.fromhex(color[1:])]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_figures_are_files_and_the_page_is_small(report):
+    assert {
+        path.stem for path in (report.parent / "figures").iterdir()
+    } == CAUSES | ROUTING | DISTANCE
+    assert report.stat().st_size < 6e6
+
+
+def test_texts_of_the_model_are_escaped(report):
+    page = report.read_text(encoding="utf-8")
+    assert "some/&lt;model&gt;" in page
+    assert "1+&lt;/pre&gt;<mark>&lt;b&gt;</mark>2" in page
+    assert "trained on" not in page
+    assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_distributions_are_drawn_and_told():
+    found = TREE["distribution"]
+    data = figure(found).data
+    assert data[0]["y"] == pytest.approx(
+        [1.0, 0.5, 0.01]
+    )  # 0 is drawn a decade below the smallest share, as 0
+    assert data[1]["y"] == [1.0, 1.0, 0.75]
+    assert rows(found)[0] == ("positions whose likeliest token differs", "25%", "0%")
+    assert worst_rows(found)[0][2:4] == (
+        "0.2 \N{EN DASH} 0.4",
+        "'+' 0.6 / 0.4, '</td>' \N{EN DASH} / 0.5",
+    )
+    plain = {**found, "metrics": {"without_replay": found["metrics"]["without_replay"]}}
+    assert rows(plain)[0][2] == "\N{EN DASH}"
+
+
+def test_waterfall_bars_stand_between_their_levels():
+    """A gap of 5e-3: routing takes 4e-3 away, precision adds 1e-3 again. The axis counts in units of 1e-3."""
+    drawn = fall_figure(TREE)
+    gap, less, more, left = drawn.data
+    assert (gap["x"], left["x"]) == ([5], [2])
+    assert (less["base"], less["x"]) == (pytest.approx([5]), pytest.approx([-4]))
+    assert (more["base"], more["x"]) == (pytest.approx([1]), pytest.approx([1]))
+    assert less["error_x"]["array"] == pytest.approx([2])  # 2e-3 to 6e-3 may be gone
+    assert drawn.layout["xaxis"]["title"]["text"] == "k3, 10<sup>\u22123</sup> nats per token"
+    assert less["y"] == ["routing<br><b>\u22120.004 (80%)</b>"]
+    assert more["y"] == ["precision<br><b>+0.001 (20%)</b>"]
+    assert drawn.title == "80% of the gap of 0.005 nats per token comes from routing"
+    assert [row[0] for row in waterfall_rows(TREE)] == [
+        "the gap",
+        "routing",
+        "precision",
+        "remainder",
+    ]
+    assert breakdown_rows([ROW]) == [("0 to 8", "10", "0.001", "0.02", "100%")]
+
+
+def test_the_title_says_what_is_known():
+    nothing = {"total": estimate(1e-3), "bars": [bar("routing", 1e-4, 9e-4)]}
+    assert (
+        fall_title(nothing) == "No single cause: 90% of the gap of 0.001 nats is left unexplained"
+    )
+    assert fall_title({"total": estimate(0.0), "bars": []}) == "There is no gap to explain"
+    wide = bar("routing", 9e-4, 1e-4)
+    wide["removed"] = {"value": 9e-4, "low": -1e-4, "high": 2e-3}
+    assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith(
+        "though its interval includes 0"
+    )
+
+
+def test_a_gap_too_small_to_matter_has_no_percentages_and_no_intervals():
+    fall = {
+        "total": estimate(6e-5),
+        "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)],
+    }
+    small = TREE | {"waterfall": fall}
+    drawn = fall_figure(small)
+    assert (
+        drawn.title == "The gap of 6.00\u00d710\u207b\u2075 nats per token is too small to matter"
+    )
+    for trace in drawn.data:
+        assert "%" not in str(trace["y"])
+        assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
+        assert "(" not in str(trace["text"])
+    assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
+    assert noise_figure(small).title == "Every source of noise by itself is too small to matter"
+    metrics = {
+        "without_replay": {"mismatch/k3": 9e-5, "mismatch/f2": 0.0},
+        "with_replay": {"mismatch/k3": 3e-5},
+    }
+    assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
+    metrics["without_replay"]["mismatch/k3"] = 1e-4
+    assert tiles(small | {"metrics": metrics})[1][2] == "3.3 times less"
+
+
+def test_noise_is_compared_with_the_gap():
+    drawn = noise_figure(TREE)
+    (points,) = drawn.data
+    assert [name.split("<br>")[0] for name in points["y"]] == ["trainer, repeated", "batch shape"]
+    assert points["marker"]["symbol"] == ["circle-open", "circle"]  # exactly 0 is said to be 0
+    assert points["x"][1] == 1e-9
+    assert drawn.layout["shapes"][0]["x0"] == 5e-3
+    assert drawn.title == "No source of noise by itself comes near the gap"
+
+
+def test_numbers_are_written_one_way():
+    assert [nats(v) for v in (0.0, 1.234e-5, -2e-7, 0.00123, 12.3, None)] == [
+        "0",
+        "1.23\u00d710\u207b\u2075",
+        "\u22122.00\u00d710\u207b\u2077",
+        "0.00123",
+        "12.3",
+        "\u2013",
+    ]
+    assert powers("k3 is 1.53e-05 nats, seed 7e") == "k3 is 1.53\u00d710\u207b\u2075 nats, seed 7e"

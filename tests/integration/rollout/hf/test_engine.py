@@ -1,0 +1,256 @@
+"""The embedded engine against the stock model: log-probabilities, routes, seeds, batching, errors."""
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from onepolicy.config import UsageError
+from onepolicy.rollout.hf.forward import Span, chunks
+from onepolicy.rollout.hf.slab_batch import SlabBatch
+from onepolicy.types import Sampling
+from support.engine_runs import build, check_against_stock, prompts, ragged, run
+from support.models import CONFIGS, make
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logp_and_routes_are_the_stock_models(name):
+    """More requests than slots, ragged prompts and lengths; windows (8) shorter than the sequences."""
+    engine = build(name, slots=3, record=name != "qwen3_dense")
+    assert isinstance(engine.batch, SlabBatch)
+    requests = ragged(prompts(10))
+    done = run(engine, requests)
+    assert [len(c.token_ids) for c in done] == [s.max_tokens for _, s, _ in requests]
+    check_against_stock(make(name), requests, done)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_rows_are_compacted_in_the_tail(name, monkeypatch):
+    engine = build(name, slots=8)
+    moved = []
+    swap = engine.batch.rows.swap
+    monkeypatch.setattr(engine.batch.rows, "swap", lambda a, b: (moved.append(a), swap(a, b)))
+    requests = [(p, Sampling(1.0, 3 if i < 6 else 30), i) for i, p in enumerate(prompts(8))]
+    done = run(engine, requests)
+    assert moved
+    check_against_stock(make(name), requests, done)
+
+
+def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
+    monkeypatch.setattr("onepolicy.rollout.hf.forward.SCORES", 150)
+    requests = ragged(prompts(6, 10, 40))
+    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+
+
+def test_chunks_cover_every_span_once_in_order():
+    spans = [Span(0, 5, 20000), Span(1, 0, 3), Span(2, 0, 4000), Span(3, 2, 9)]
+    parts = list(chunks(spans))
+    assert len(parts) > 3
+    for span in spans:
+        own = [p for part in parts for p in part if p.row == span.row]
+        assert own[0].start == span.start
+        assert own[-1].stop == span.stop
+        assert all(a.stop == b.start for a, b in itertools.pairwise(own))
+
+
+def test_temperature():
+    requests = ragged(prompts(5), temperature=0.5)
+    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_greedy_is_generates_greedy(name):
+    model, engine = make(name), build(name)
+    model.generation_config.eos_token_id = None
+    requests = [(p, Sampling(0.0, 12), 0) for p in prompts(5)]
+    done = run(engine, requests)
+    for (prompt, _, _), completion in zip(requests, done, strict=True):
+        path = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+        assert completion.token_ids.tolist() == path[0, len(prompt) :].tolist()
+    check_against_stock(model, requests, done)  # of the untempered distribution
+
+
+def test_a_seed_decides_whatever_the_batch():
+    paths = prompts(9)
+    requests = ragged(paths)
+    together = run(build("qwen3_moe", slots=4), requests)
+    for request, expected in zip(requests, together, strict=True):
+        (alone,) = run(build("qwen3_moe", slots=1), [request])
+        assert alone.token_ids.tolist() == expected.token_ids.tolist()
+    long = Sampling(1.0, 30)
+    one, same, other = run(
+        build("qwen3_moe"), [(paths[0], long, 1), (paths[0], long, 1), (paths[0], long, 2)]
+    )
+    assert torch.equal(one.token_ids, same.token_ids)
+    assert not torch.equal(one.token_ids, other.token_ids)
+
+
+def test_stop_token_ends_and_stays():
+    free, stopping = build("qwen3_moe"), build("qwen3_moe")
+    (path,) = prompts(1)
+    (long,) = run(free, [(path, Sampling(1.0, 30), 3)])
+    stop = int(long.token_ids[5])
+    first = long.token_ids.tolist().index(stop)
+    (short,) = run(stopping, [(path, Sampling(1.0, 30, stop=(stop, 999)), 3)])
+    assert short.finish == "stop"
+    assert long.finish == "length"
+    assert short.token_ids.tolist() == long.token_ids.tolist()[: first + 1]
+    assert len(short.routing) == len(path) + first
+
+
+def test_different_sampling_in_one_batch():
+    paths = prompts(4)
+    kinds = [
+        Sampling(1.0, 9),
+        Sampling(0.3, 9, top_k=3),
+        Sampling(0.0, 9),
+        Sampling(1.5, 9, top_p=0.4),
+    ]
+    requests = [(p, s, 7) for p, s in zip(paths, kinds, strict=True)]
+    together = run(build("qwen3_moe"), requests)
+    for request, mixed in zip(requests, together, strict=True):
+        (alone,) = run(build("qwen3_moe"), [request])
+        assert alone.token_ids.tolist() == mixed.token_ids.tolist()
+        torch.testing.assert_close(alone.logp, mixed.logp, atol=1e-5, rtol=0)
+
+
+def test_top_logprobs_of_those_who_ask():
+    """Rows are refilled and moved together while some requests ask for the likeliest tokens and others do not."""
+    requests = [
+        (p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i)
+        for i, p in enumerate(prompts(12))
+    ]
+    check_against_stock(make("qwen3_moe"), requests, run(build("qwen3_moe"), requests))
+
+
+def test_calls_join_a_running_batch():
+    """A later call must not wait for the earlier ones to end."""
+    engine, ended = build("qwen3_moe", slots=2), []
+
+    async def call(name, length):
+        await engine.generate([2, 3, 4], Sampling(1.0, length), seed=0)
+        ended.append(name)
+
+    async def main():
+        long = asyncio.create_task(call("long", 50))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await call("short", 2)
+        await long
+
+    asyncio.run(main())
+    assert ended == ["short", "long"]
+
+
+def test_calls_one_after_the_other():
+    """Each call comes as the one before ends, when the task that ran it is about to be over."""
+    engine, turn = build("qwen3_moe"), asyncio.Lock()
+
+    async def call(seed):
+        async with turn:
+            return await engine.generate([2, 3, 4], Sampling(1.0, 2), seed=seed)
+
+    async def main():
+        return await asyncio.wait_for(asyncio.gather(*map(call, range(5))), timeout=60)
+
+    assert len(asyncio.run(main())) == 5
+
+
+def test_load_weights_changes_the_policy_and_forgets():
+    engine, other = build("qwen3_moe"), make("qwen3_moe", seed=1)
+    requests = ragged(prompts(3, 10, 12))
+    run(engine, requests)
+    asyncio.run(engine.load_weights(other.state_dict().items(), 5))
+    assert engine.version == 5
+    done = run(engine, requests)
+    check_against_stock(other, requests, done)  # stale keys or routes would show here
+    assert all((c.version == 5).all() and c.routing.spans[0].source == "prefill" for c in done)
+    assert all(span.version == 5 for c in done for span in c.routing.spans)
+
+
+def test_tied_weights_need_loading_once():
+    model = make("qwen3_moe")
+    weights = dict(model.state_dict())
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    engine = build("qwen3_moe")
+    engine.model.lm_head.weight = engine.model.model.embed_tokens.weight
+    del weights["lm_head.weight"]
+    asyncio.run(engine.load_weights(weights.items(), 1))
+
+
+def test_load_weights_refuses():
+    engine, weights = build("qwen3_moe"), make("qwen3_moe").state_dict()
+    name = next(iter(weights))
+    with pytest.raises(UsageError, match="nonsense"):
+        asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 1))
+    with pytest.raises(UsageError, match="shape"):
+        asyncio.run(engine.load_weights([(name, torch.zeros(2, 2))], 1))
+    with pytest.raises(UsageError, match="missing"):
+        asyncio.run(engine.load_weights([(name, weights[name])], 1))
+    with pytest.raises(RuntimeError, match="half-way"):
+        run(engine, [([2, 3], Sampling(1.0, 2), 0)])
+
+
+def test_errors_reach_every_caller_and_the_engine_recovers(monkeypatch):
+    engine = build("qwen3_moe", slots=2)
+    requests = ragged(prompts(5))
+
+    def broken(*args, **kwargs):
+        raise FloatingPointError("broken forward")
+
+    async def gather():
+        return await asyncio.gather(
+            *(engine.generate(p, s, seed=i) for p, s, i in requests), return_exceptions=True
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.batch.forward, "model", broken)
+        assert all(isinstance(r, FloatingPointError) for r in asyncio.run(gather()))
+    check_against_stock(make("qwen3_moe"), requests, run(engine, requests))
+
+
+def test_a_cancelled_call_frees_its_row():
+    engine = build("qwen3_moe", slots=1)
+
+    async def main():
+        task = asyncio.create_task(engine.generate([2, 3, 4], Sampling(1.0, 60), seed=0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        task.cancel()
+        return await asyncio.wait_for(engine.generate([5, 6, 7], Sampling(1.0, 3), seed=0), 30)
+
+    assert len(asyncio.run(main()).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "word"),
+    [
+        ([2] * 60, Sampling(1.0, 5), "max_len"),
+        ([], Sampling(1.0, 5), "prompt_ids"),
+        ([64], Sampling(1.0, 5), "prompt_ids"),
+        ([2], Sampling(-1.0, 5), "temperature"),
+        ([2], Sampling(float("nan"), 5), "temperature"),
+        ([2], Sampling(1.0, 0), "max_tokens"),
+        ([2], Sampling(1.0, 5, top_p=0.0), "top_p"),
+        ([2], Sampling(1.0, 5, top_k=-1), "top_k"),
+        (
+            [2],
+            Sampling(1.0, 5, top_logprobs=65),
+            "top_logprobs: 65, but this engine returns at most 64",
+        ),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(prompt, sampling, word):
+    engine = build("qwen3_moe")
+    with pytest.raises(UsageError, match=word):
+        run(engine, [(prompt, sampling, 0)])
+    assert engine._driver._task is None
+
+
+def test_bad_engines_are_refused():
+    with pytest.raises(UsageError, match="max_len"):
+        build("qwen3_moe", max_len=1000)
+    with pytest.raises(UsageError, match="no Mixture-of-Experts"):
+        build("qwen3_dense")

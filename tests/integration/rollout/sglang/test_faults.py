@@ -1,0 +1,305 @@
+"""What SGLangEngine refuses: servers of another kind, damaged replies, failed updates, settings without effect."""
+
+import asyncio
+import base64
+
+import numpy as np
+import pytest
+
+from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.rollout.servers import http
+from onepolicy.types import Sampling
+from support.fake_sglang import VOCAB, FakeSGLang
+from support.http_server import Reply
+from support.sglang_engines import PROMPT, make_models, open_engine, play
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def fake(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def connected(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server, open_engine(server)
+
+
+@pytest.fixture
+def steady(connected):
+    """A server and its engine, for tests that change no weights."""
+    connected[0].damage = None
+    return connected
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"version": "0.5.22"}, r"is not SGLang 0\.5\.23"),
+        ({"dtype": "bfloat16"}, "server runs bfloat16"),
+        ({"quantization": "fp8"}, "quantised by fp8"),
+        (
+            {"enable_fp32_lm_head": True},
+            "lm_head: same, but the server was started with --enable-fp32-lm-head",
+        ),
+        ({"max_req_input_len": 199}, r"max_len: 200, but the server takes 199"),
+        ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
+        ({"dp_size": 2}, "dp_size=2, and takes broadcast weights only with 1"),
+        ({"pp_size": 2}, "pp_size=2: its routes would be wrong"),
+        ({"enable_hierarchical_cache": True}, "issues/26975"),
+        ({"disaggregation_mode": "decode"}, "no routes of the prompt"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
+    ],
+)
+def test_server_that_cannot_be_this_runs_engine_is_refused(fake, info, message):
+    fake.info = info
+    with pytest.raises(UsageError, match=message):
+        open_engine(fake, sync="disk" if "pp_size" in info else "gloo")
+
+
+def test_raw_log_probabilities_are_found_by_asking(fake):
+    fake.tempered = False
+    with pytest.raises(UsageError, match="does not return the log-probabilities it samples from"):
+        open_engine(fake)
+
+
+def test_another_model_and_an_absent_server_are_refused(models, fake, tmp_path):
+    fake.http.handlers["GET /model_info"] = lambda _: {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+    }
+    with pytest.raises(UsageError, match="serves a olmoe"):
+        open_engine(fake)
+    with pytest.raises(UsageError, match="Is the SGLang server running there"):
+        open_engine(fake, url="http://127.0.0.1:9")
+
+
+def meta(**changes):
+    return lambda reply: {**reply, "meta_info": {**reply["meta_info"], **changes}}
+
+
+def routed(change):
+    def damage(reply):
+        found = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4")
+        data = base64.b64encode(change(found).tobytes()).decode()
+        return meta(routed_experts=data)(reply)
+
+    return damage
+
+
+def without(name):
+    return lambda reply: {
+        **reply,
+        "meta_info": {k: v for k, v in reply["meta_info"].items() if k != name},
+    }
+
+
+def spans(*bounds):
+    return lambda reply: meta(
+        weight_versions=[
+            {
+                "version": reply["meta_info"]["weight_versions"][0]["version"],
+                "start": start,
+                "end": end,
+            }
+            for start, end in bounds
+        ]
+    )(reply)
+
+
+def logps(value):
+    return lambda reply: meta(
+        output_token_logprobs=[[value, token, None] for token in reply["output_ids"]]
+    )(reply)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5, 10**400, None, "-1", True])
+def test_likeliest_tokens_without_a_log_probability_are_refused(steady, value):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(
+        output_top_logprobs=[[[value, 3, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
+    )(reply)
+    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no log-probability"):
+        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1, 2**40])
+def test_likeliest_tokens_outside_the_vocabulary_are_refused(steady, token):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(
+        output_top_logprobs=[[[-0.5, token, None], [-1.0, 4, None]] for _ in reply["output_ids"]]
+    )(reply)
+    with pytest.raises(TrainingError, match=r"output_top_logprobs: .* is no token id"):
+        play(engine, (PROMPT, Sampling(1.0, 3, top_logprobs=2)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without("routed_experts"), "no routed_experts with status 200"),
+        (
+            routed(lambda ids: ids[:-1]),
+            r"routed_experts has \d+ bytes; 6 rows x 3 decoder layers x 2 experts",
+        ),
+        (routed(lambda ids: ids.astype("<i8")), "bytes; 6 rows"),
+        (routed(lambda ids: ids[6:]), "bytes; 6 rows"),
+        (meta(routed_experts="***"), "not base64"),
+        (routed(lambda ids: ids + 100), "outside 0..7"),
+        (routed(lambda ids: np.roll(ids.reshape(6, 3, 2), 1, 1)), "dense layer 0 has routes"),
+        (lambda reply: {**reply, "output_ids": [VOCAB, 1, 2]}, "is it this model's server"),
+        (
+            lambda reply: {**reply, "output_ids": reply["output_ids"][:2]},
+            "do not end where they should",
+        ),
+        (
+            lambda reply: {**reply, "output_ids": reply["output_ids"][::-1]},
+            "not those of output_ids",
+        ),
+        (meta(output_token_logprobs=[]), "not those of output_ids"),
+        (meta(prompt_tokens=5), r"counts 5 \+ 3 tokens"),
+        (meta(finish_reason={"type": "stopped"}), "finish_reason 'stopped'"),
+        (without("finish_reason"), "finish_reason is NoneType"),
+        (without("weight_versions"), "weight_versions is NoneType"),
+        (meta(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "not this run's"),
+        (without("cached_tokens"), "cached_tokens is NoneType"),
+        (lambda reply: [reply], "meta_info is NoneType"),
+        (meta(output_token_logprobs=[1, 2, 3]), r"1 is no \[log-probability, token id, text\]"),
+        (meta(weight_versions=[{"start": 0}]), "end is NoneType, expected int"),
+        (routed(lambda ids: ids * 0 - 1), "no row was captured"),
+        (routed(lambda ids: ids * 0), "an expert twice"),
+        (meta(routed_experts="é" * 8), "not base64"),
+        (meta(routed_experts=[1]), "expected base64"),
+        (meta(cached_tokens=10**12), "cached_tokens is 1000000000000, expected 0"),
+        (meta(cached_tokens=-3), "cached_tokens is -3, expected 0"),
+        (meta(num_retractions=-1), "num_retractions is -1"),
+        (meta(num_retractions=10**400), "num_retractions is 1000"),
+        (meta(prompt_tokens=True), "prompt_tokens is bool"),
+        (spans((0, 2 * 10**8), (2 * 10**8, 3)), "end is 200000000, expected 0 to 3"),
+        (spans((0, 2), (1, 3)), "do not cover 3 tokens"),
+        (spans((0, 0), (0, 3)), "do not cover 3 tokens"),
+        (spans((0, 3), (3, 3)), "do not cover 3 tokens"),
+        (spans(), "do not cover 3 tokens"),
+        (logps(float("nan")), "nan is no log-probability"),
+        (logps(float("-inf")), "-inf is no log-probability"),
+        (logps(0.5), "0.5 is no log-probability"),
+        (logps(-(10**400)), "is no log-probability"),
+        (logps("-1"), "'-1' is no log-probability"),
+        (logps(True), "True is no log-probability"),
+        (lambda reply: Reply(reply, cut=40), "3 times"),
+        (lambda reply: Reply(hang_up=True), "3 times"),
+        (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
+    ],
+)
+def test_damaged_replies_end_in_an_error_that_says_what_is_wrong(steady, damage, message):
+    fake, engine = steady
+    fake.damage = damage
+    with pytest.raises((TrainingError, UsageError), match=message):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_log_probabilities_that_are_no_numbers_are_an_error(steady):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(
+        output_token_logprobs=[[None, token, None] for token in reply["output_ids"]]
+    )(reply)
+    with pytest.raises(TrainingError, match="are not numbers"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_damage_that_passes_is_retried_and_counted(steady):
+    fake, engine = steady
+    engine.take_metrics()
+    damages = [routed(lambda ids: ids[:-1]), lambda reply: Reply(reply, cut=40)]
+    fake.damage = lambda reply: damages.pop(0)(reply) if damages else reply
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))
+    assert len(done.token_ids) == 3
+    counted = engine.take_metrics()
+    assert (counted["rollout/requests"], counted["rollout/requests_retried"]) == (1, 2)
+
+
+def test_server_that_hangs_is_given_up(fake):
+    engine = open_engine(fake, retries=1)
+    engine.client._timeout_s = 0.2  # only now: the requests of the start must be answered
+    fake.mode = "in_place"  # somebody paused it
+    with pytest.raises(TrainingError, match=r"no answer within 0\.2 s"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+    fake.resume({}, None)
+
+
+def test_requests_that_others_abort_are_repeated_with_a_bound(steady):
+    fake, engine = steady
+    fake.damage = lambda reply: meta(finish_reason={"type": "abort"})(reply)
+    (done,) = play(
+        engine, (PROMPT, Sampling(1.0, 3))
+    )  # aborted after its last token: nothing is missing
+    assert (len(done.token_ids), done.finish) == (3, "length")
+    empty = {
+        "output_ids": [],
+        "meta_info": {
+            "finish_reason": {"type": "abort"},
+            "output_token_logprobs": [],
+            "weight_versions": [],
+        },
+    }
+    fake.damage = lambda reply: empty
+    with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_failed_update_leaves_no_session_and_no_policy(fake, models):
+    engine = open_engine(fake)
+    fake.weights.pop("lm_head.weight")  # so that it refuses ours
+    with pytest.raises(TrainingError, match=r"unknown parameters .*lm_head"):
+        asyncio.run(engine.load_weights(models[1][0].state_dict().items(), 1))
+    assert fake.mode == "abort"
+    assert not fake.session
+    with pytest.raises(RuntimeError, match="half-way"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_weights_that_others_gave_are_noticed(fake, models):
+    engine = open_engine(fake)
+    fake.version = "default"  # as after a restart
+    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+        asyncio.run(engine.load_weights(models[0][0].state_dict().items(), 1))
+    with pytest.raises(TrainingError, match="it was restarted, or another run uses it"):
+        play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+RUN = {
+    "out": "x",
+    "steps": 1,
+    "model": {"path": "x"},
+    "task": {"kind": "chain"},
+    "optim": {"lr": 1e-4},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "message"),
+    [
+        ({"sync_dir": "/x"}, {}, r"sync_dir: has no effect with rollout\.engine\.sync = gloo"),
+        ({}, {"replay": {"mode": "weights"}}, "SGLang does not return"),
+        ({"dtype": "float32", "lm_head": "float32"}, {}, "lm_head: float32 has no effect"),
+        (
+            {"dtype": "float32"},
+            {"model": {"path": "x", "dtype": "bfloat16"}},
+            "reads the checkpoint unrounded",
+        ),
+    ],
+)
+def test_settings_that_have_no_effect_are_refused(engine, changes, message):
+    resolve(RUN | {"rollout": {"engine": {"kind": "sglang"}}})
+    with pytest.raises(ValueError, match=message):
+        resolve(RUN | {"rollout": {"engine": {"kind": "sglang"} | engine}} | changes)

@@ -1,0 +1,280 @@
+"""SGLangEngine against a strict server of its contract: what it returns, and how weights get there."""
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.config import UsageError
+from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.sglang import weights
+from onepolicy.sync.check import adopt
+from onepolicy.types import Sampling
+from support.fake_sglang import VOCAB, FakeSGLang
+from support.sglang_engines import (
+    PROMPT,
+    RULES,
+    bigram,
+    make_models,
+    open_engine,
+    play,
+    rows,
+    spans,
+)
+from support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def fake(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def connected(models):
+    with FakeSGLang(models[0][1]) as server:
+        yield server, open_engine(server)
+
+
+@pytest.fixture
+def steady(connected):
+    """A server and its engine, for tests that change no weights."""
+    connected[0].damage = None
+    return connected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_completion_carries_tokens_logp_and_the_routes_of_moe_layers(steady, temperature):
+    fake, engine = steady
+    asyncio.run(engine.reset_cache())
+    (done,) = play(engine, (PROMPT, Sampling(temperature, 12, top_logprobs=3)))
+    path = PROMPT + done.token_ids.tolist()
+    expected = bigram(fake.folder, path, temperature)[3:-1]
+    assert torch.allclose(
+        done.logp, expected.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
+    )
+    assert torch.allclose(done.top_logp, expected.topk(3).values, atol=1e-6)
+    assert torch.equal(done.top_ids.long(), expected.topk(3).indices)
+    assert (done.finish, done.version.tolist()) == ("length", [0] * 12)
+    assert done.routing.ids.tolist() == rows(fake.folder, path[:-1])
+    assert done.routing.layers == (1, 2)
+    assert done.routing.valid.all()
+    assert spans(done) == [("prefill", 0, 4, 0), ("decode", 4, 11, 0)]
+    check_completion(done, PROMPT, RULES, "sample")
+
+
+def test_known_prefix_is_neither_computed_nor_sent_again(steady):
+    fake, engine = steady
+    asyncio.run(engine.reset_cache())
+    (first,) = play(engine, (PROMPT, Sampling(1.0, 5)))
+    prompt = PROMPT + first.token_ids.tolist() + [7, 8]
+    (done,) = play(engine, (prompt, Sampling(1.0, 3, routes_from=len(prompt) - 3)))
+    assert done.first_slot == len(prompt) - 3
+    assert done.routing.ids.tolist() == rows(
+        fake.folder, (prompt + done.token_ids.tolist())[len(prompt) - 3 : -1]
+    )
+    assert spans(done) == [("prefill", 0, 3, 0), ("decode", 3, 2, 0)]
+    check_completion(done, prompt, RULES, "sample")
+    (again,) = play(engine, (prompt, Sampling(1.0, 2)))
+    assert spans(again)[0] == ("cache", 0, len(prompt) - 1, 0)  # the last token is always fed
+
+
+def test_stops_at_our_tokens_only(fake):
+    engine = open_engine(fake)
+    fake.eos = int(
+        bigram(fake.folder, PROMPT)[-1].argmax()
+    )  # what the model's own config would call its end
+    (whole,) = play(engine, (PROMPT, Sampling(0.0, 12)))
+    stop = whole.token_ids[4].item()
+    (done,) = play(engine, (PROMPT, Sampling(0.0, 12, stop=(stop,))))
+    assert (
+        done.token_ids.tolist()
+        == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    )
+    assert done.finish == "stop"
+    assert done.routing.ids.tolist() == rows(fake.folder, PROMPT + done.token_ids.tolist()[:-1])
+    (cut,) = play(engine, (PROMPT, Sampling(0.0, 1, stop=((fake.eos + 1) % VOCAB,))))
+    assert (cut.token_ids.tolist(), cut.finish) == ([fake.eos], "length")
+
+
+def test_narrowed_sampling_returns_the_narrowed_logp(steady):
+    fake, engine = steady
+    expected = bigram(fake.folder, PROMPT)[-1]
+    few, nucleus, greedy = play(
+        engine,
+        (PROMPT, Sampling(1.0, 1, top_k=3)),
+        (PROMPT, Sampling(1.0, 1, top_p=1e-6)),
+        (PROMPT, Sampling(0.0, 1, top_k=3)),
+    )
+    kept = expected.topk(3)
+    assert torch.allclose(
+        few.logp[0], expected[few.token_ids[0]] - kept.values.logsumexp(0), atol=1e-5
+    )
+    assert (nucleus.token_ids[0], nucleus.logp[0]) == (kept.indices[0], 0)
+    assert torch.allclose(greedy.logp[0], kept.values[0], atol=1e-6)  # of the whole distribution
+    with pytest.raises(UsageError, match="top_logprobs: SGLang"):
+        play(engine, (PROMPT, Sampling(1.0, 1, top_k=3, top_logprobs=2)))
+    with pytest.raises(UsageError, match=r"top_k: SGLang returns .* up to 4096"):
+        play(engine, (PROMPT, Sampling(1.0, 1, top_k=5000)))
+
+
+@pytest.mark.parametrize("settings", [{"sync": "gloo"}, {"sync": "disk"}])
+def test_weights_reach_the_server_whole_and_the_cache_forgets(
+    fake, models, settings, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
+    if settings["sync"] == "disk":
+        settings |= {"sync_dir": str(tmp_path)}
+    engine = open_engine(fake, **settings)
+    play(engine, (PROMPT, Sampling(1.0, 2)))
+    other, folder = models[1]
+    asyncio.run(engine.load_weights(other.state_dict().items(), 7))
+    saved = load_file(f"{folder}/model.safetensors")
+    assert {
+        name: bool((tensor == fake.weights[name]).all()) for name, tensor in saved.items()
+    } == dict.fromkeys(saved, True)
+    assert engine.version == 7
+    assert not fake.cache
+    assert not fake.session
+    assert not fake.groups
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 4)))
+    assert done.version.tolist() == [7] * 4
+    assert spans(done) == [("prefill", 0, 4, 7), ("decode", 4, 3, 7)]
+    assert done.routing.ids.tolist() == rows(folder, PROMPT + done.token_ids.tolist()[:-1])
+
+
+def updated_under_way(fake, engine, other, sampling, version=3):
+    """One request, weights loaded when it has sampled fake.hold tokens."""
+
+    async def both():
+        asked = asyncio.create_task(engine.generate(PROMPT, sampling, seed=0))
+        await until(lambda: fake.held)
+        await engine.load_weights(other.state_dict().items(), version)
+        return await asked
+
+    return asyncio.run(both())
+
+
+def test_aborted_request_goes_on_from_its_tokens(fake, models):
+    engine = open_engine(fake, pause="abort")
+    asyncio.run(engine.reset_cache())
+    fake.hold = 4
+    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
+    path = PROMPT + done.token_ids.tolist()
+    assert done.version.tolist() == [0] * 4 + [3] * 5
+    old, new = rows(models[0][1], path), rows(models[1][1], path)
+    assert (
+        done.routing.ids.tolist() == old[:7] + new[7:-1]
+    )  # slot 7 feeds the fourth token, under the new weights
+    assert done.routing.valid.all()
+    assert spans(done) == [
+        ("prefill", 0, 4, 0),
+        ("decode", 4, 3, 0),
+        ("prefill", 7, 1, 3),
+        ("decode", 8, 4, 3),
+    ]
+    logp = torch.cat([bigram(models[0][1], path)[3:7], bigram(models[1][1], path)[7:-1]])
+    assert torch.allclose(
+        done.logp, logp.gather(-1, done.token_ids.long()[:, None])[:, 0], atol=1e-6
+    )
+    assert engine.take_metrics()["rollout/requests_resumed"] == 1
+
+
+def test_retracted_requests_recomputed_routes_are_not_taken_for_those_that_sampled(fake, models):
+    engine = open_engine(fake, pause="retract")
+    asyncio.run(engine.reset_cache())
+    fake.hold = 4
+    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
+    assert done.version.tolist() == [0] * 4 + [3] * 5
+    # slots 3..6 sampled tokens under version 0, but their rows are of version 3
+    assert done.routing.valid.tolist() == [True] * 3 + [False] * 4 + [True] * 5
+    assert spans(done) == [("prefill", 0, 8, 3), ("decode", 8, 4, 3)]
+    new = rows(models[1][1], PROMPT + done.token_ids.tolist())
+    assert done.routing.ids[done.routing.valid].tolist() == [
+        new[i] for i in (0, 1, 2, 7, 8, 9, 10, 11)
+    ]
+
+
+def test_request_paused_in_place_keeps_what_it_has(fake, models):
+    engine = open_engine(fake, pause="in_place")
+    asyncio.run(engine.reset_cache())
+    fake.hold = 4
+    done = updated_under_way(fake, engine, models[1][0], Sampling(1.0, 9))
+    path = PROMPT + done.token_ids.tolist()
+    assert done.version.tolist() == [0] * 4 + [3] * 5
+    assert (
+        done.routing.ids.tolist() == rows(models[0][1], path)[:7] + rows(models[1][1], path)[7:-1]
+    )
+    assert done.routing.valid.all()
+    assert spans(done) == [("prefill", 0, 4, 0), ("decode", 4, 3, 0), ("decode", 7, 5, 3)]
+    assert fake.cache  # could not be flushed under a running request
+    (later,) = play(engine, (PROMPT, Sampling(1.0, 2)))
+    assert (
+        spans(later)[0][0] == "prefill"
+    )  # but what it holds is not for requests of the new weights
+
+
+def test_without_requests_in_place_flushes_as_well(fake, models):
+    engine = open_engine(fake, pause="in_place")
+    play(engine, (PROMPT, Sampling(1.0, 2)))
+    asyncio.run(engine.load_weights(models[1][0].state_dict().items(), 1))
+    assert not fake.cache
+
+
+def test_next_run_finds_what_the_last_one_left(fake, models):
+    first = open_engine(fake)
+    assert first.holds(fake.folder)
+    assert first.first_probe() is None
+    asyncio.run(first.remember([-0.5, -1.25]))
+    asyncio.run(first.load_weights(models[1][0].state_dict().items(), 4))
+    assert not first.holds(fake.folder)
+    fake.mode = "abort"  # and it died in the middle of an update
+    second = open_engine(fake)
+    assert second.first_probe() == [-0.5, -1.25]
+    assert not second.holds(fake.folder)
+    (done,) = play(second, (PROMPT, Sampling(1.0, 3)))
+    assert done.version.tolist() == [4] * 3
+    asyncio.run(second.load_folder(None, 0))
+    assert torch.equal(fake.weights["lm_head.weight"], models[0][0].lm_head.weight)
+    fake.version = "somebody's"
+    with pytest.raises(UsageError, match="restart it"):
+        open_engine(fake).first_probe()
+
+
+def test_a_run_starts_from_its_own_checkpoint_whatever_the_server_was_given_before(fake, models):
+    before = open_engine(fake)
+    asyncio.run(adopt(before, fake.folder, vocab=VOCAB))
+    asyncio.run(before.load_weights(models[1][0].state_dict().items(), 4))
+    engine = open_engine(fake)
+    asyncio.run(adopt(engine, models[1][1], vocab=VOCAB))
+    assert torch.equal(fake.weights["lm_head.weight"], models[1][0].lm_head.weight)
+    (done,) = play(engine, (PROMPT, Sampling(1.0, 3)))
+    assert done.version.tolist() == [0] * 3
+    fake.wrong = 0.01  # what it makes of every tensor it loads
+    with pytest.raises(UsageError, match="its weights are wrong after a reload"):
+        asyncio.run(adopt(open_engine(fake), models[1][1], vocab=VOCAB))
+
+
+def test_requests_wait_for_a_slot(fake):
+    engine = open_engine(fake, slots=2)
+    fake.most = 0
+    play(engine, *[(PROMPT, Sampling(1.0, 100))] * 8)  # long enough to meet
+    assert fake.most <= 2
+
+
+def test_dense_model_asks_for_no_routes(fake):
+    (done,) = play(open_engine(fake, routes=None), (PROMPT, Sampling(1.0, 3)))
+    assert done.routing is None
+    assert not any("return_routed_experts" in (request.body or {}) for request in fake.http.asked)
+
+
+def test_seeds_are_honoured_only_by_a_deterministic_server(fake):
+    assert not open_engine(fake).caps.seeded
+    fake.info = {"enable_deterministic_inference": True}
+    assert open_engine(fake).caps.seeded

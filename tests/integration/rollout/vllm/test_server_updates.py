@@ -1,0 +1,226 @@
+"""Weights of a vLLM server: pauses, requests that go on under new weights, one run after another."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from onepolicy.build.engines import build_engine
+from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
+from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm.reply import continued
+from onepolicy.sync import broadcast
+from onepolicy.sync.broadcast import split
+from onepolicy.sync.check import adopt, checked_push
+from onepolicy.sync.weight_files import read_weights
+from onepolicy.types import Sampling
+from support import fake_vllm
+from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, one, routes_of
+from support.http_server import Reply
+from support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
+
+class Learner:
+    version = 0
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_weights(self):
+        yield from self.model.state_dict().items()
+
+
+def test_a_pause_that_was_left_behind_is_lifted(fake):
+    fake.paused.set()
+    assert len(one(connected(fake)).token_ids) == 6
+
+
+def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake, checkpoints):
+    """Interrupted in the middle, held back before they began, and one that reaches the server only after the pause."""
+    engine = connected(fake, slots=4)
+    asyncio.run(checked_push(Learner(checkpoints[0][1]), engine, vocab=VOCAB))
+    fake.hold, fake.sampled = 5, 0
+    prompts = [[3, 4, i] for i in range(8)]
+
+    async def interrupted():
+        tasks = [
+            asyncio.create_task(engine.generate(p, Sampling(1.0, 40), seed=i))
+            for i, p in enumerate(prompts)
+        ]
+        await fake.sampling(20)  # by all of the four that may run
+        await engine.load_weights(checkpoints[1][1].state_dict().items(), 5)
+        return await asyncio.gather(*tasks)
+
+    done = asyncio.run(interrupted())
+    tables = {v: m.state_dict()[TABLE] for v, (_, m) in zip((0, 5), checkpoints, strict=True)}
+    split = 0
+    for prompt, completion in zip(prompts, done, strict=True):
+        tokens, versions = completion.token_ids.long(), completion.version
+        assert (len(tokens), completion.finish) == (40, "length")
+        assert (versions.diff() >= 0).all()
+        split += len(versions.unique()) == 2
+        fed = torch.cat([torch.tensor(prompt[-1:]), tokens[:-1]])
+        for t in range(40):
+            table = tables[int(versions[t])]
+            logp = torch.log_softmax(table[fed[t]] @ table.T, -1)[tokens[t]]
+            torch.testing.assert_close(completion.logp[t], logp, atol=1e-5, rtol=0)
+        check_completion(completion, prompt, RULES, "sample")
+        assert torch.equal(
+            completion.routing.ids, torch.from_numpy(routes_of([*prompt, *tokens.tolist()])[:-1])
+        )
+        kept = int((versions == 0).sum())
+        spans = completion.routing.spans
+        assert sum(s.length for s in spans if s.version == 0) == (
+            2 + kept if kept else 0
+        )  # its last token was not fed
+        assert sum(s.length for s in spans) == 42
+    assert split == 4
+    assert engine.take_metrics()["rollout/requests_resumed"] >= 4
+    seeds = {
+        r.body["sampling_params"]["seed"]
+        for r in fake.server.asked
+        if r.path == GENERATE and r.params == {}
+    }
+    assert {continued(0, int((done[0].version == 0).sum())), 0} <= seeds
+
+
+def test_what_is_on_its_way_while_the_server_pauses_is_not_left_waiting(fake, checkpoints):
+    """The pause reaches the server before the request does, which would wait there for the new weights."""
+    engine = connected(fake)
+
+    async def late():
+        fake.paused.set()  # as if the pause below had overtaken it
+        before = fake.server.count(GENERATE)
+        task = asyncio.create_task(engine.generate([3], Sampling(1.0, 5), seed=0))
+        await until(lambda: fake.server.count(GENERATE) > before)
+        assert not task.done()
+        await engine.load_weights(checkpoints[1][1].state_dict().items(), 2)
+        return await task
+
+    assert (asyncio.run(late()).version == 2).all()
+
+
+def test_an_abort_of_somebody_else_is_a_partial_answer(fake):
+    engine = connected(fake)
+    fake.hold, fake.sampled = 3, 0
+
+    async def aborted():
+        task = asyncio.create_task(engine.generate([3], Sampling(1.0, 80), seed=0))
+        await fake.sampling(3)
+        fake.aborts += 1
+        return await task
+
+    done = asyncio.run(aborted())
+    assert done.finish == "aborted"
+    assert len(done.token_ids) == 3
+    check_completion(done, [3], RULES, "sample")
+
+
+def test_only_abort_keeps_versions_apart(fake):
+    with pytest.raises(UsageError, match="mode keep"):
+        asyncio.run(connected(fake).pause("keep"))
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
+    engine = connected(fake, retries=0, sync=sync)
+    asyncio.run(engine.remember([0.0]))
+    fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "out of memory"}, 500)
+    with pytest.raises(TrainingError, match="out of memory"):
+        asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+    with pytest.raises(RuntimeError, match="failed half-way"):
+        one(engine)
+    assert fake.paused.is_set()
+    assert fake.weights.endswith("-incomplete")
+    assert not engine.holds(fake.model)
+    fake.spoil.clear()
+    next_run = connected(
+        fake
+    )  # gives it back what it was started with before asking it for anything
+    assert np.array_equal(fake.table, checkpoints[0][1].state_dict()[TABLE].numpy())
+    assert len(one(next_run).token_ids) == 6
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_weights_reach_the_server_and_what_is_altered_is_refused(
+    fake, checkpoints, sync, monkeypatch
+):
+    engine = connected(fake, sync=sync)
+    asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+    assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
+    assert engine.version == 1
+
+    def altered(weights):
+        for name, tensor in weights:
+            yield name, tensor * 2 if name == TABLE else tensor
+
+    if sync == "disk":
+        monkeypatch.setattr(fake_vllm, "read_weights", lambda folder: altered(read_weights(folder)))
+    else:
+        monkeypatch.setattr(broadcast, "split", lambda *args: dict(altered(split(*args).items())))
+    with pytest.raises(TrainingError, match=f"bytes of '{TABLE}' are not those that were sent"):
+        asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 2))
+    assert engine.version == -1
+    monkeypatch.undo()
+    asyncio.run(engine.load_weights(checkpoints[0][1].state_dict().items(), 3))
+    assert (one(engine).version == 3).all()
+
+
+def test_a_server_that_cannot_reach_the_trainer_says_so_at_once(fake, checkpoints):
+    engine = connected(fake)
+    fake.cut_off = True
+    with pytest.raises(TrainingError, match="where the weights come from, cannot be joined"):
+        asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
+    assert engine.version == -1
+
+
+def test_weights_that_do_not_fit_are_refused_in_the_words_of_who_found_it(fake):
+    engine = connected(fake)
+    with pytest.raises(UsageError, match="'nonsense' is not a tensor"):
+        asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 1))
+    assert engine.version == -1
+
+
+@pytest.mark.parametrize("config", [VLLMServerConfig(sync="nccl"), SGLangConfig(sync="nccl")])
+def test_nccl_needs_gpus_on_both_sides(fake, config):
+    model = ModelConfig(path=fake.model)
+    with pytest.raises(UsageError, match="nccl, but the trainer computes on the cpu"):
+        build_engine(EngineSpec(model, config, torch.device("cpu"), 96))
+    with pytest.raises(UsageError, match="nccl, but the server computes on cpu"):
+        connected(fake, sync="nccl")
+
+
+def test_a_server_serves_one_run_after_another(fake, checkpoints):
+    """Another model.path: its own weights are reloaded first, and compared with what they answered at the start."""
+    engine = connected(fake)
+    asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
+    assert fake.weights == "default"  # nothing had to be loaded
+    asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 9))
+    second = connected(fake)
+    asyncio.run(adopt(second, fake.model, vocab=VOCAB))
+    assert torch.equal(one(second).logp, one(connected(fake)).logp)
+    asyncio.run(adopt(connected(fake), checkpoints[1][0], vocab=VOCAB))
+    assert np.array_equal(fake.table, checkpoints[1][1].state_dict()[TABLE].numpy())
+
+
+def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):
+    asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))
+    fake.spoil["/collective_rpc"] = lambda reply, number: (
+        setattr(fake, "table", fake.table * 1.5) or reply
+    )
+    with pytest.raises(UsageError, match="its weights are wrong after a reload"):
+        asyncio.run(adopt(connected(fake), checkpoints[1][0], vocab=VOCAB))
+    with pytest.raises(TrainingError, match="moved the log-probabilities"):
+        asyncio.run(checked_push(Learner(checkpoints[1][1]), connected(fake), vocab=VOCAB))
+
+
+def test_weights_of_another_program_cannot_be_checked(fake, checkpoints):
+    fake.weights = "somebody-3"
+    with pytest.raises(
+        UsageError, match="holds weights 'somebody-3', which another program gave it"
+    ):
+        asyncio.run(adopt(connected(fake), fake.model, vocab=VOCAB))

@@ -1,0 +1,144 @@
+"""Whole asynchronous runs: staleness 0 is the synchronous loop to the bit; more overlaps, within its bound; a kill
+loses what was in play, and nothing is trained on twice or in part."""
+
+import json
+import threading
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from onepolicy.cli import main
+from onepolicy.report.terminal import summary_table
+from onepolicy.run import train as loop
+from support.metrics import rows, timeless
+from support.resumed_runs import EVERY, assert_same_run, finish, kill_in_the_update_of, next_command
+
+OWN = ("staleness/", "mismatch/k3_staleness")
+
+
+def common(run):
+    return [{k: v for k, v in timeless(row).items() if not k.startswith(OWN)} for row in rows(run)]
+
+
+def problems(run):
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [(line["step"], line["problem"]) for line in lines]
+
+
+def test_staleness_zero_is_the_synchronous_loop_to_the_bit(train):
+    settings = ["steps=4", "eval.every=1", "log.counterfactual_every=2"]
+    one, other = train("one", *settings), train("other", *settings, "rollout.max_staleness=0")
+    assert common(one) == common(other)
+    assert (one / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = (
+            load_file(run / "checkpoints" / "step_00004" / name) for run in (one, other)
+        )
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    for row in rows(other)[1:]:
+        assert (row["staleness/max"], row["staleness/spanning"], row["async/sampler_busy"] < 1) == (
+            0,
+            0,
+            True,
+        )
+
+
+def test_staleness_zero_resumes_to_the_bit(train):
+    whole = train("whole", "steps=4", "rollout.max_staleness=0")
+    part = train("part", "steps=2", "log.counterfactual_every=1", "rollout.max_staleness=0")
+    assert main(["train", "--resume", str(part), "steps=4"]) == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        first, second = (
+            load_file(run / "checkpoints" / "step_00004" / name) for run in (whole, part)
+        )
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.fixture(scope="module")
+def overlapping(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("overlapping") / "run"
+    settings = ["steps=6", "rollout.max_staleness=2", "eval.every=3", "log.report=true"]
+    assert main(["train", str(recipe), f"out={out}", *settings]) == 0
+    return out
+
+
+def test_tokens_are_old_but_never_older_than_allowed(overlapping, train):
+    found = [row for row in rows(overlapping) if "staleness/max" in row]
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert found[0]["staleness/max"] == 0
+    assert [row["staleness/max"] <= 2 for row in found] == [True] * 6
+    assert max(row["staleness/max"] for row in found) >= 1
+    for row in found:
+        assert (
+            sum(v for k, v in row.items() if k.startswith("staleness/tokens@"))
+            == row["correction/slots"]
+        )
+        assert row["correction/weight_max"] <= 2  # TIS, though routes are replayed
+    assert problems(overlapping) == problems(
+        train("one", "steps=6", "eval.every=0")
+    )  # order of the synchronous loop
+
+
+def test_summary_and_report_say_what_overlapped(overlapping):
+    summary = json.loads((overlapping / "summary.json").read_text())["asynchronous"]
+    assert summary["max_staleness"] == 2
+    assert 0 < summary["staleness_mean"] <= summary["staleness_max"] <= 2
+    assert 0 < summary["learner_busy"] <= 1
+    page = (overlapping / "report.html").read_text()
+    assert 'id="fig-staleness"' in page
+    assert "which is part of it: k3 by age is below" in page
+    console = Console(width=200, record=True)
+    console.print(summary_table(json.loads((overlapping / "summary.json").read_text())))
+    assert "sampled while learning" in console.export_text()
+
+
+def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(
+    recipe, train, tmp_path, monkeypatch
+):
+    """Killed right after the checkpoint of step 2, while episodes of steps 3 to 5 are in play. They have the event loop
+    to themselves while it is written."""
+    out, saved, threads = tmp_path / "run", loop.checkpoint.save, set()
+
+    def killing(*arguments, step, **more):
+        threads.add(threading.current_thread())
+        saved(*arguments, step=step, **more)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.checkpoint, "save", killing)
+    settings = ["steps=5", "rollout.max_staleness=2", "checkpoint.every=1", "eval.every=0"]
+    assert main(["train", str(recipe), f"out={out}", *settings]) != 0
+    assert [row["step"] for row in rows(out)] == [1, 2]
+    assert threads
+    assert threading.main_thread() not in threads
+    monkeypatch.undo()
+    assert main(["train", "--resume", str(out)]) == 0
+    found = rows(out)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
+    assert found[2]["staleness/max"] == 0  # sampled again, by the weights of the checkpoint
+    whole = train("whole", "steps=5", "eval.every=0")
+    assert problems(out) == problems(whole)  # both groups of every step, once
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sigkill_resumes_with_every_step_once(train, recipe, tmp_path):
+    whole, out = train("whole", "steps=8"), tmp_path / "killed"
+    command = [*next_command(recipe, out, 8), "rollout.max_staleness=2"]
+    kill_in_the_update_of(4, command)
+    finish(recipe, out, 8)
+    assert [row["step"] for row in rows(out) if "train/reward" in row] == list(range(1, 9))
+    assert problems(out) == problems(whole)
+    assert max(row.get("staleness/max", 0) for row in rows(out)) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_sigkill_at_staleness_zero_resumes_to_the_bit(train, recipe, tmp_path):
+    whole, out = train("whole", "steps=4", *EVERY, "rollout.max_staleness=0"), tmp_path / "killed"
+    command = [*next_command(recipe, out, 4), "rollout.max_staleness=0"]
+    kill_in_the_update_of(3, command)
+    finish(recipe, out, 4)
+    assert_same_run(whole, out, 4)

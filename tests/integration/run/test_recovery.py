@@ -1,0 +1,307 @@
+"""A server lost in the middle of a run: what was sampled counts for nothing, what comes back gets the weights again."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepolicy.build import components
+from onepolicy.cli import main
+from onepolicy.config import TrainingError, resolve
+from onepolicy.rollout.collect import together
+from onepolicy.rollout.servers.http import EngineLost
+from onepolicy.run import async_rollouts, recovery, run_folder, train
+from onepolicy.run.async_rollouts import Ahead
+from onepolicy.run.recovery import outlive, wait_for_server
+from onepolicy.run.result import Rollouts
+from onepolicy.sync.check import adopt
+from onepolicy.train.learner import LocalLearner
+from onepolicy.train.scorer import PolicyScorer
+from onepolicy.types import Sampling
+from support.fake_vllm import GENERATE, VOCAB, connected, embedding
+from support.http_server import Reply, Server
+from support.waiting import LIMIT_S
+
+pytestmark = pytest.mark.usefixtures("no_waiting")
+PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix_cache", GENERATE)
+
+
+@pytest.fixture
+def parts(fake, checkpoints, monkeypatch):
+    """A run at step 3, with other weights than the server was started with."""
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
+    engine = {
+        "kind": "vllm-server",
+        "url": fake.server.url,
+        "dtype": "float32",
+        "patience_s": LIMIT_S,
+    }
+    tree = {
+        "out": "x",
+        "steps": 9,
+        "model": {"path": fake.model},
+        "task": {"kind": "chain"},
+        "optim": {"lr": 1e-3},
+    }
+    config = resolve(tree | {"rollout": {"engine": engine}})
+    learner = LocalLearner(PolicyScorer(checkpoints[1][1], config, routers=None))
+    learner.version = 3
+    engine = connected(fake, retries=1)
+    parts = SimpleNamespace(engine=engine, learner=learner, config=config, samplers=[engine])
+    asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
+    asyncio.run(engine.load_weights(learner.named_weights(), 3))
+    return parts
+
+
+async def batch(engine):
+    return [await engine.generate([3, i], Sampling(1.0, 5), seed=i) for i in range(4)]
+
+
+def same(found, expected):
+    assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.logp, b.logp) for a, b in zip(found, expected, strict=True))
+    assert {int(v) for a in found for v in a.version} == {3}
+
+
+def restart(fake):
+    """As another process on its port, with the weights that it starts with."""
+    fake.weights, fake.table, fake.probe = "default", embedding(fake.model), None
+
+
+def down(fake, requests):
+    """Hangs up on so many requests, and is another process afterwards."""
+    left = [requests]
+
+    def reply(reply, number):
+        left[0] -= 1
+        if left[0] == 0:
+            fake.spoil.clear()
+            restart(fake)
+        return Reply(hang_up=True)
+
+    fake.spoil = dict.fromkeys(PATHS, reply)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """[seconds]: what the clock of onepolicy.run.recovery says. It goes on by one at every look."""
+    now = [0.0]
+
+    def look():
+        now[0] += 1.0
+        return now[0]
+
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=look))
+    return now
+
+
+def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right_weights(
+    parts, fake
+):
+    expected = asyncio.run(batch(parts.engine))
+    fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
+    same(asyncio.run(outlive(parts, lambda: batch(parts.engine))), expected)
+    assert fake.weights.endswith("-3")
+    assert fake.probe is not None  # the next run can check its reload
+
+
+def test_a_restart_that_nobody_saw_is_found_before_the_batch_counts(parts, fake):
+    """Between two requests: no error, and half of the batch from the weights the server started with."""
+    expected, times = asyncio.run(batch(parts.engine)), []
+
+    async def unseen():
+        found = (await batch(parts.engine))[:2]
+        if not times:
+            restart(fake)
+        times.append(1)
+        return found + (await batch(parts.engine))[2:]
+
+    same(asyncio.run(outlive(parts, unseen)), expected)
+    assert len(times) == 2
+
+
+def test_a_server_restarted_while_the_learner_worked_gets_the_new_weights(parts, fake):
+    restart(fake)
+    parts.learner.version = 4
+    asyncio.run(outlive(parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)))
+    assert fake.weights.endswith("-4")
+    assert parts.engine.version == 4
+
+
+def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
+    """Lost while two steps are in play: no request of either goes on; both count once, of the right weights."""
+    began, ended = [], []
+
+    async def play(parts, step, advance):
+        began.append(step)
+        try:
+            return Rollouts(await batch(parts.engine), {})
+        finally:
+            ended.append(step)
+
+    monkeypatch.setattr(async_rollouts, "sample", play)
+    monkeypatch.setattr(
+        async_rollouts, "versions", lambda done: torch.cat([each.version for each in done])
+    )
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
+    )
+
+    async def main():
+        expected = await batch(parts.engine)
+        fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
+        async with Ahead(parts, 3) as ahead:
+
+            async def episodes():
+                ahead.begin(3)
+                return await ahead.take(3)
+
+            async def forget():
+                await ahead.forget(3)
+                assert (began, sorted(ended), ahead.resting) == ([3, 4], [3, 4], True)
+
+            same((await outlive(parts, episodes, forget)).groups, expected)
+            assert began == [3, 4, 3, 4]
+            same((await ahead.take(4)).groups, expected)
+
+    asyncio.run(main())
+
+
+def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake, clock):
+    """It is asked again and again until the patience is over: two looks at the clock each time."""
+    fake.spoil = dict.fromkeys(PATHS, lambda reply, number: Reply(hang_up=True))
+    config = parts.config.rollout.engine.model_copy(update={"patience_s": 30.0})
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"engine": config})}
+    )
+    asked = len(fake.server.asked)
+    with pytest.raises(EngineLost, match=r"/generate, 2 times; got RemoteProtocolError.*--resume"):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+    assert 30 <= clock[0] < 40
+    assert len(fake.server.asked) - asked > 20
+
+
+def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work_counts(
+    parts, fake
+):
+    """An evaluation beside episodes in play asks for nothing else that would notice."""
+    engine = parts.config.rollout.engine.model_copy(update={"patience_s": 0.0})
+    parts.config = parts.config.model_copy(
+        update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
+    )
+    assert len(asyncio.run(outlive(parts, lambda: batch(parts.engine)))) == 4
+    restart(fake)
+    with pytest.raises(EngineLost, match="holds weights 'default'"):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+
+
+def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
+    tries = []
+
+    async def work():
+        tries.append(1)
+        raise EngineLost("gone")
+
+    with pytest.raises(EngineLost, match="gone"):
+        asyncio.run(outlive(parts, work))
+    assert len(tries) == recovery.TIMES + 1
+
+
+def test_one_that_comes_back_as_another_is_refused(parts, fake):
+    restart(fake)
+    fake.told = {"dtype": "bfloat16"}
+    with pytest.raises(
+        TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"
+    ):
+        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+
+
+def test_no_request_of_a_failed_batch_goes_on():
+    """Or it would sample on while the engine is given its weights."""
+    ended = []
+
+    async def slow():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(1)
+
+    async def fails():
+        raise EngineLost("gone")
+
+    with pytest.raises(EngineLost):
+        asyncio.run(together([slow(), fails(), slow()]))
+    assert len(ended) == 2
+
+
+def run_of(url, **engine):
+    engine = {"kind": "vllm-server", "url": url, "timeout_s": LIMIT_S} | engine
+    tree = {
+        "out": "x",
+        "steps": 9,
+        "model": {"path": "m"},
+        "task": {"kind": "chain"},
+        "optim": {"lr": 1e-3},
+    }
+    return resolve(tree | {"rollout": {"engine": engine}})
+
+
+def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, monkeypatch):
+    """Machine gone, both started again: the driver is there long before the server answers."""
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
+    asked, notes = [], []
+
+    def health(request):
+        asked.append(1)
+        return (
+            Reply(hang_up=True)
+            if len(asked) < 3
+            else Reply({}, 503)
+            if len(asked) < 5
+            else Reply({})
+        )
+
+    def built(*arguments):
+        raise TrainingError(f"built after {len(asked)}")
+
+    monkeypatch.setattr(components, "build_parts", built)
+    with Server({"GET /health": health}) as server:
+        run_folder.create(tmp_path / "run", run_of(server.url), run_folder.START, "{}")
+        progress = SimpleNamespace(note=notes.append)
+        with pytest.raises(TrainingError, match="built after 5"):
+            train.resume(tmp_path / "run", progress)
+    assert len(notes) == 1
+    assert notes[0].endswith("Waiting up to 300 s for it")
+
+
+def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
+    run_folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.START, "{}")
+    moved = []
+    monkeypatch.setattr(
+        train, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
+    )
+    settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
+    assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0
+    expected = run_of("https://elsewhere:8000", token_env="TOKEN")
+    assert moved == [expected]
+    assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.slots=3"]) == 2
+    assert (
+        "rollout.engine.url, rollout.engine.token_env and cluster.* may change"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch, clock):
+    monkeypatch.setattr(recovery, "POLL_S", 0.01)
+    with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
+        asyncio.run(
+            wait_for_server(run_of(server.url, patience_s=10, retries=0), lambda text: None)
+        )
+        assert len(server.asked) == 10
+
+
+def test_a_server_that_refuses_the_question_is_there():
+    with Server({}) as server:  # 404
+        asyncio.run(wait_for_server(run_of(server.url), pytest.fail))
+        assert len(server.asked) == 1

@@ -1,0 +1,136 @@
+"""Resume: the same next steps as an uninterrupted run, to the bit, also after a SIGKILL at any moment."""
+
+import random
+import shutil
+import time
+
+import pytest
+
+from onepolicy.cli import main
+from onepolicy.run import run_folder
+from onepolicy.train import checkpoint
+from support.metrics import rows
+from support.resumed_runs import (
+    EVERY,
+    assert_same_run,
+    finish,
+    kill_in_the_update_of,
+    next_command,
+    run_and_kill,
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_bit_equal(train, dtype):
+    settings = [
+        "log.counterfactual_every=1",
+        f"model.dtype={dtype}",
+        f"rollout.engine.dtype={dtype}",
+    ]
+    whole = train("whole", "steps=4", *settings)
+    part = train("part", "steps=2", *settings)  # a last step is always probed
+    assert main(["train", "--resume", str(part), "steps=4"]) == 0
+    assert_same_run(whole, part, 4)
+    assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
+
+
+def test_finished_run_has_nothing_to_resume(train, capsys):
+    run = train("done", "steps=2", "eval.every=0")
+    assert main(["train", "--resume", str(run)]) == 2
+    assert "already finished 2 of 2 steps" in capsys.readouterr().err
+
+
+def test_killed_in_the_middle_resumes_to_the_same_run(train, recipe, tmp_path):
+    whole, out = train("whole", "steps=4", *EVERY), tmp_path / "killed"
+    kill_in_the_update_of(3, next_command(recipe, out, 4))
+    assert [row["step"] for row in rows(out) if row["step"]] == [1, 2]
+    assert not (out / "summary.json").exists()
+    finish(recipe, out, 4)
+    assert_same_run(whole, out, 4)
+
+
+def random_moment(out, generator):
+    """Says when to kill: after a few seconds (start-up included), or soon after the second new checkpoint, at the
+    latest at the fourth: on a fast machine, too, there are steps left for the next kills."""
+    started, so_far = time.monotonic(), len(list(out.glob("checkpoints/step_*")))
+    patience, lag, seen = generator.uniform(3, 14), generator.uniform(0, 0.5), []
+
+    def now():
+        new = len(list(out.glob("checkpoints/step_*"))) - so_far
+        if not seen and new >= 2:
+            seen.append(time.monotonic())
+        return (
+            new >= 4
+            or time.monotonic() > started + patience
+            or (seen and time.monotonic() > seen[0] + lag)
+        )
+
+    return now
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
+    """Moments are drawn over start-up, rollout, update, evaluation and save alike; each kill hits a live process."""
+    steps, generator = 150, random.Random(1)
+    whole, out = train("whole", f"steps={steps}", *EVERY), tmp_path / "killed"
+    for _ in range(20):
+        assert run_and_kill(next_command(recipe, out, steps), random_moment(out, generator)), (
+            "ended before its kill"
+        )
+    finish(recipe, out, steps)
+    assert_same_run(whole, out, steps)
+
+
+def test_evaluation_leaves_nothing_behind_that_a_resumed_run_lacks(train, tmp_path):
+    """Prompts that share a long prefix and fp32 rollouts: a prefix left in the engine by an evaluation would show."""
+    data = tmp_path / "data.jsonl"
+    lines = [
+        f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)
+    ]
+    data.write_text("\n".join(lines))
+    settings = [
+        "task.kind=jsonl",
+        f"task.path={data}",
+        "task.held_out=4",
+        "rollout.engine.dtype=float32",
+        "eval.every=1",
+    ]
+    settings += ["log.counterfactual_every=1", "rollout.engine.max_len=64"]
+    whole = train("whole", "steps=3", *settings)
+    part = train("part", "steps=2", *settings)
+    assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert_same_run(whole, part, 3)
+
+
+def test_killed_before_its_summary_gets_it_on_resume(train, capsys):
+    run = train("run", "steps=2", "eval.every=0", "log.report=true")
+    summary = (run / "summary.json").read_text()
+    (run / "summary.json").unlink()
+    (run / "report.html").unlink()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert (run / "summary.json").read_text() == summary
+    assert (run / "report.html").exists()
+
+
+def test_two_processes_cannot_train_in_one_folder(train, capsys):
+    run = train("run", "steps=1", "eval.every=0")
+    with run_folder.held(run):
+        assert main(["train", "--resume", str(run), "steps=2"]) == 2
+    assert "another process" in capsys.readouterr().err
+
+
+def test_resume_drops_later_probes_and_ignores_unfinished_files(train):
+    run = train("run", "steps=2", "eval.every=0", "log.counterfactual_every=1")
+    shutil.rmtree(checkpoint.folder_of(run, 2))
+    train_to_one = train("one", "steps=1", "eval.every=0", "log.counterfactual_every=1")
+    shutil.copytree(checkpoint.folder_of(train_to_one, 1), checkpoint.folder_of(run, 1))
+    (run / "probes" / "step_00002.writing").write_bytes(b"half")
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "train/rew')
+    run_folder.drop_probes_after(run, 1)
+    assert [p.name for p in sorted((run / "probes").glob("*.safetensors"))] == [
+        "step_00001.safetensors"
+    ]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert [row["step"] for row in rows(run)] == [1, 2]

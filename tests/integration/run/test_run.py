@@ -1,0 +1,185 @@
+"""Whole runs through the command line: train, fork, eval, and what they leave in the run folder."""
+
+import json
+import re
+import tomllib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from onepolicy.cli import main
+from support.metrics import rows, timeless
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert (
+        main(["train", str(recipe), f"out={out}", "log.report=true", "log.tensorboard=true"]) == 0
+    )
+    return out
+
+
+def test_run_folder(finished):
+    found = rows(finished)
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in found if "eval/greedy" in row] == [0, 2, 4]
+    assert [row["step"] for row in found if "counterfactual/mismatch/k3" in row] == [1, 3, 4]
+    assert {"eval/avg@2", "eval/pass@2"} <= set(found[0])
+    for row in found[1:]:
+        for name in (
+            "train/reward",
+            "mismatch/k3",
+            "routing/routers",
+            "correction/weight_mean",
+            "time/rollout",
+            "train/lr",
+        ):
+            assert name in row
+    samples = [json.loads(line) for line in (finished / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    assert samples[0]["prompt"].endswith("=")
+    assert (finished / "report.html").stat().st_size > 1_000_000
+    assert list((finished / "tensorboard").iterdir())
+    probe = load_file(finished / "probes" / "step_00001.safetensors")
+    assert len(probe["logp_rollout"]) == len(probe["logp_trainer_native"])
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["eval_best"]["value"] == max(
+        row["eval/greedy"] for row in found if "eval/greedy" in row
+    )
+
+
+def test_checkpoint_is_a_plain_transformers_model(finished):
+    folder = finished / "checkpoints" / "step_00004"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer.encode("1+2=", add_special_tokens=False)])
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+def test_counterfactual_is_what_a_run_without_replay_measures(train):
+    """bf16 rollouts, fp32 training: one batch with and without replay, in two runs and within one."""
+    with_replay = rows(train("r3", "steps=1", "eval.every=0"))[0]
+    without = rows(train("off", "steps=1", "eval.every=0", "replay.mode=off"))[0]
+    assert with_replay["train/reward"] == without["train/reward"]  # the very same rollouts
+    assert with_replay["counterfactual/mismatch/k3"] == without["mismatch/k3"]
+    assert with_replay["counterfactual/routing/routers"] == without["routing/routers"]
+    assert with_replay["mismatch/k3"] != without["mismatch/k3"]
+    assert (with_replay["correction/weight_max"], without["correction/weight_max"] > 0) == (
+        1.0,
+        True,
+    )
+
+
+def test_fp32_rollouts_agree_with_the_trainer(train):
+    row = rows(train("fp32", "steps=1", "eval.every=0", "rollout.engine.dtype=float32"))[0]
+    assert row["mismatch/max_dlogp"] < 1e-4
+    assert row["routing/routers"] < 1e-3
+
+
+def test_same_seed_same_run_other_seed_other_run(train):
+    one, two, other = (rows(train(None, "steps=2", "eval.every=0", f"seed={s}")) for s in (0, 0, 1))
+    assert list(map(timeless, one)) == list(map(timeless, two))
+    assert list(map(timeless, one)) != list(map(timeless, other))
+
+
+def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
+    out = tmp_path / "fork"
+    assert (
+        main(
+            [
+                *("train", "--from", f"{finished}/2", f"out={out}", "steps=3"),
+                *("replay.mode=off", "log.report=false", "objective.kl.coef=0.01"),
+            ]
+        )
+        == 0
+    )
+    assert [row["step"] for row in rows(out)] == [2, 3]
+    about = json.loads((out / "run.json").read_text())
+    assert about["parent"] == {"run": str(finished), "step": 2}
+    started = json.loads((finished / "config.json").read_text())["model"]["path"]
+    assert about["kl_reference"] == started  # not the checkpoint the fork starts at:
+    assert (
+        next(row["train/kl"] for row in rows(out) if row["step"] == 3) > 0
+    )  # two steps away already
+    config = json.loads((out / "config.json").read_text())
+    assert config["replay"]["mode"] == "off"
+    assert (config["correction"]["preset"], config["correction"]["weight"]["high"]) == (
+        "tis",
+        2.0,
+    )  # follows replay.mode, as in a fresh run
+    assert (out / "checkpoints" / "step_00002").is_dir()  # its own start: the parent may go
+    # evaluation before the fork's first step is that of the parent at the fork
+    parent = next(row for row in rows(finished) if row["step"] == 2)
+    assert rows(out)[0]["eval/greedy"] == parent["eval/greedy"]
+    # same data as the parent's third step, so the same rollouts
+    third = next(row for row in rows(finished) if row["step"] == 3)
+    assert rows(out)[1]["train/reward"] == third["train/reward"]
+
+
+def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    assert main(["eval", str(finished), f"train.threads={before}"]) == 0
+    assert torch.get_num_threads() == before
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(rf"\d+ held-out problems, {finished}/checkpoints/step_\d+", lines[0])
+    printed = json.loads(lines[-1])
+    last = rows(finished)[-1]
+    assert {k: v for k, v in printed.items() if k != "model"} == {
+        k: v for k, v in last.items() if k.startswith("eval/")
+    }
+
+
+def test_config_prints_effective_settings(recipe, capsys):
+    assert main(["config", str(recipe), "replay.mode=off"]) == 0
+    correction = tomllib.loads(capsys.readouterr().out)["correction"]
+    assert (correction["preset"], correction["weight"]["high"]) == ("tis", 2.0)
+
+
+def test_help_teaches(capsys):
+    for arguments in (["--help"], ["train", "--help"], ["make-policy", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 0
+    assert "recipes/quickstart.toml" in capsys.readouterr().out
+
+
+def test_make_policy_gives_the_same_weights_for_the_same_command(tmp_path, capsys):
+    small = [
+        "layers=1",
+        "hidden_size=32",
+        "experts=4",
+        "top_k=2",
+        "steps=4",
+        "max_len=220",
+        "tokens_per_step=256",
+    ]
+    for name in ("one", "two"):
+        assert main(["make-policy", "--out", str(tmp_path / name), *small]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert "sampling accuracy" in capsys.readouterr().out
+
+
+def test_make_policy_on_a_jsonl_file(tmp_path):
+    lines = [
+        json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+        for a in range(10)
+        for b in range(10)
+    ]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    task = ["task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.held_out=8"]
+    small = [
+        "layers=1",
+        "hidden_size=32",
+        "experts=4",
+        "top_k=2",
+        "steps=2",
+        "max_len=64",
+        "tokens_per_step=256",
+    ]
+    assert main(["make-policy", "--out", str(tmp_path / "policy"), *task, *small]) == 0
+    assert (tmp_path / "policy" / "policy.json").exists()

@@ -1,0 +1,285 @@
+"""Weights from one process to others: what arrives is what was sent, or an error on both sides."""
+
+import asyncio
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from onepolicy.config import TrainingError
+from onepolicy.sync import broadcast as module
+from onepolicy.sync.board import Board, Invitation
+from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.sync.group import join_store
+from support.waiting import LIMIT_S
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 4096)
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = {"a": (3, 5), "b": (0,), "big": (300, 40), "c": (), "d": (7,)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in made.items()}
+    weights["half"] = torch.randn(5, 3, generator=generator).bfloat16()
+    weights["strided"] = torch.randn(6, 4, generator=generator).t()
+    weights["bytes"] = torch.arange(5, dtype=torch.uint8)
+    return weights
+
+
+def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=LIMIT_S):
+    """What the sender and every receiver ended with: a value or an exception."""
+
+    def receive(invitation, rank):
+        with Receiver(invitation, rank, version=promised) as arriving:
+            return take(arriving)
+
+    def ended(work, *args):
+        try:
+            return work(*args)
+        except (TrainingError, OSError) as error:
+            return error
+
+    source = weights.items() if isinstance(weights, dict) else weights
+    sender = Sender(receivers=receivers, timeout_s=timeout_s)
+    with sender, ThreadPoolExecutor(1 + receivers) as pool:
+        sending = pool.submit(ended, sender.send, source, sent)
+        got = [
+            pool.submit(ended, receive, sender.invitation, rank + 1) for rank in range(receivers)
+        ]
+        return sending.result(), [each.result() for each in got]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2000, 2**20])
+def test_every_byte_dtype_and_shape_arrives_at_all(bucket_bytes, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    weights = tensors()
+    digest, copies = update(weights, receivers=2)
+    assert isinstance(digest, str)
+    assert len(digest) == 64
+    for copy in copies:
+        assert list(copy) == list(weights)
+        for name, tensor in weights.items():
+            assert copy[name].dtype == tensor.dtype
+            assert torch.equal(copy[name], tensor), name
+            copy[name].zero_()  # the engine's own
+    assert weights["a"].any()
+
+
+def test_no_tensors_at_all():
+    _, copies = update({})
+    assert copies == [{}]
+
+
+def changed(monkeypatch, where, change):
+    """`change` is applied to what arrives."""
+    original = getattr(module, where)
+    monkeypatch.setattr(module, where, lambda *args: change(original(*args)))
+
+
+def flipped(bucket):
+    if "big" in bucket:
+        bucket["big"].view(torch.uint8)[17, 3] ^= 1
+    return bucket
+
+
+def dropped(bucket):
+    return {name: tensor for name, tensor in bucket.items() if name != "c"}
+
+
+def zeroed(bucket):
+    return {
+        name: torch.zeros_like(tensor) if name == "half" else tensor
+        for name, tensor in bucket.items()
+    }
+
+
+def recast(bucket):
+    return {
+        name: tensor.view(torch.float16) if name == "half" else tensor
+        for name, tensor in bucket.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (flipped, "the bytes of 'big' are not those that were sent"),
+        (dropped, "1 tensors are missing, first 'c'"),
+        (zeroed, "the bytes of 'half'"),
+        (recast, r"'half' is float16 \[5, 3\], sent was bfloat16 \[5, 3\]"),
+    ],
+)
+def test_what_is_altered_on_the_way_is_named_on_both_sides(monkeypatch, change, problem):
+    changed(monkeypatch, "split", change)
+    sender, (receiver,) = update(tensors())
+    with pytest.raises(TrainingError, match=f"version 3: .*{problem}"):
+        raise receiver
+    with pytest.raises(TrainingError, match=f"receiver 1 failed: .*{problem}"):
+        raise sender
+
+
+def test_a_tensor_that_is_sent_twice_is_named():
+    twice = [*tensors().items(), ("a", torch.zeros(2))]
+    sender, (receiver,) = update(twice)
+    for error in (sender, receiver):
+        with pytest.raises(TrainingError, match="'a' came twice"):
+            raise error
+
+
+@pytest.mark.parametrize(("sent", "promised"), [(2, 3), (4, 3)])
+def test_weights_of_another_version_are_refused(sent, promised):
+    sender, (receiver,) = update(tensors(), sent=sent, promised=promised)
+    for error in (sender, receiver):
+        with pytest.raises(
+            TrainingError, match=f"weights of version {sent} came instead of version {promised}"
+        ):
+            raise error
+
+
+def test_a_failing_source_ends_the_receivers():
+    def weights():
+        yield "a", torch.ones(2)
+        raise TrainingError("the learner lost a rank")
+
+    sender, receivers = update(weights(), receivers=2)
+    with pytest.raises(TrainingError, match=r"^the learner lost a rank"):
+        raise sender
+    for error in receivers:
+        with pytest.raises(
+            TrainingError, match="the other side failed: TrainingError: the learner lost a rank"
+        ):
+            raise error
+
+
+def test_an_engine_that_fails_or_stops_early_is_an_error_at_the_sender():
+    def fails(arriving):
+        next(arriving)
+        raise OSError("no memory left")
+
+    sender, (receiver,) = update(tensors(), take=fails)
+    assert isinstance(receiver, OSError)
+    with pytest.raises(
+        TrainingError, match=r"receiver 1 failed: OSError: no memory left|receiver is gone"
+    ):
+        raise sender
+    sender, (receiver,) = update(tensors(), take=lambda arriving: next(arriving))
+    for error in (sender, receiver):
+        with pytest.raises(TrainingError, match="did not take all tensors"):
+            raise error
+
+
+def test_a_receiver_that_does_not_come_is_named_in_time():
+    sender, _ = update(tensors(), receivers=0)
+    assert isinstance(sender, str)
+    late = pytest.raises(TrainingError, match=r"receiver 1 took more than 0.5 s to join")
+    with Sender(receivers=2, timeout_s=0.5) as sending, late:
+        sending.send(tensors().items(), 1)
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sending, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(sending.send, tensors().items(), 1)
+        sending.give_up()
+        with pytest.raises(TrainingError, match="given up"):
+            waiting.result(LIMIT_S)
+
+
+KILLED = """
+import os, signal, sys
+from onepolicy.sync.broadcast import Receiver
+with Receiver(sys.stdin.readline(), 1, version=1) as arriving:
+    next(arriving)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_receiver_that_is_killed_is_an_error_at_once():
+    child = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, text=True)
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
+        child.stdin.write(sender.invitation + "\n")
+        child.stdin.flush()
+        ending = threading.Thread(target=lambda: (child.wait(), sender.give_up()), daemon=True)
+        ending.start()
+        with pytest.raises(TrainingError, match=r"gone|given up"):
+            sender.send(((str(i), torch.ones(100_000)) for i in range(100)), 1)
+    ending.join()
+
+
+def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
+    """Others wait in the group until its connections close, and the error is kept until they have ended."""
+    sent = []
+
+    class Work:
+        def wait(self):
+            raise RuntimeError("connection reset")
+
+    def start(group, data):
+        sent.append(weakref.ref(work := Work()))
+        return work
+
+    monkeypatch.setattr(module, "start_broadcast", start)
+    monkeypatch.setattr(Sender, "_gathered", lambda _: object())
+    with Sender(receivers=1, host="127.0.0.1", timeout_s=LIMIT_S) as sender:
+        with pytest.raises(
+            TrainingError, match="a receiver is gone or too slow: connection reset"
+        ) as kept:
+            sender.send([("a", torch.ones(1))], 3)
+        assert sent[0]() is None, kept
+
+
+def test_who_has_not_the_key_cannot_alter_an_update():
+    """A stranger finds the store and writes the message that the receiver waits for."""
+    refused = threading.Event()
+
+    def weights(secret):
+        stranger = Board(join_store(secret.host, secret.port, LIMIT_S), b"guess", LIMIT_S)
+        stranger.put("bucket/0", {"version": 3, "end": 0, "digest": hashlib.sha256().hexdigest()})
+        refused.wait(LIMIT_S)
+        yield "a", torch.ones(2)
+
+    with Sender(receivers=1, timeout_s=LIMIT_S) as sender, ThreadPoolExecutor(1) as pool:
+        secret = Invitation.decode(sender.invitation)
+        assert len(bytes.fromhex(secret.key)) == 32
+        sending = pool.submit(sender.send, weights(secret), 3)
+        arriving = Receiver(sender.invitation, 1, version=3)
+        with pytest.raises(TrainingError, match="not from this run"), arriving:
+            dict(arriving)
+        refused.set()
+        with pytest.raises(TrainingError, match=r"receiver 1 failed: .* not from this run"):
+            sending.result()
+
+
+def test_the_store_listens_on_the_loopback_only():
+    with Sender(receivers=1) as sender:
+        port = json.loads(sender.invitation)["port"]
+        with socket.create_server(
+            ("127.0.0.2", port)
+        ):  # would be taken if it listened on every address
+            pass
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", port))
+
+
+def test_an_engine_takes_them_in_its_own_way():
+    """load_weights iterates once, and has no version until the sums have been compared."""
+
+    class Engine:
+        version, weights = 0, None
+
+        async def load_weights(self, weights, version):
+            self.version = -1
+            self.weights = dict(weights)
+            self.version = version
+
+    engine = Engine()
+    update(tensors(), take=lambda arriving: asyncio.run(engine.load_weights(arriving, 3)))
+    assert engine.version == 3
+    update(tensors(1), sent=4, take=lambda arriving: asyncio.run(engine.load_weights(arriving, 4)))
+    assert engine.version == -1

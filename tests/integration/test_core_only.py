@@ -1,0 +1,82 @@
+"""The library in an environment of the core dependencies and nothing else."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+CHECK = """
+import importlib.util, sys
+import onepolicy
+assert "torch" not in sys.modules
+installed = [name for name in {extras} if importlib.util.find_spec(name)]
+assert not installed, installed
+exec(compile({example!r}, "README.md", "exec"), {{}})
+outside = [m for m in sys.modules if m.startswith(("onepolicy.report", "onepolicy.envs", "onepolicy.rollout"))]
+assert not outside, outside
+"""
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Names of all distributions that these need, without any extra."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        if requirement.name in found or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        found.add(requirement.name)
+        waiting += [Requirement(line) for line in distribution(requirement.name).requires or []]
+    return found
+
+
+@pytest.fixture
+def core_python(tmp_path: Path) -> Path:
+    """A virtual environment into which only the core's dependencies are linked, as they are installed here."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
+    (packages / "onepolicy").symlink_to(ROOT / "src" / "onepolicy")
+    for name in closure(PROJECT["dependencies"]):
+        installed = distribution(name)
+        for top in {
+            file.parts[0]
+            for file in installed.files or []
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(installed.locate_file(top))))
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> None:
+    """Binding, recording, replaying, measuring, reweighting: the README's example."""
+    groups = PROJECT["optional-dependencies"].values()
+    extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {
+        "onepolicy"
+    }
+    assert {"plotly", "ray", "vllm"} <= extras
+    brought = {name.replace("-", "_") for name in closure(PROJECT["dependencies"])} & extras
+    assert brought <= {"httpx2", "jinja2"}  # huggingface_hub 2 and torch need them
+    extras -= brought
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    code = CHECK.format(extras=sorted(extras), example=example)
+    run = subprocess.run(
+        [core_python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "k3 with replay" in run.stdout
+    assert str(core_python) != sys.executable

@@ -1,0 +1,185 @@
+"""Files and addresses that come from others: nothing in them runs, nothing leaves its folder, no secret is repeated."""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+from onepolicy.audit.read import read_dump
+from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
+from onepolicy.config.engine import ServeConfig
+from onepolicy.models.load import load_model
+from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.vllm import serve
+from onepolicy.sync import weight_files
+from onepolicy.sync.board import Invitation
+from onepolicy.sync.weight_files import INDEX, WeightFiles, read_weights
+from onepolicy.train import checkpoint
+from support.fake_vllm import make_checkpoints
+from support.http_server import Reply, Server
+
+CPU = torch.device("cpu")
+
+
+class Trap:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    make_checkpoints(tmp_path)
+    return tmp_path / "0"
+
+
+def test_a_model_whose_weights_are_a_pickle_is_refused(model_folder, tmp_path):
+    (model_folder / "model.safetensors").unlink()
+    torch.save(
+        {"model.embed_tokens.weight": Trap(tmp_path / "sprung")}, model_folder / "pytorch_model.bin"
+    )
+    with pytest.raises(UsageError, match="safetensors"):
+        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
+    torch.save(
+        {"model.embed_tokens.weight": torch.zeros(32, 8)}, model_folder / "pytorch_model.bin"
+    )
+    with pytest.raises(UsageError, match="safetensors"):  # one without a trap neither
+        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npz"])
+def test_a_dump_with_an_object_in_it_is_refused_unread(tmp_path, suffix):
+    path, trap = tmp_path / f"dump{suffix}", Trap(tmp_path / "sprung")
+    if suffix == ".pt":
+        torch.save({"tokens": trap}, path)
+    else:
+        np.savez(path, tokens=np.array([trap], dtype=object), allow_pickle=True)
+    with pytest.raises(UsageError, match="dump"):
+        list(read_dump(path, {}))
+    assert not (tmp_path / "sprung").exists()
+    with pytest.raises(FileNotFoundError):  # the trap works
+        pickle.loads(pickle.dumps(Trap(tmp_path / "no" / "such")))
+
+
+@pytest.mark.parametrize("name", ["../1/model.safetensors", "/etc/hostname", "a/b.safetensors", 3])
+def test_an_index_names_files_of_its_folder_only(model_folder, name):
+    (model_folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
+    )
+    with pytest.raises(UsageError, match=r"is not a file of this folder"):
+        load_model(ModelConfig(path=str(model_folder)), torch.float32, CPU)
+
+
+def test_the_files_of_a_sync_are_those_of_its_folder(tmp_path):
+    files = WeightFiles(str(tmp_path))
+    folder = files.write([("a", torch.ones(2))], 1)
+    assert dict(read_weights(str(folder)))["a"].tolist() == [1, 1]
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}}))
+    with pytest.raises(RuntimeError, match="is not a file of this folder"):
+        list(read_weights(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["../../etc/hostname", "/etc/hostname"])
+def test_a_checkpoint_lists_files_of_its_folder_only(tmp_path, name):
+    folder = tmp_path / "step_00001"
+    folder.mkdir()
+    (folder / checkpoint.STATE).write_text(
+        json.dumps({"step": 1, "updates": 1, "files": {name: 1}})
+    )
+    with pytest.raises(UsageError, match="which is not in this folder"):
+        checkpoint.verify(folder)
+
+
+def test_a_link_out_of_a_dump_is_refused(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    (tmp_path / "private.jsonl").write_text('{"secret": 1}\n')
+    (dump / "rows.jsonl").symlink_to(tmp_path / "private.jsonl")
+    with pytest.raises(UsageError, match="a link out of the dump's folder"):
+        list(read_dump(dump, {}))
+
+
+def test_files_for_an_engine_do_not_go_where_others_may_change_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files.tempfile, "gettempdir", lambda: str(tmp_path))
+    base = tmp_path / f"onepolicy-sync-{os.getuid()}"
+    assert WeightFiles(None).folder.parent == base
+    assert base.stat().st_mode & 0o777 == 0o700
+    base.chmod(0o777)
+    with pytest.raises(UsageError, match=r"sync_dir: .* others may write to it"):
+        WeightFiles(None)
+    for entry in base.iterdir():
+        entry.rmdir()
+    base.rmdir()
+    (tmp_path / "theirs").mkdir()
+    base.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UsageError, match=r"sync_dir: .* belongs to somebody else"):
+        WeightFiles(None)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--host=0.0.0.0",
+        "--host",
+        "--hos=::",
+        "--middleware=x.Y",
+        "--trust-remote-code",
+        "--trust_remote",
+    ],
+)
+def test_what_guards_a_server_cannot_be_passed_through(argument, monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    settings = {"max_len": 96, "vocab": 32, "routes": False, "cpu": True}
+    with pytest.raises(UsageError, match="is set by onepolicy engine serve"):
+        serve.serve(
+            ServeConfig(), "model", **settings, extra=["--tensor-parallel-size=2", argument]
+        )
+
+
+SECRET = "hunter2-not-to-be-seen"
+
+
+@pytest.mark.parametrize(
+    "url", [f"http://me:{SECRET}@127.0.0.1:1", f"http://127.0.0.1:1/?key={SECRET}"]
+)
+@pytest.mark.parametrize("kind", ["vllm-server", "sglang"])
+def test_an_address_with_a_secret_is_refused_without_repeating_it(kind, url):
+    tree = {
+        "out": "x",
+        "model": {"path": "tiny"},
+        "rollout": {"engine": {"kind": kind, "url": url}},
+    }
+    with pytest.raises(UsageError, match="has a user, a password or a query in it") as caught:
+        resolve(tree)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_token_is_in_no_message_setting_or_log(monkeypatch, caplog):
+    monkeypatch.setenv("ENGINE_TOKEN", SECRET)
+    caplog.set_level(logging.DEBUG)
+    assert SECRET not in VLLMServerConfig(token_env="ENGINE_TOKEN").model_dump_json()
+    told = []
+    with Server(
+        {"GET /a": lambda r: told.append(r.headers["authorization"]) or Reply({"error": "no"}, 403)}
+    ) as server:
+        client = EngineClient(server.url, token_env="ENGINE_TOKEN", retries=0, server="the server")
+        for path in ("/a", "/b"):
+            with pytest.raises(RuntimeError) as caught:
+                asyncio.run(client.get(path))
+            assert SECRET not in "".join(traceback.format_exception(caught.value))
+    assert told == [f"Bearer {SECRET}"]
+    assert SECRET not in caplog.text + repr(client)
+    assert SECRET not in repr(Invitation("127.0.0.1", 1, SECRET, 2, "gloo", 1.0))
+    settings = {"model": "m", "dtype": "float32"}
+    assert SECRET not in " ".join(serve.command_line(settings, "127.0.0.1", 8000))

@@ -1,0 +1,279 @@
+"""The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
+
+import copy
+import ctypes
+import gc
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from onepolicy.build.learner import build_learner
+from onepolicy.config import UsageError, resolve
+from onepolicy.config.model import ModelConfig
+from onepolicy.launch import ranks
+from onepolicy.models.checkpoint_names import CheckpointNames
+from onepolicy.sync import broadcast
+from onepolicy.sync.broadcast import Receiver, Sender
+from onepolicy.tiny.model import make_tokenizer
+from onepolicy.train import checkpoint
+from onepolicy.train.sharded import learner as sharded
+from onepolicy.train.sharded.learner import export
+from onepolicy.train.sharded.rank import RankLearner
+from onepolicy.train.sharded.wire import batch_of as batch_in
+from support.learner_steps import BASE
+from support.models import CONFIGS, make
+from support.rank_cases import (
+    CASES,
+    QWEN,
+    assert_close,
+    assert_equal_steps,
+    batch_for,
+    config_of,
+    learner_on,
+    one_step,
+    weights_of,
+)
+
+
+@pytest.fixture(scope="module")
+def two():
+    settings = resolve(
+        BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
+    )
+    with ranks.started(settings) as others:
+        yield others
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in ("qwen3_moe", "deepseek_v3"):
+        made[name] = tmp_path_factory.mktemp(name)
+        make(name).save_pretrained(made[name])
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(case, two, folders):
+    assert_equal_steps(
+        CASES[case], two, folders["deepseek_v3" if case == "deepseek_v3" else "qwen3_moe"]
+    )
+
+
+def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypatch):
+    messages = []  # of rank 1, then of rank 0, for scoring and for the update
+    tell, handle = two.team.tell, RankLearner.handle
+    monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
+    monkeypatch.setattr(
+        RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own)
+    )
+    learner = learner_on(two, folders["qwen3_moe"], CASES["idle"])
+    batch, _, _ = one_step(learner, batch_for(learner))
+    parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
+    known = samples_of(batch)
+    assert len(parts) == 4
+    for pair in (parts[:2], parts[2:]):
+        found = [sample for part in pair for sample in samples_of(part)]
+        idle = [routes for tokens, routes, real in found if not real]
+        assert len(idle) == 1  # stands in for the micro-batch that one rank has less
+        assert not idle[0].any()
+        own = [(tokens, routes) for tokens, routes, real in found if real]
+        assert len(own) == len(known)
+        for tokens, routes, _ in known:
+            assert sum(torch.equal(tokens, t) and torch.equal(routes, r) for t, r in own) == 1
+        assert all(part.num_samples <= 2 for part in pair)
+
+
+def samples_of(batch):
+    """(tokens, routes, whether any slot is trainable) of each."""
+    lengths = batch.cu_seqlens.diff().tolist()
+    parts = [
+        tensor.split(lengths) for tensor in (batch.input_ids, batch.routing.ids, batch.trainable)
+    ]
+    return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
+
+
+def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_path, monkeypatch):
+    stepped = threading.Event()
+    monkeypatch.setattr(sharded, "export", lambda *given: stepped.wait(60) and export(*given))
+    overrides = CASES["critic_kl_entropy"]
+    ranked = learner_on(two, folders["qwen3_moe"], overrides)
+    one_step(ranked, batch_for(ranked))
+    path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
+    held = weights_of(ranked)
+    _, expected, _ = one_step(ranked, batch_for(ranked))  # while the files are being written
+    after = weights_of(ranked)
+    assert not checkpoint.complete(tmp_path)
+    stepped.set()
+    ranked.finish_saving()
+    assert checkpoint.latest(tmp_path) == path
+    assert json.loads((path / "state.json").read_text())["updates"] == 1
+    assert not list(
+        (path / "shards").glob("*model-00001-of-00002*")
+    )  # the weights stand in transformers' layout
+    for others, same in ((two, True), (None, False)):
+        again = learner_on(others, folders["qwen3_moe"], overrides)
+        config = again.config
+        again = build_learner(config, ModelConfig(path=str(path)), others)
+        assert all(torch.equal(tensor, held[name]) for name, tensor in again.named_weights())
+        again.restore(path)
+        assert (again.version, again.updates) == (1, 1)
+        _, found, _ = one_step(again, batch_for(again))
+        if same:
+            assert {k: v for k, v in found.items() if "time" not in k} == {
+                k: v for k, v in expected.items() if "time" not in k
+            }
+            assert all(torch.equal(tensor, after[name]) for name, tensor in again.named_weights())
+        else:
+            assert_close(found, expected)
+            for name, tensor in again.named_weights():
+                torch.testing.assert_close(tensor, after[name], rtol=0, atol=2e-5)
+
+
+def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path):
+    overrides = CASES["critic_kl_entropy"]
+    one = learner_on(None, folders["qwen3_moe"], overrides)
+    one_step(one, batch_for(one))
+    path = checkpoint.save(tmp_path, one, make_tokenizer("abc"), step=1, extra={})
+    _, expected, _ = one_step(one, batch_for(one))
+    ranked = build_learner(
+        config_of(folders["qwen3_moe"], overrides, 2), ModelConfig(path=str(path)), two
+    )
+    ranked.restore(path)
+    _, found, _ = one_step(ranked, batch_for(ranked))
+    assert_close(found, expected)
+    for name, tensor in ranked.named_weights():
+        torch.testing.assert_close(tensor, weights_of(one)[name], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_exported_folder_is_what_save_pretrained_writes(family, two, folders, tmp_path):
+    ranked = learner_on(two, folders[family], QWEN)
+    path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
+    ranked.finish_saving()
+    AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32).save_pretrained(
+        tmp_path / "plain"
+    )
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: load_file(path / file)[name] for name, file in index.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    config, plain = (
+        json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "plain")
+    )
+    assert config == plain
+
+
+def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
+    ranked, one = (learner_on(others, folders["qwen3_moe"], QWEN) for others in (two, None))
+    first = next(iter(ranked.named_weights()))
+    assert first[0] == next(iter(one.named_weights()))[0]
+    found, expected = dict(ranked.named_weights()), dict(one.named_weights())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("setting", ["train.compute=bfloat16", "train.autocast=bfloat16"])
+def test_bfloat16_forward_with_float32_masters(setting, two, folders):
+    ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
+    one = learner_on(None, folders["qwen3_moe"], QWEN)
+    (rounded, metrics, _), (exact, expected, _) = (
+        one_step(each, batch_for(each)) for each in (ranked, one)
+    )
+    gap = (rounded.logp_old - exact.logp_old)[exact.trainable].abs()
+    assert 1e-4 < gap.mean() < 0.1
+    assert metrics["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.1)
+    after = dict(ranked.named_weights())
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    moved = {
+        n: after[n] - t
+        for n, t in AutoModelForCausalLM.from_pretrained(folders["qwen3_moe"]).state_dict().items()
+    }
+    assert any(
+        bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved.values()
+    )  # less than bfloat16 could hold
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
+    model = make(family)
+    names = CheckpointNames(model.config, trust_remote_code=False)
+    whole, streamed = (
+        names.of(model.state_dict().items()),
+        dict(names.stream(model.state_dict().items())),
+    )
+    assert whole.keys() == streamed.keys()
+    assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+    with pytest.raises(UsageError, match=r"1 tensors are missing, first 'lm_head.weight'"):
+        list(
+            names.stream(
+                (name, tensor)
+                for name, tensor in model.state_dict().items()
+                if name != "lm_head.weight"
+            )
+        )
+
+
+def peak(work):
+    """What `work` returns, and by how much it raises this process's resident memory at most [bytes]."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or it would fill what earlier tests left
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    done = work()
+    return done, resident("VmHWM") - before
+
+
+def resident(what):
+    return 1024 * int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="this system is not Linux, which measures it"
+)
+def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(
+    two, tmp_path, monkeypatch
+):
+    """Gathered tensor by tensor, renamed layer by layer, sent bucket by bucket. (The other ranks drop what they help to
+    gather.)"""
+    config = copy.deepcopy(make("qwen3_moe").config)
+    config.update(
+        {
+            "hidden_size": 256,
+            "moe_intermediate_size": 128,
+            "num_experts": 16,
+            "num_hidden_layers": 20,
+        }
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ranked = learner_on(two, tmp_path, QWEN)
+    size = sum(tensor.nbytes for tensor in ranked.own.model.state_dict().values())
+    assert size > 100e6
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**20)
+    names = CheckpointNames(config, trust_remote_code=False)
+
+    def receive(invitation):
+        with Receiver(invitation, 1, version=1) as weights:
+            return sum(tensor.nbytes for _, tensor in weights)
+
+    def send():
+        with Sender(receivers=1, timeout_s=60) as sender, ThreadPoolExecutor(1) as pool:
+            received = pool.submit(receive, sender.invitation)
+            sender.send(names.stream(ranked.named_weights()), 1)
+            return received.result()
+
+    received, grown = peak(send)
+    assert received >= size
+    assert grown < 0.5 * size
+    whole, grown = peak(lambda: dict(ranked.named_weights()))
+    assert grown > 0.8 * size  # the measure sees a copy where there is one
+    assert whole

@@ -1,0 +1,146 @@
+"""Models whose head rules tokens out: their log-probability is -inf, and no number that is computed from it is NaN."""
+
+import math
+
+import pytest
+import torch
+
+from onepolicy.config import UsageError
+from onepolicy.correct.live import centered_score
+from onepolicy.correct.presets import preset
+from onepolicy.engine_check.checks import HOT, support, temperature
+from onepolicy.models import prepare
+from onepolicy.train.forward import entropy_of
+from support.learner_steps import batch_of, learner_of, one_step
+from support.models import VOCAB, make
+
+LOWEST = torch.finfo(torch.float32).min
+BANNED = 2
+
+
+def test_entropy_of_a_row_by_hand():
+    """Probabilities 1/2, 1/4, 1/4 and one token ruled out: 1/2 ln 2 + 2 * 1/4 ln 4."""
+    row = torch.tensor([[0.5, 0.25, 0.0, 0.25]]).log()
+    assert row[0, 2] == -math.inf
+    assert float(entropy_of(row)) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4), rel=1e-6)
+    assert float(entropy_of(torch.tensor([[1.0, 0.0]]).log())) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("low", "temperature"), [(-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)]
+)
+def test_entropy_and_gradient_are_those_of_the_row_without_the_token(low, temperature):
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.randn(5, 7, generator=generator).requires_grad_()
+    column = torch.full((5, 1), low)
+    whole = torch.cat([kept.detach()[:, :3], column, kept.detach()[:, 3:]], 1).requires_grad_()
+    scale = torch.linspace(-3, 3, 5)  # of both signs, and larger than 1
+    plain = -(
+        torch.softmax(kept / temperature, -1) * torch.log_softmax(kept / temperature, -1)
+    ).sum(-1)
+    (scale * plain).sum().backward()
+    found = entropy_of(torch.log_softmax(whole / temperature, -1))
+    (scale * found).sum().backward()
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(whole.grad[:, [0, 1, 2, 4, 5, 6, 7]], kept.grad)
+    assert not whole.grad[:, 3].any()
+
+
+def test_gradient_of_the_entropy_is_its_slope():
+    logits = torch.randn(
+        3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: entropy_of(z.log_softmax(-1)), logits)
+
+
+def test_a_logit_that_is_nan_is_not_hidden():
+    assert entropy_of(torch.tensor([[math.nan, 0.0]])).isnan().all()
+
+
+def banned(learner, low=-math.inf):
+    """Its head rules one token out, as Chameleon's does with image tokens."""
+
+    def rule_out(module, inputs, out):
+        out.logits[..., BANNED] = low
+        return out
+
+    learner.model.register_forward_hook(rule_out)
+    return learner
+
+
+def allowed(batch):
+    """No sampled token is the one that is ruled out."""
+    return batch.replace(
+        target_ids=torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids)
+    )
+
+
+@pytest.mark.parametrize(
+    "option", ["train.reuse_scoring_forward=true", "train.activation_checkpointing=true"]
+)
+@pytest.mark.parametrize(("low", "heat"), [(-math.inf, 1.0), (LOWEST, 0.7)])
+def test_a_learner_step_with_an_entropy_bonus(option, low, heat):
+    learner = banned(learner_of("objective.entropy_coef=0.01", option), low)
+    scored, metrics, after = one_step(learner, allowed(batch_of(heat)))
+    entropy = scored.entropy[scored.trainable]
+    assert entropy.isfinite().all()
+    assert 0 < float(entropy.max()) <= math.log(VOCAB - 1) + 1e-4
+    assert math.isfinite(metrics["train/grad_norm"])
+    assert all(parameter.isfinite().all() for parameter in after.values())
+
+
+def test_score_centering_leaves_out_what_neither_side_can_sample():
+    config = preset("score-centering")
+    logits = torch.tensor([[0.3, -0.2, 0.1]]).requires_grad_()
+    head = torch.log_softmax(logits, -1)
+    rollout = torch.log_softmax(torch.tensor([[0.1, 0.0, 0.2]]), -1)
+    centered_score(head, rollout, config).sum().backward()
+    wide = torch.tensor([[0.3, -0.2, 0.1, -math.inf]]).requires_grad_()
+    centre = centered_score(
+        torch.log_softmax(wide, -1), torch.cat([rollout, torch.full((1, 1), -math.inf)], 1), config
+    )
+    centre.sum().backward()
+    assert centre.isfinite().all()
+    torch.testing.assert_close(wide.grad[:, :3], logits.grad)
+
+
+def test_a_family_that_packs_wrongly_is_refused_whatever_its_head_rules_out(monkeypatch):
+    """Beside the lowest float32 the spread of the logits is infinite, and every difference 0 of it."""
+    model = make("qwen3_dense")
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    model.lm_head.bias.data[3:9] = LOWEST
+    packed = prepare._packed_logits
+    monkeypatch.setattr(prepare, "_packed_logits", lambda *a: packed(*a).roll(1, 0))
+    with pytest.raises(UsageError, match="cannot be trained packed"):
+        prepare.prepare_for_training(model, torch.device("cpu"))
+
+
+def sound():
+    """A learner, and a batch in which the engine agrees with it on every token."""
+    learner = learner_of("replay.mode=off")
+    batch = learner.scorer.score(batch_of(HOT).replace(routing=None), replay=False)
+    return learner, batch.replace(logp_rollout=batch.logp_old)
+
+
+def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
+    learner, batch = sound()
+    drawn = batch.replace(entropy=-batch.logp_old)  # the tokens are exactly as likely as draws
+    assert temperature(learner.scorer, drawn, limit=1.0).passed
+    broken = temperature(learner.scorer, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0)
+    assert broken.passed is False
+    assert "nan" in broken.measured
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_the_test_of_the_temperature_fails_on_a_trainer_that_is_nan(limit):
+    learner, batch = sound()
+    learner.model.lm_head.weight.data[7] = math.nan
+    found = temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
+    assert found.passed is False
+
+
+def test_the_test_of_the_support_fails_on_a_trainer_that_is_nan():
+    learner, batch = sound()
+    assert support(learner.scorer, (batch,)).passed is not False
+    learner.model.lm_head.weight.data[7] = math.nan
+    assert support(learner.scorer, (batch,)).passed is False

@@ -1,0 +1,307 @@
+"""A vLLM 0.30 server in miniature: its endpoints, its replies, its habits (a request that reaches it while it is paused
+waits), strict about what it is sent. The policy is a table of logits, read from the safetensors it is given."""
+
+import asyncio
+import base64
+import io
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
+from onepolicy.replay.checks import RouteRules
+from onepolicy.rollout.vllm.server import VLLMServer
+from onepolicy.rollout.vllm.worker import shape_of
+from onepolicy.sync.broadcast import Receiver
+from onepolicy.sync.checksum import Checksums, difference
+from onepolicy.sync.weight_files import read_weights
+from onepolicy.types import Sampling
+from support.http_server import Reply, Request, Server
+from support.waiting import LIMIT_S, until
+
+LAYERS, EXPERTS, TOP_K, VOCAB = 3, 16, 4, 32
+SENT = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "logprobs",
+    "detokenize",
+} | {"routed_experts_prompt_start"}
+HF = Qwen3MoeConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=LAYERS,
+    num_experts=EXPERTS,
+    num_experts_per_tok=TOP_K,
+    moe_intermediate_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=96,
+    initializer_range=0.7,
+)
+RULES = RouteRules(tuple(range(LAYERS)), EXPERTS, TOP_K, "error")
+TABLE = "model.embed_tokens.weight"
+GENERATE = "/inference/v1/generate"
+
+
+def make_checkpoints(base):
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(HF)
+        model.save_pretrained(base / str(seed))
+        made.append((str(base / str(seed)), model))
+    return made
+
+
+@contextmanager
+def serving(checkpoints):
+    fake = FakeVLLM(checkpoints[0][0], shape_of(HF))
+    with fake.server:
+        yield fake
+
+
+def engine_of(fake, quant=None, **settings):
+    usual = {"url": fake.server.url, "dtype": "float32", "retries": 2, "timeout_s": LIMIT_S}
+    config = VLLMServerConfig(**usual | settings)
+    return VLLMServer(
+        ModelConfig(path=fake.model), HF, config, routes=RULES, max_len=96, quant=quant
+    )
+
+
+def connected(fake, **settings):
+    engine = engine_of(fake, **settings)
+    with engine.client.starting():
+        asyncio.run(engine.connect())
+    engine.take_metrics()
+    return engine
+
+
+def one(engine, prompt=(3, 4, 5), **sampling):
+    """The completion of one request."""
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 6} | sampling)
+    return asyncio.run(engine.generate(list(prompt), sampling, seed=7))
+
+
+def embedding(path: str) -> np.ndarray:
+    for file in Path(path).glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name == TABLE:
+                return tensor
+    raise FileNotFoundError(path)
+
+
+@dataclass
+class FakeVLLM:
+    model: str  # folder
+    shape: dict
+    told: dict = field(default_factory=dict)  # of onepolicy_describe, instead of the truth
+    hold: int | None = None  # with so many tokens a request waits for the next abort or pause
+    spoil: dict = field(
+        default_factory=dict
+    )  # path -> function of (reply, number of the request) -> reply
+    cut_off: bool = False  # it cannot connect to the trainer
+    raw: bool = False  # log-probabilities before temperature and top_k
+
+    def __post_init__(self):
+        self.weights, self.table, self.probe = "default", embedding(self.model), None
+        self.paused, self.aborts, self.sampled = threading.Event(), 0, 0
+        self._numbers = {}
+        self.server = Server(
+            {
+                "GET /version": lambda r: {"version": "0.30.0"},
+                "GET /weight_info": lambda r: {"weight_version": self.weights},
+                "POST /update_weight_version": self._stamp,
+                "POST /pause": self._pause,
+                "POST /resume": self._resume,
+                "POST /abort_requests": self._abort,
+                "POST /reset_prefix_cache": lambda r: {"success": True},
+                "POST /collective_rpc": self._rpc,
+                "POST /inference/v1/generate": self._generate,
+            }
+        )
+        self.server.handlers = {
+            path: self._spoiled(path, handler) for path, handler in self.server.handlers.items()
+        }
+
+    async def sampling(self, count):
+        """Wait until `count` tokens were sampled."""
+        await until(lambda: self.sampled >= count)
+
+    def _spoiled(self, path, handler):
+        def answer(request):
+            number = self._numbers[path] = self._numbers.get(path, -1) + 1
+            spoil = self.spoil.get(path.split()[1])
+            reply = handler(request)
+            return reply if spoil is None else spoil(reply, number)
+
+        return answer
+
+    def _stamp(self, request: Request):
+        self.weights = request.body["new_version"]
+        return {"success": True, "new_version": self.weights}
+
+    def _pause(self, request: Request):
+        if request.params != {"mode": "abort"}:
+            return Reply({"error": "mode"}, 400)
+        self.aborts += 1
+        self.hold = None
+        self.paused.set()
+        return {"status": "paused"}
+
+    def _resume(self, request: Request):
+        self.paused.clear()
+        return {"status": "resumed"}
+
+    def _abort(self, request: Request):
+        self.aborts += 1
+        return {"status": "aborted", "aborted": 0}
+
+    def _rpc(self, request: Request):
+        name, args = request.body["method"], request.body.get("args", [])
+        if name == "onepolicy_describe":
+            truth = {
+                "shape": self.shape,
+                "model": self.model,
+                "dtype": "float32",
+                "head_dtypes": ["torch.float32"],
+                "quantization": None,
+                "held": [],
+                "device": "cpu",
+                "max_len": 96,
+                "max_logprobs": VOCAB,
+                "logprobs_mode": "processed_logprobs",
+                "routes": True,
+                "deployment": {"version": [0, 30], "platform": "cpu"},
+                "first_probe": self.probe,
+            }
+            return {"results": [truth | self.told]}
+        if name == "onepolicy_remember":
+            (self.probe,) = args
+        elif name == "onepolicy_load":
+            self.table = embedding(args[0] if args else self.model)
+        elif name == "onepolicy_load_files":
+            return {"results": [self._take_files(*args)]}
+        elif name == "onepolicy_receive":
+            return {"results": [self._receive(*args)]}
+        else:
+            return Reply({"error": {"message": f"no attribute {name!r}"}}, 500)
+        return {"results": [None]}
+
+    def _take_files(self, folder, sent):
+        checksums = Checksums()
+        self._take(checksums.passing(read_weights(folder)))
+        return {"difference": difference(sent, checksums.take())}
+
+    def _receive(self, invitation, version):
+        if self.cut_off:
+            return {
+                "problem": "weight sync: 10.0.0.1:2, where the weights come from, cannot be joined"
+            }
+        try:
+            with Receiver(invitation, 1, version=version) as weights:
+                self._take(weights)
+        except TrainingError as error:
+            return {"problem": str(error)}
+        return {"problem": None}
+
+    def _take(self, weights):
+        for name, tensor in weights:
+            if name == TABLE:
+                self.table = tensor.numpy()
+
+    def _generate(self, request: Request):
+        prompt, sampling = request.body["token_ids"], request.body["sampling_params"]
+        if set(request.body) != {"token_ids", "sampling_params"} or set(sampling) != SENT:
+            return Reply({"error": f"unknown fields {sorted(set(sampling) ^ SENT)}"}, 400)
+        aborts = self.aborts
+        while self.paused.is_set() and aborts == self.aborts:  # held back
+            time.sleep(0.001)
+        random = np.random.default_rng(sampling["seed"])
+        tokens, content, finish = [], [], None
+        while finish is None:
+            while len(tokens) == self.hold and aborts == self.aborts and not request.gone():
+                time.sleep(0.001)
+            if aborts != self.aborts or request.gone():
+                finish = "abort"
+                break
+            token, entry = self._sample([*prompt, *tokens][-1], sampling, random)
+            self.sampled += 1
+            tokens.append(token)
+            content.append(entry)
+            if token in sampling["stop_token_ids"]:
+                finish = "stop"
+            elif len(tokens) == sampling["max_tokens"]:
+                finish = "length"
+        first = sampling["routed_experts_prompt_start"]
+        rows = routes_of([*prompt, *tokens])[first:-1]
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "logprobs": {"content": content},
+                    "finish_reason": finish,
+                    "token_ids": tokens,
+                    "routed_experts": npy(rows) if tokens else None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(tokens),
+                "prompt_tokens_details": {"cached_tokens": 0},
+            },
+        }
+
+    def _sample(self, last, sampling, random):
+        logits = (self.table[last] @ self.table.T).astype(np.float64)
+        raw = logits - np.log(np.exp(logits).sum())
+        tempered = logits / (sampling["temperature"] or 1.0)
+        if sampling["top_k"]:
+            tempered[tempered < np.sort(tempered)[-sampling["top_k"]]] = -np.inf
+        logp = tempered - np.log(np.exp(tempered).sum())
+        token = (
+            int(logp.argmax())
+            if not sampling["temperature"]
+            else int(random.choice(VOCAB, p=np.exp(logp)))
+        )
+        told = raw if self.raw else logp
+        order = [token, *(int(i) for i in np.argsort(-told, kind="stable") if i != token)]
+        entries = [
+            {"token": f"token_id:{i}", "logprob": max(float(np.float32(told[i])), -9999.0)}
+            for i in order[: max(sampling["logprobs"], 1)]
+        ]
+        return token, entries[0] | {"top_logprobs": entries}
+
+
+def routes_of(tokens):
+    """[N, LAYERS, TOP_K] uint8: distinct experts that follow from a token and the layer."""
+    base = np.array(tokens)[:, None, None] * 3 + np.arange(LAYERS)[:, None] + 1
+    return ((base + np.arange(TOP_K) * 5) % EXPERTS).astype(np.uint8)
+
+
+def npy(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=array.dtype == object)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def edited(reply, **fields):
+    """The reply with fields of its choice replaced (None: left out)."""
+    reply = json.loads(json.dumps(reply))
+    choice = reply["choices"][0] | fields
+    reply["choices"][0] = {name: value for name, value in choice.items() if value is not None}
+    return reply

@@ -1,0 +1,178 @@
+"""What the tests of faults share: runs in processes of their own, when to strike, and what must hold afterwards."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from onepolicy.train import checkpoint
+from support.waiting import POLL_S, wait_until
+
+SPACE, LINK, FAR_LINK = (
+    f"{name}{os.getpid()}" for name in ("onepolicy-", "opnear", "opfar")
+)  # of this session
+NEAR, FAR = (f"10.213.{os.getpid() % 256}.{end}" for end in (1, 2))
+LONG = 600  # s; what is waited for comes much earlier on a quiet machine
+
+
+def start(*arguments, program=("-m", "onepolicy"), **how):
+    """Start `onepolicy train ...` in a process group of its own. `program` is what Python runs."""
+    command = [sys.executable, *program, "train", *map(str, arguments)]
+    pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
+    return Popen(command, **pipes | how)
+
+
+def finished(process, status=0):
+    """What it wrote to stderr; it must end in time, with this exit status."""
+    try:
+        _, errors = process.communicate(timeout=LONG)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors, errors
+    return errors
+
+
+def wait_for(condition, process=None, poll=POLL_S):
+    """`process` must live until then."""
+    return wait_until(condition, LONG, process=process, poll=poll)
+
+
+class Fault:
+    """One that has just struck the run in folder `out`. Says with `pytest -rP` how long it took to recover: until the
+    log has a step that it had not."""
+
+    def __init__(self, out):
+        self.out, self.had, self.began = out, len(steps_of(out)), time.monotonic()
+
+    def ended(self):
+        """The run has, by itself. Who waited for that gave up after LONG."""
+        print(f"ended after {time.monotonic() - self.began:.1f} s")
+        self.had = len(steps_of(self.out))
+
+    def recovered(self, run):
+        """`run`, the one that was hit or what goes on with it, has a new step."""
+        wait_for(lambda: steps_of(self.out)[-1:] > [self.had], run)
+        print(f"recovered after {time.monotonic() - self.began:.1f} s")
+
+    def survived(self, run):
+        """`run` goes on to its end. What it wrote to stderr."""
+        self.recovered(run)
+        return finished(run)
+
+    def resumed(self):
+        """`--resume`, to the end."""
+        self.survived(start("--resume", self.out))
+
+
+def steps_of(out):
+    """Steps in the log so far; a line that is being written does not count."""
+    path = out / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row):
+    """A metrics row without what depends on the clock."""
+    return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def assert_complete(out, steps):
+    """Every step once, in order, each a whole batch; no leftovers of an interrupted save."""
+    assert [row["step"] for row in rows(out)] == list(range(1, steps + 1))
+    problems = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["problem"]) for line in problems] == sorted(
+        {(line["step"], line["problem"]) for line in problems}
+    )
+    assert (out / "summary.json").exists()
+    assert [
+        p for p in (out / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", p.name)
+    ] == []
+    checkpoint.verify(checkpoint.latest(out))
+
+
+def assert_same_run(expected, out, step):
+    """To the bit: metrics but for times, samples, and every tensor of the last checkpoint."""
+    assert list(map(timeless, rows(expected))) == list(map(timeless, rows(out)))
+    assert (expected / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
+    folders = [checkpoint.folder_of(run, step) for run in (expected, out)]
+    files = [sorted(str(p.relative_to(f)) for p in f.rglob("*.safetensors")) for f in folders]
+    assert files[0] == files[1] != []
+    for name in files[0]:
+        first, second = (load_file(folder / name) for folder in folders)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[k], second[k]) for k in first), name
+
+
+@contextmanager
+def small_disk(folder, mib):
+    """A tmpfs of its own: where it is, and a function that gives it another size in MiB.
+
+    Mounted in a namespace that only a shell is in, so that it needs no root; others reach it through /proc.
+    """
+    folder.mkdir()
+    shell, said = _mounted("-Urm", folder, mib)
+    if said != "done":
+        shell, said = _mounted("-m", folder, mib)
+    if said != "done":
+        pytest.skip(
+            f"a tmpfs can be mounted neither in a user namespace (unshare -Urm) nor as root: {said}"
+        )
+
+    def grow(more):
+        assert _mount(shell, f"remount,size={more}m", folder) == "done"
+
+    try:
+        yield Path(f"/proc/{shell.pid}/root{folder}"), grow
+    finally:
+        shell.kill()
+        shell.communicate()
+
+
+def _mounted(namespaces, folder, mib):
+    shell = Popen(["unshare", namespaces, "sh"], stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
+    said = _mount(shell, f"size={mib}m", folder)
+    if said != "done":
+        shell.kill()
+        shell.communicate()
+    return shell, said
+
+
+def _mount(shell, options, folder):
+    """With a source named, mount does not repeat the mounted one's options, whose uid may have no name in there."""
+    with suppress(BrokenPipeError):
+        shell.stdin.write(
+            f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(folder))} && echo done\n"
+        )
+        shell.stdin.flush()
+    return shell.stdout.readline().strip()
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)

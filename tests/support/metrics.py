@@ -1,0 +1,16 @@
+"""Rows of a run's metrics.jsonl."""
+
+import json
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(row):
+    """A metrics row without what depends on the clock."""
+    return {
+        k: v
+        for k, v in row.items()
+        if not k.startswith(("time/", "async/")) and "per_second" not in k
+    }

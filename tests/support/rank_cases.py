@@ -1,0 +1,142 @@
+"""Settings that the learner on several ranks is compared under, and the comparison."""
+
+import pytest
+import torch
+
+from onepolicy.build.learner import build_learner
+from onepolicy.config import resolve
+from onepolicy.correct.weights import reweight
+from onepolicy.objective.advantages import credit
+from onepolicy.types import RoutingTrace
+from support.learner_steps import BASE, batch_of
+
+STEPS = 3
+
+
+QWEN = ["replay.min_agreement=0"]
+
+
+CASES = {
+    "qwen3_moe": QWEN,
+    "deepseek_v3": QWEN,
+    "one_micro_batch_each": [*QWEN, "train.tokens_per_micro_batch=1000"],
+    "idle": [*QWEN, "train.tokens_per_micro_batch=15"],
+    "recompute": [*QWEN, "train.activation_checkpointing=true"],
+    "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
+    "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    "idle_soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN, "train.tokens_per_micro_batch=15"],
+    "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
+    "weights": ["replay.mode=weights", *QWEN],
+    "off": ["replay.mode=off"],
+    "critic_kl_entropy": [
+        *QWEN,
+        "objective.preset=ppo",
+        "objective.kl.coef=0.1",
+        "objective.entropy_coef=0.01",
+    ],
+    "bypass": [*QWEN, "correction.preset=ppo-is", "objective.mini_steps=2"],
+    "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
+}
+
+
+def config_of(folder, overrides, count):
+    rest = ["optim.lr=1e-3", "optim.eps=1e-3", "rollout.prompts_per_step=4", f"model.path={folder}"]
+    if not any("tokens_per_micro_batch" in o for o in overrides):
+        rest.append("train.tokens_per_micro_batch=30")
+    tree = BASE | {"optim": {}, "train": {"device": "cpu"}}
+    return resolve(tree, [*overrides, *rest, f"train.ranks={count}"])
+
+
+def learner_on(others, folder, overrides):
+    config = config_of(folder, overrides, 0 if others is None else others.team.ranks)
+    return build_learner(config, config.model, others)
+
+
+def batch_for(learner):
+    """The samples of test_learner with routes of this model, some rows without."""
+    batch, config = batch_of(temperature=0.8), learner.config
+    if config.train.tokens_per_micro_batch == 15:
+        batch = batch.select([1, 3, 5])  # four micro-batches of two ranks, three samples
+    generator = torch.Generator().manual_seed(0)
+    routers, shape = learner.routers, (batch.num_slots, len(learner.routers.layers))
+    weights = torch.rand(*shape, routers.top_k, generator=generator) + 0.1
+    trace = RoutingTrace(
+        torch.rand(*shape, routers.num_experts, generator=generator)
+        .topk(routers.top_k)
+        .indices.to(torch.uint8),
+        torch.arange(batch.num_slots) % 7 != 3,
+        routers.layers,
+        routers.num_experts,
+        weights=weights if config.replay.mode == "weights" else None,
+    )
+    batch = batch.replace(
+        routing=trace if config.replay.mode in ("r3", "soft", "weights") else None
+    )
+    if (top := config.correction.top_logprobs(64)) > 0:
+        likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
+        batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
+    return batch
+
+
+def one_step(learner, batch):
+    cfg = learner.config
+    batch = credit(learner.score(batch), cfg.objective)
+    applied = reweight(
+        batch.logp_rollout if batch.logp_old is None else batch.logp_old,
+        batch.logp_rollout,
+        batch.trainable,
+        cfg.correction.fixed_part,
+        segment=batch.segment,
+        turn=batch.turn,
+        advantage=batch.advantage,
+    )
+    batch = batch.replace(weight=applied.weight, keep=applied.keep)
+    return batch, *learner.step(batch)
+
+
+def weights_of(learner):
+    return {name: tensor.detach().clone() for name, tensor in learner.named_weights()}
+
+
+def assert_equal_steps(overrides, several, folder):
+    """STEPS steps on these ranks and in one process, on the same data."""
+    one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
+    start = weights_of(one)
+    for _ in range(STEPS):
+        steps = (one_step(each, batch_for(each)) for each in (one, ranked))
+        (expected, metrics, seen), (found, ranked_metrics, ranked_seen) = steps
+        for name in (
+            "logp_old",
+            "entropy",
+            "gate_mass",
+            "logp_ref",
+            "value",
+            "top_logp_old",
+            "own_logp",
+        ):
+            if getattr(expected, name) is None:
+                assert getattr(found, name) is None, name
+            else:
+                torch.testing.assert_close(
+                    getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-4
+                )
+        assert metrics.keys() == ranked_metrics.keys()
+        assert_close(ranked_metrics, metrics)
+        assert (ranked_seen is None) == (seen is None)
+        if seen is not None:
+            torch.testing.assert_close(ranked_seen.logp_old, seen.logp_old, rtol=1e-4, atol=2e-4)
+            assert (ranked_seen.routing_native.ids == seen.routing_native.ids).float().mean() > 0.99
+    first, last = weights_of(one), weights_of(ranked)
+    assert first.keys() == last.keys()
+    moved = max(float((first[n] - start[n]).abs().max()) for n in first)
+    for name, tensor in first.items():
+        torch.testing.assert_close(
+            last[name], tensor, rtol=0, atol=0.02 * moved, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert ranked.version == STEPS
+
+
+def assert_close(found, expected):
+    for name, value in expected.items():
+        if not name.startswith("time/"):
+            assert found[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name

@@ -1,0 +1,71 @@
+"""What the tests of runs under Ray share. Imported before Ray is, which reads its environment then."""
+
+import os
+import signal
+from contextlib import contextmanager
+
+import pytest
+
+from onepolicy.launch.ray import connect
+from support.metrics import rows
+
+connect.prepare(own=True)
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from onepolicy.launch.ray import actors  # noqa: E402
+from onepolicy.launch.ray.placement import Where  # noqa: E402
+from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
+
+RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout=240"]
+
+
+@contextmanager
+def two_nodes():
+    """A Ray of two nodes with two CPUs each; the driver is on the first."""
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=2)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def start_noting(monkeypatch):
+    """Name -> pid and place of a run's processes, as far as they are started."""
+    found, told = {}, Where.told
+
+    def note(name, text):
+        where = told(name, text)
+        found[name] = where
+        return where
+
+    monkeypatch.setattr(actors.Where, "told", note)
+    return found
+
+
+def kill_in_the_middle(monkeypatch, processes, name, version):
+    """SIGKILL for replica `name` as soon as it has been sent several requests under weights of `version` or later."""
+    send, done = RemoteEngine._send, []
+
+    async def send_and_kill(engine):
+        await send(engine)
+        if (
+            engine.name == name
+            and engine.version >= version
+            and len(engine._asked) > 1
+            and not done
+        ):
+            done.append(True)
+            os.kill(processes[name].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(RemoteEngine, "_send", send_and_kill)
+    return done
+
+
+def repeated(run):
+    """Requests that were asked again."""
+    return sum(row.get("rollout/requests_repeated", 0) for row in rows(run))

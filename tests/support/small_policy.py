@@ -1,0 +1,63 @@
+"""Fixtures: one small warmed-up policy for every test that trains. A conftest imports them."""
+
+import itertools
+
+import pytest
+import torch
+
+from onepolicy.cli import main
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs.warmup.examples import alphabet, warmup_examples
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
+from support.small_recipe import write_recipe
+
+SMALL = PolicyConfig(
+    hidden_size=64,
+    layers=3,
+    experts=16,
+    top_k=4,
+    max_len=128,
+    steps=120,
+    tokens_per_step=512,
+    warmup_steps=10,
+    lr=4e-3,
+)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """Folder of a 2-layer MoE with its tokenizer, warmed up just enough to write responses."""
+    torch.set_num_threads(1)
+    tokenizer = make_tokenizer(alphabet(SMALL.task))
+    model = make_model(SMALL, len(tokenizer))
+    warm_up(
+        model, tokenizer, lambda mistakes: warmup_examples(SMALL.task, mistakes=0.0, seed=0), SMALL
+    )
+    path = tmp_path_factory.mktemp("policies") / "small"
+    save_policy(model, tokenizer, SMALL, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def recipe(policy):
+    """A recipe of a few fast steps on that policy."""
+    return write_recipe(
+        policy,
+        "steps = 4",
+        "train = { threads = 1 }",
+        "eval = { every = 2, problems = 4, k = 2 }",
+        "log = { counterfactual_every = 2, tensorboard = false, report = false }",
+    )
+
+
+@pytest.fixture
+def train(recipe, tmp_path):
+    """train("name", "a.b=c", ...) -> run folder; fails the test if the command does."""
+    numbers = itertools.count()
+
+    def run(name=None, *overrides):
+        out = tmp_path / (name or f"run{next(numbers)}")
+        assert main(["train", str(recipe), f"out={out}", *overrides]) == 0
+        return out
+
+    return run

@@ -1,0 +1,225 @@
+"""What the tests of vLLM in this process and of a vLLM server share: two small random checkpoints, requests, and what
+transformers makes of them."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from onepolicy.build.engines import build_engine
+from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs.warmup.examples import alphabet
+from onepolicy.models.load import read_config
+from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.routers import bind_routers
+from onepolicy.rollout.spec import EngineSpec
+from onepolicy.rollout.vllm.engine import VLLMEngine
+from onepolicy.tiny.model import make_tokenizer
+from onepolicy.types import Sampling
+from support.waiting import wait_until
+
+VOCAB, BLOCK, MAX_LEN = 32, 32, 96
+START_S = 600
+CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size=BLOCK)
+
+
+def make_checkpoints(base):
+    """`first`, and `second` with other weights, both with a tokenizer."""
+    made = []
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=VOCAB,
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_experts=16,
+                num_experts_per_tok=4,
+                moe_intermediate_size=32,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                max_position_embeddings=MAX_LEN,
+                initializer_range=0.3,
+                bos_token_id=None,
+                pad_token_id=0,
+                eos_token_id=1,
+            )
+        )
+        made.append(base / name)
+        model.save_pretrained(made[-1])
+        make_tokenizer(alphabet(PolicyConfig().task)).save_pretrained(made[-1])
+    return made
+
+
+def rules_of(hf):
+    return RouteRules(
+        tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
+    )
+
+
+class FakeLearner:
+    version = 0
+
+    def __init__(self, model):
+        self.model = model
+
+    def named_weights(self):
+        yield from self.model.state_dict().items()
+
+
+def open_engine(path):
+    config = ModelConfig(path=str(path))
+    hf = read_config(config)
+    return VLLMEngine(config, hf, CONFIG, routes=rules_of(hf), max_len=MAX_LEN, cpu=True)
+
+
+class ServerProcess:
+    """`onepolicy engine serve` and what it says."""
+
+    def __init__(self, folder, log, port=None, token_env=None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = port or free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{self.port}", log
+        settings = [
+            f"{name}={getattr(CONFIG, name)}"
+            for name in ("dtype", "slots", "cache_gib", "block_size")
+        ]
+        serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
+        serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [*serve, *settings], stdout=file, stderr=file, start_new_session=True
+            )
+
+    def wait_until_ready(self):
+        def ready():
+            said = self.log.read_text()
+            assert self.process.poll() is None, said
+            return "ready after" in said
+
+        wait_until(ready, START_S, poll=0.1)
+        return self
+
+    def kill(self):
+        """As a crash would: no goodbye to anybody."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(START_S)
+
+
+def connect(server, path, **settings):
+    """As a run does it: the server with the weights of `path`."""
+    config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
+    model = ModelConfig(path=str(path))
+    rules = rules_of(read_config(model))
+    return build_engine(EngineSpec(model, config, torch.device("cpu"), MAX_LEN, routes=rules))
+
+
+def recipe(tmp_path, folder, server, more=""):
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+        out = "{tmp_path / "run"}"
+        steps = 2
+        model = {{ path = "{folder}" }}
+        task = {{ kind = "chain", ops = 2 }}
+        optim = {{ lr = 1e-3 }}
+        eval = {{ every = 2, problems = 4, k = 1 }}
+        log = {{ counterfactual_every = 1, tensorboard = false, report = false }}
+        checkpoint = {{ every = 1 }}
+        [rollout]
+        prompts_per_step = 2
+        group_size = 4
+        sampling = {{ max_tokens = 20 }}
+        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1{more} }}
+        """
+    )
+    return path
+
+
+def rows(tmp_path):
+    return [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 25, (count,), generator=generator).tolist()
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+async def again_and_again(engine, index, ended):
+    """Ask until somebody ends it: however fast the server is, a request is always on its way. `ended` gets the index
+    of each that has been answered."""
+    while True:
+        await engine.generate([3, index], Sampling(1.0, 45 + index), seed=index)
+        ended.append(index)
+
+
+def play(engine, requests):
+    """requests: (prompt, sampling, seed), all at once."""
+
+    async def together():
+        return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
+
+    return asyncio.run(together())
+
+
+def alone(engine, requests):
+    """One request at a time, nothing cached at first: what else is in the batch moves the last bits."""
+    asyncio.run(engine.reset_cache())
+    return [play(engine, [request])[0] for request in requests]
+
+
+def same(ours, theirs):
+    """Bit for bit."""
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert torch.equal(ours.logp, theirs.logp)
+    assert torch.equal(ours.routing.ids, theirs.routing.ids)
+
+
+def followed(engine, fresh, index, version, requests):
+    """An engine that was given checkpoint `index` answers as one that loaded it at its start, from nothing cached."""
+    assert engine.version == version
+    ours = [
+        play(engine, [request])[0] for request in requests
+    ]  # what an update left in the cache would show
+    for done, theirs in zip(ours, alone(fresh[index], requests), strict=True):
+        same(done, theirs)
+        assert (done.version == version).all()
+        assert {span.version for span in done.routing.spans} == {version}
+    for done, theirs in zip(ours, alone(fresh[1 - index], requests), strict=True):
+        assert not torch.equal(done.logp, theirs.logp)
+
+
+def cached_requests():
+    """Some with a prompt of several blocks, of which the second finds the first's in the cache."""
+    long = (prompts(1)[0] * 40)[: 2 * BLOCK + 5]
+    return [*ragged(prompts(3)), (long, Sampling(1.0, 8), 7), (long, Sampling(0.7, 8), 8)]
+
+
+def ragged(paths, temperature=1.0):
+    return [(p, Sampling(temperature, 5 + 3 * i), i) for i, p in enumerate(paths)]
+
+
+@torch.no_grad()
+def stock(model, prompt, tokens):
+    """Logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K] of the path."""
+    path = torch.tensor([[*prompt, *tokens.tolist()]])
+    with bind_routers(model).record() as tape:
+        logits = model(input_ids=path, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1], tape.trace().ids[:-1]

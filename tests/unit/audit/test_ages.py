@@ -1,0 +1,54 @@
+"""Dumps of runs that sample while they learn: old tokens that are declared are not taken for a bug."""
+
+from onepolicy.audit.report import as_tree
+from onepolicy.audit.run import audit
+from onepolicy.audit.schema import write_parquet
+from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows
+
+
+def audited(tmp_path, rows):
+    write_parquet(tmp_path / "dump.parquet", rows)
+    return audit(tmp_path / "dump.parquet", {})
+
+
+def test_age_that_is_declared_is_a_reason_and_not_a_bug(tmp_path):
+    """Half of each step's tokens are one update old, with most of the gap; then all of them are."""
+    newest = gaussian_rows(1e-5, rows=20, seed=1, step=0, version=4)
+    older = gaussian_rows(4e-3, rows=20, seed=2, step=0, version=3)
+    assert audited(tmp_path, newest + older).verdict.causes == ("stale",)
+    declared = [row | {"trained_version": 4} for row in newest + older]
+    found = audited(tmp_path, declared)
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ("age",))
+    assert found.verdict.setting == "correction.preset=tis"
+    assert "rollout.max_staleness" in found.verdict.sentence
+    (note,) = (note for note in found.notes if "by age" in note)
+    assert "at 0 (50% of the tokens), 0.00409 at 1 (50% of the tokens)" in note
+    assert [(each["age"], each["tokens"]) for each in as_tree(found)["k3_by_age"]] == [
+        (0, 1560),
+        (1, 1560),
+    ]
+    assert audited(tmp_path, declared[20:]).verdict.causes == ("age",)
+    assert (
+        audited(tmp_path, [row | {"trained_version": 4} for row in newest]).verdict.action
+        == "nothing"
+    )
+    far = [row | {"trained_version": 4} for row in gaussian_rows(3.0, rows=20, seed=2, version=1)]
+    assert audited(tmp_path, far).verdict.action == "unclear"
+
+
+def test_a_bug_is_named_though_most_tokens_are_old(tmp_path):
+    rows = world_rows(1, temperature=0.7, entropy=True) + world_rows(
+        2, temperature=0.7, noise=0.6, entropy=True
+    )
+    for i, row in enumerate(rows):
+        row |= {"version": int(2 * i < len(rows)), "trained_version": 1}
+    assert audited(tmp_path, rows).verdict.causes == ("temperature",)
+    old = [row | {"trained_version": 2} for row in rows]
+    assert audited(tmp_path, old).verdict.causes == ("age",)
+
+
+def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
+    rows = moved_routes(with_routes(world_rows(1)), "row")
+    old = [row | {"version": 1, "trained_version": 4} for row in rows]
+    assert "too old" not in audited(tmp_path, rows).verdict.text()
+    assert "too old: by up to 3 updates" in audited(tmp_path, old).verdict.text()

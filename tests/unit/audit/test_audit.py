@@ -1,0 +1,392 @@
+"""The audit of synthetic dumps matches closed forms, names planted causes and accuses no clean one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from onepolicy.audit import tally as tally_module
+from onepolicy.audit.figures import extreme_curve, figures
+from onepolicy.audit.judge import onset_of_divergence
+from onepolicy.audit.report import compared
+from onepolicy.audit.run import audit, run_audit
+from onepolicy.audit.schema import write_parquet
+from onepolicy.audit.sketch import Sketch
+from onepolicy.cli import main
+from onepolicy.divergence.logprob import mismatch
+from onepolicy.report.figure import Absent, Figure
+from onepolicy.verdict.rules import CAUSES
+from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
+
+
+def audited(tmp_path: Path, rows: list[dict]):
+    write_parquet(tmp_path / "dump.parquet", rows)
+    return audit(tmp_path / "dump.parquet", {})
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    scale=st.sampled_from([0.0, 1e-4, 0.3, 5.0]),
+    cuts=st.sets(st.integers(1, 7)),
+)
+@settings(max_examples=40, deadline=None)
+def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
+    g = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
+    trainer = rollout + scale * torch.randn(n, generator=g, dtype=torch.float64)
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    whole = mismatch(trainer, rollout, torch.ones(n, dtype=torch.bool), segment=segment).metrics(
+        "m"
+    )
+    merged = None
+    borders = sorted({0, *(cut for cut in cuts if cut < len(lengths)), len(lengths)})
+    for start, stop in itertools.pairwise(borders):
+        part = (segment >= start) & (segment < stop)
+        sketch = Sketch.of(trainer[part], rollout[part], segment[part])
+        merged = sketch if merged is None else merged.merge(sketch)
+    assert merged is not None
+    found = merged.numbers()
+    for name, value in whole.items():
+        assert found[name.removeprefix("m/")] == pytest.approx(
+            value, rel=1e-9, abs=1e-12, nan_ok=True
+        ), name
+    rho = (trainer - rollout).exp()
+    assert found["mean_rho"] == pytest.approx(float(rho.mean()))
+    if len(lengths) == 1:
+        assert math.isnan(found["mean_rho_error"])
+        return
+    left = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, segment, rho - rho.mean())
+    wanted = float((left.square().sum() * len(lengths) / (len(lengths) - 1)).sqrt()) / n
+    assert found["mean_rho_error"] == pytest.approx(wanted, rel=1e-5, abs=1e-7 * float(rho.max()))
+
+
+def test_standard_errors_know_that_tokens_of_a_sequence_belong_together() -> None:
+    """Of 300 dumps of 40 sequences, each with a noise of its own: the spread of k3 is what its error says."""
+    g = torch.Generator().manual_seed(0)
+    segment, found = torch.arange(40).repeat_interleave(25), []
+    for _ in range(300):
+        scale = 0.3 * torch.rand(40, generator=g, dtype=torch.float64)[segment]
+        rollout = -torch.rand(1000, generator=g, dtype=torch.float64) - 3
+        found.append(
+            Sketch.of(rollout + scale * torch.randn(1000, generator=g), rollout, segment).numbers()
+        )
+    spread = float(np.std([each["k3"] for each in found]))
+    assert np.mean([each["k3_error"] for each in found]) == pytest.approx(spread, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kl", "action", "setting"), [(1e-4, "nothing", ""), (5e-3, "correct", "correction.preset=tis")]
+)
+def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
+    rows = gaussian_rows(kl, rows=200)
+    for row in rows:
+        row["logp_rollout"] = np.float32(row["logp_rollout"]).astype(float).tolist()
+    each = audited(tmp_path, rows)
+    found = each.tally.total.numbers()
+    n = 200 * 78
+    assert found["tokens"] == n
+    assert found["sequences"] == 200
+    assert found["k1"] == pytest.approx(kl, abs=5 * math.sqrt(2 * kl / n))
+    assert found["k3"] == pytest.approx(kl, rel=0.06)  # its standard error is kl sqrt(2 / n)
+    assert found["chi2"] == pytest.approx(
+        math.expm1(2 * kl), rel=0.1, abs=6 * math.sqrt(8 * kl / n)
+    )
+    assert found["ess"] == pytest.approx(math.exp(-2 * kl), rel=1e-2)
+    assert found["mean_rho"] == pytest.approx(1, abs=5 * found["mean_rho_error"])
+    taus, shares = extreme_curve(each.tally.histogram)
+    tau = math.exp(math.sqrt(2 * kl))  # about one standard deviation: P(|Z| > 1)
+    assert shares[np.searchsorted(taus, tau)] == pytest.approx(0.317, abs=0.02)
+    assert (each.verdict.action, each.verdict.setting, each.verdict.causes) == (action, setting, ())
+    forecast = {f.preset: f for f in each.verdict.forecasts}
+    assert forecast["tis"].attenuation == pytest.approx(1, abs=1e-2)
+    length, k3 = (
+        78,
+        found["k3"],
+    )  # docs/corrections.md: trl-default multiplies by Phi((ln 3 - Tk) / sqrt(2 T k))
+    phi = 0.5 * math.erfc(-(math.log(3) - length * k3) / math.sqrt(4 * length * k3))
+    assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
+    if setting:
+        assert any("predicted to keep 100.0%" in line for line in each.verdict.basis)
+
+
+def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) -> None:
+    rows = gaussian_rows(2e-3)
+    for row in rows:
+        row["logp_trainer"][40] = (
+            row["logp_rollout"][40] - 4.0
+        )  # one token in 78 that the trainer finds unlikely
+    each = audited(tmp_path, rows)
+    assert (each.verdict.action, each.verdict.setting) == ("correct", "correction.preset=icepop")
+    for row in rows:  # two layers, two experts each; the second differs on every fourth token
+        routes = np.tile([[0, 1], [2, 3]], (80, 1, 1))
+        other = routes.copy()
+        other[::4, 1] = [3, 5]
+        other[:, 0] = [1, 0]  # another order is no difference
+        row |= {
+            "routes_rollout": routes.reshape(-1).tolist(),
+            "routes_trainer": other.reshape(-1).tolist(),
+        }
+        row |= {"route_layers": 2, "route_top_k": 2}
+    each = audited(tmp_path, rows)
+    assert (each.verdict.action, each.verdict.setting) == ("replay", "replay.mode=r3")
+    assert each.verdict.sentence.endswith("If that cannot be had, correct with icepop.")
+    differing = 50 * 19  # of the 78 entries behind the prompt
+    assert each.tally.routes.routers == differing / (2 * 50 * 78)
+    assert each.tally.routes.tokens == differing
+    assert each.tally.routes.per_layer.tolist() == [0, differing]
+
+
+@pytest.mark.parametrize(
+    ("planted", "cause"),
+    [
+        ({"shift": 1}, "shift"),
+        ({"shift": -1}, "shift"),
+        ({"temperature": 0.7, "entropy": True}, "temperature"),
+        ({"stale": 0.7}, "stale"),
+        ({}, None),
+        ({"noise": 0.6, "entropy": True}, None),
+    ],
+)
+def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
+    each = audited(tmp_path, world_rows(1, **planted))
+    assert each.verdict.causes == ((cause,) if cause else ())
+    assert (each.verdict.action == "bug") == bool(cause)
+    if cause:
+        assert CAUSES[cause] in each.verdict.sentence
+        assert each.verdict.basis[0].startswith(f"{cause}: ")
+    missing = "temperature" in " ".join(each.not_checked)
+    assert missing == ("entropy" not in planted)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("layer", "the layer axis is moved by one"),
+        ("row", "routes are one row late"),
+        ("swap", "swapped"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_moved_routes_are_named_with_what_is_beside_them(tmp_path, how, words, temperature) -> None:
+    rows = with_routes(world_rows(1, temperature=temperature, entropy=True))
+    moved = moved_routes(rows, how) if how != "swap" else [*moved_routes(rows[:2], how), *rows[2:]]
+    found = audited(tmp_path, moved).verdict
+    assert found.causes == ((*(["temperature"] if temperature != 1 else []), "routes")), (
+        found.text()
+    )
+    assert words in found.text()
+
+
+@pytest.mark.parametrize("planted", [{"shift": 1}, {"stale": 0.7}])
+def test_two_causes_in_one_dump(tmp_path, planted) -> None:
+    found = audited(tmp_path, world_rows(2, temperature=1.4, entropy=True, **planted)).verdict
+    assert found.causes == (next(iter(planted)), "temperature"), found.text()
+    assert CAUSES[next(iter(planted))] in found.sentence
+    assert CAUSES["temperature"] in found.sentence
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    noise=st.floats(0, 1.0),
+    routes=st.floats(0, 0.15),
+    newest=st.integers(1, 4),
+    steps=st.sampled_from([1, 2, 24]),
+)
+@settings(max_examples=25, deadline=None)
+def test_whatever_a_clean_dump_holds_it_is_not_accused(seed, noise, routes, newest, steps) -> None:
+    rows = with_routes(world_rows(seed, noise=noise, entropy=True), noise=routes, seed=seed)
+    rng = np.random.default_rng(seed)
+    for i, row in enumerate(rows):
+        before = np.array(row["logp_trainer"]) - rng.exponential(0.3, len(row["tokens"]))
+        row |= {
+            "version": int(rng.integers(newest)),
+            "step": i % steps,
+            "logp_previous": before.tolist(),
+        }
+        row |= {"logp_native": row["logp_trainer"], "turn": 0, "reward": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        found = audited(Path(folder), rows)
+    assert (found.verdict.causes, found.onset) in (
+        ((), None),
+        (("routing",), None),
+        (("numerics",), None),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
+    """Mismatch that differs up to fourfold from step to step, heavy tails, samples one version old, noisy logits."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for step in range(20):
+        for row in gaussian_rows(
+            2e-3 * 2 ** rng.uniform(-1, 1), rows=4, seed=100 * seed + step, step=step
+        ):
+            trainer = np.array(row["logp_trainer"]) - rng.exponential(3, 80) * (
+                rng.random(80) < 0.003
+            )
+            rows.append(
+                row | {"logp_trainer": trainer.tolist(), "version": step - int(rng.integers(2))}
+            )
+    found = audited(tmp_path, rows)
+    assert (found.verdict.causes, found.onset) == ((), None)
+    rows = [
+        row | {"version": i % 3}
+        for i, row in enumerate(world_rows(seed, noise=rng.random(), entropy=True))
+    ]
+    assert audited(tmp_path, rows).verdict.causes == ()
+
+
+def test_versions_that_rise_with_the_steps_are_not_stale(tmp_path) -> None:
+    """Early steps have the larger gap, as while a learning rate decays: older weights, but of older steps."""
+    rows = []
+    for step in range(4):
+        kl = 4e-3 if step < 2 else 1e-5
+        rows += gaussian_rows(kl, rows=10, seed=step, step=step, version=step)
+    assert audited(tmp_path, rows).verdict.causes == ()
+    for row in rows:
+        row["step"] = 0
+    assert audited(tmp_path, rows).verdict.causes == ("stale",)
+
+
+def test_a_bug_that_starts_in_mid_training_is_named_with_its_step(tmp_path) -> None:
+    rows = []
+    for step in range(40):
+        rows += gaussian_rows(1e-4, rows=3, seed=step, step=step, reward=float(step))
+        if step >= 36:
+            for row in rows[-3:]:
+                noise = np.random.default_rng(step).random(80)
+                row["logp_trainer"] = (-10 - noise * 6).tolist()
+                row["logp_rollout"] = [-10.0, *row["logp_trainer"][:-1]]
+    assert audited(tmp_path, rows).onset is None  # four steps are not five
+    found = audited(tmp_path, rows + [dict(row, step=40) for row in rows[-3:]])
+    assert found.onset == 36
+    assert found.verdict.causes == ("shift",)
+    assert "from step 36 on" in found.verdict.sentence
+
+
+def test_onset_rule() -> None:
+    flat = dict.fromkeys(range(10, 40), 1e-3)
+    assert onset_of_divergence(flat) is None
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 4.1e-3)) == 30
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 40), 3.9e-3)) is None
+    assert onset_of_divergence(flat | dict.fromkeys(range(30, 34), 1.0)) is None  # four in a row
+    assert (
+        onset_of_divergence(flat | {12: 0.1} | dict.fromkeys(range(30, 40), 0.09)) is None
+    )  # seen at the start too
+    assert (
+        onset_of_divergence(dict.fromkeys(range(5), 1e-3) | dict.fromkeys(range(5, 14), 1.0))
+        is None
+    )  # too few
+
+
+def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tally_module, "SAMPLE_TOKENS", 800)
+    each = audited(tmp_path, gaussian_rows(1e-3, rows=300))
+    sample = each.tally.sample
+    assert sample.size == sum(len(row.columns["mask"]) for row in sample.heap) == 800
+    rows = [row.place for row in sample.rows(None)]
+    assert rows[-1] > 150  # not the first ones
+    assert any("10 rows drawn at random" in line for line in each.notes)
+
+
+def test_steps_add_up_to_the_whole(tmp_path) -> None:
+    rows = [
+        row
+        for step in range(5)
+        for row in gaussian_rows(1e-3 * (step + 1), rows=4, seed=step, step=step)
+    ]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    each = audited(tmp_path, rows)
+    merged = None
+    for sketch in each.tally.steps.values():
+        merged = sketch if merged is None else merged.merge(sketch)
+    whole = each.tally.total.numbers()
+    assert {k: pytest.approx(v, rel=1e-9) for k, v in whole.items()} == merged.numbers()
+    assert each.tally.histogram.sum() == whole["tokens"]
+
+
+def test_command_writes_terminal_json_and_html(tmp_path, capsys) -> None:
+    rows = [
+        row
+        for step in range(30)
+        for row in gaussian_rows(
+            1e-4 if step < 20 else 9e-3, rows=3, seed=step, step=step, reward=1.0
+        )
+    ]
+    write_parquet(tmp_path / "a.parquet", rows)
+    write_jsonl(
+        tmp_path / "b.jsonl",
+        [{("ours" if k == "mask" else k): v for k, v in row.items()} for row in rows[:9]],
+    )
+    out = tmp_path / "out"
+    assert main(["audit", str(tmp_path / "a.parquet"), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "k3 diverges at step 20" in printed.replace("\n", " ")
+    tree = json.loads((out / "audit.json").read_text())
+    assert tree["onset"] == 20
+    assert (
+        "from step 20 on, 0.00" in tree["verdict"]["sentence"]
+    )  # judged where it diverges: 9e-3, not the mean, 3e-3
+    assert tree["overall"]["k3"] == pytest.approx((1e-4 * 20 + 9e-3 * 10) / 30, rel=0.2)
+    assert [step["step"] for step in tree["steps"]] == list(range(30))
+    assert tree["steps"][0]["reward"] == 1.0
+    page = (out / "audit.html").read_text()
+    assert tree["verdict"]["sentence"] in page
+    assert 'id="fig-f2"' not in page  # no token is off by more than a factor of 2
+    for figure in ("log_ratio", "f_tau", "k3", "reward"):
+        assert f'id="fig-{figure}"' in page
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--columns", "mask=ours"]) == 0
+    assert main(["audit", str(tmp_path / "b.jsonl")]) == 2
+    assert "column mask is missing" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path / "b.jsonl"), "--columns", "masks=ours"]) == 2
+
+
+def test_an_identical_dump_may_be_a_copy(tmp_path) -> None:
+    rows = [row | {"logp_trainer": row["logp_rollout"]} for row in gaussian_rows(1e-3, rows=3)]
+    write_parquet(tmp_path / "d.parquet", rows)
+    assert main(["audit", str(tmp_path / "d.parquet"), "--out", str(tmp_path / "out")]) == 0
+    tree = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert tree["verdict"]["action"] == "unclear"
+    assert "Is one a copy of the other?" in tree["verdict"]["sentence"]
+    assert tree["overall"]["k3"] == 0
+
+
+def test_two_dumps_side_by_side(tmp_path) -> None:
+    write_parquet(tmp_path / "a.parquet", gaussian_rows(1e-4))
+    write_parquet(tmp_path / "b.parquet", gaussian_rows(4e-3))
+    console = Console(record=True, width=120)
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    both = run_audit(paths, {}, tmp_path / "out", console)
+    assert [each.verdict.action for each in both] == ["nothing", "correct"]
+    text = console.export_text()
+    assert "a.parquet" in text
+    assert "b.parquet" in text
+    drawn = {f.name: f for f in figures(both)}
+    assert isinstance(drawn["log_ratio"], Figure)
+    assert [line["name"] for line in drawn["log_ratio"].data] == ["a.parquet", "b.parquet"]
+    assert isinstance(drawn["k3"], Absent)
+    for line in drawn["log_ratio"].data:  # a density: it integrates to nearly 1
+        width = line["x"][1] - line["x"][0]
+        assert sum(line["y"]) * width == pytest.approx(1, abs=0.01)
+    tree = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert [each["verdict"]["action"] for each in tree["dumps"]] == ["nothing", "correct"]
+    gap = tree["differences"]["k3"]
+    assert gap["low"] < 4e-3 - 1e-4 < gap["high"]
+    assert gap["high"] - gap["low"] < 1e-3
+    flat = " ".join(text.split())
+    assert "k3 is larger in b.parquet than in a.parquet: 0.00" in flat
+    same = run_audit([paths[0], paths[0]], {}, None, Console(record=True, width=120))
+    assert "no difference is shown" in compared(same)

@@ -1,0 +1,250 @@
+"""Damaged dumps, task files and turns: a declared error, or something that holds together."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save
+
+from onepolicy.audit.read import read_dump
+from onepolicy.audit.schema import Block
+from onepolicy.config import UsageError
+from onepolicy.config.problems import read_rows
+from onepolicy.config.task import CalculatorTool
+from onepolicy.envs.multiturn.tool_dialogue import ChatReAct, PlainReAct, Turn
+from onepolicy.envs.tools import build_tools
+from onepolicy.interfaces import Problem
+from onepolicy.report.jsonl import read_jsonl
+from support.fuzz import FAST, SLOW, Damage, survives
+from support.scripted_engine import HERMES, tokenizer_of
+
+INPUTS = [pytest.param(FAST, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
+ROWS: list[dict[str, Any]] = [
+    {
+        "tokens": [5, 6, 7],
+        "mask": [False, True, True],
+        "logp_rollout": [0.0, -1.0, -2.0],
+        "logp_trainer": [0.0, -1.5, -2.0],
+        "version": 3,
+        "routes_rollout": [0, 1, 1, 2, 2, 3],
+        "routes_trainer": [0, 1, 1, 2, 3, 2],
+        "route_layers": 1,
+        "route_top_k": 2,
+    },
+    {
+        "tokens": [5, 9],
+        "mask": [True, True],
+        "logp_rollout": [-0.25, -1.0],
+        "logp_trainer": [-0.5, -1.0],
+        "version": 4,
+        "routes_rollout": [0, 1, -1, -1],
+        "routes_trainer": [0, 1, 1, 2],
+        "route_layers": 1,
+        "route_top_k": 2,
+    },
+]
+PLAIN = ("tokens", "mask", "logp_rollout", "logp_trainer")
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """Flat, with `length`."""
+    kinds = {
+        "tokens": np.int64,
+        "mask": np.bool_,
+        "logp_rollout": np.float32,
+        "logp_trainer": np.float32,
+    }
+    flat = {
+        name: np.concatenate([np.array(row[name]) for row in ROWS]).astype(kinds[name])
+        for name in PLAIN
+    }
+    return flat | {"length": np.array([3, 2])}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays().items()}
+
+
+def as_jsonl(damage: Damage) -> bytes:
+    rows = ROWS
+    if damage.random.random() < 0.5:
+        rows = damage.tree(ROWS)
+    lines = [json.dumps(row).encode() for row in (rows if isinstance(rows, list) else [rows])]
+    data = b"\n".join(lines)
+    return damage.data(data) if rows is ROWS else data
+
+
+def as_parquet() -> bytes:
+    buffer = io.BytesIO()
+    columns = {name: [row[name] for row in ROWS] for name in PLAIN}
+    pq.write_table(pa.table(columns), buffer, compression="none", write_statistics=False)
+    return buffer.getvalue()
+
+
+def as_npz() -> bytes:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays())
+    return buffer.getvalue()
+
+
+def npz(damage: Damage) -> bytes:
+    """Half of them with damage inside a member, behind zip's checksums."""
+    if damage.random.random() < 0.5:
+        return damage.data(NPZ)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(NPZ)) as good, zipfile.ZipFile(buffer, "w") as bad:
+        spoiled = damage.random.choice(good.namelist())
+        for name in good.namelist():
+            data = good.read(name)
+            bad.writestr(name, damage.data(data) if name == spoiled else data)
+    return buffer.getvalue()
+
+
+def as_pt(*, legacy: bool) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensors(), buffer, _use_new_zipfile_serialization=not legacy)
+    return buffer.getvalue()
+
+
+NPZ, PARQUET, SAFETENSORS = as_npz(), as_parquet(), save(tensors())
+PT = (as_pt(legacy=False), as_pt(legacy=True))
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """The file's new content. A file system may wait for its disk where a file is emptied first."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.write(handle, data)
+    os.ftruncate(handle, len(data))
+    os.close(handle)
+
+
+def check(blocks: list[Block]) -> None:
+    """Written apart from the readers: what statistics are made of."""
+    rows = 0
+    assert blocks
+    for block in blocks:
+        assert block.first_row == rows
+        rows += len(block.lengths)
+        assert (block.lengths >= 0).all()
+        tokens = int(block.lengths.sum())
+        mask = block.columns["mask"]
+        assert mask.dtype == bool
+        for name in ("tokens", "mask", "logp_rollout", "logp_trainer"):
+            assert block.columns[name].shape == (tokens,)
+        assert np.abs(block.columns["tokens"]).max(initial=0) < 2**31
+        for name in ("logp_rollout", "logp_trainer"):
+            inside = block.columns[name][mask]
+            assert np.isfinite(inside).all()
+            assert ((inside <= 1e-3) & (inside >= -1e6)).all()
+        if "routes_rollout" in block.columns:
+            both = (block.columns["routes_rollout"], block.columns["routes_trainer"])
+            assert all(
+                ids.ndim == 3 and len(ids) == tokens and ids.min(initial=0) >= -1 for ids in both
+            )
+            assert both[0].shape == both[1].shape
+    assert rows
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz", ".safetensors", ".pt"])
+def test_dumps(tmp_path: Path, suffix: str, inputs: int) -> None:
+    make = {
+        ".jsonl": as_jsonl,
+        ".parquet": lambda damage: damage.data(PARQUET),
+        ".npz": npz,
+        ".safetensors": lambda damage: damage.data(SAFETENSORS),
+        ".pt": lambda damage: damage.data(damage.random.choice(PT)),
+    }[suffix]
+    path = tmp_path / f"dump{suffix}"
+
+    def read(data: bytes) -> list[Block]:
+        rewrite(path, data)
+        return list(read_dump(path, {}))
+
+    survives(f"dump {suffix}", inputs, make, read, check, UsageError)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_task_lines(tmp_path: Path, inputs: int) -> None:
+    good = b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "\xc3\xa9", "answer": "\\u00e9", "more": [1]}\n'
+    path = tmp_path / "task.jsonl"
+
+    def read(data: bytes) -> list[Problem]:
+        rewrite(path, data)
+        return read_rows(str(path), "task.path")
+
+    def whole(problems: list[Problem]) -> None:
+        assert problems
+        for problem in problems:
+            assert problem.prompt.strip()
+            assert problem.answer.strip()
+            (problem.prompt + problem.answer).encode()
+
+    survives("task lines", inputs, lambda damage: damage.data(good), read, whole, UsageError)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_lines_of_a_run(tmp_path: Path, inputs: int) -> None:
+    good = b'{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 1e-3}\n'
+    path = tmp_path / "metrics.jsonl"
+
+    def read(data: bytes) -> list[dict[str, Any]]:
+        rewrite(path, data)
+        return read_jsonl(path)
+
+    def whole(rows: list[dict[str, Any]]) -> None:
+        assert all(type(row["step"]) is int for row in rows)
+
+    survives("lines of a run", inputs, lambda damage: damage.data(good), read, whole, UsageError)
+
+
+class Malformed(Exception):
+    """A turn that the parser says is neither a call nor an answer."""
+
+
+TURNS = {
+    "plain": "I multiply.\nAction: calculator[2 * (3 + 4)]\n",
+    "template": '<think>a</think><tool_call>\n{"name": "calculator", "arguments": {"expression": "2*7"}}</tool_call>',
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("form", TURNS)
+def test_turns(form: str, inputs: int) -> None:
+    tools = build_tools([CalculatorTool()])
+    if form == "plain":
+        dialogue: PlainReAct | ChatReAct = PlainReAct(tokenizer_of(None), tools, "")
+    else:
+        dialogue = ChatReAct(tokenizer_of(HERMES), tools, "", fork=False)
+
+    def read(data: bytes) -> Turn:
+        turn = dialogue.parse(data.decode(errors="replace"))
+        if turn.malformed:
+            assert turn == Turn(malformed=turn.malformed)
+            raise Malformed
+        return turn
+
+    def whole(turn: Turn) -> None:
+        assert bool(turn.calls) != (turn.answer is not None)
+        for call in turn.calls:
+            (call.tool + call.text).encode()
+
+    survives(
+        f"turns {form}",
+        inputs,
+        lambda damage: damage.data(TURNS[form].encode()),
+        read,
+        whole,
+        Malformed,
+    )

@@ -1,0 +1,143 @@
+"""Verdicts of clean and of faulty dumps: a clean one keeps its recommendation, a fault never gets one."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.audit_faults import (
+    FAULTS,
+    GAPS,
+    MOE,
+    ROUNDINGS,
+    SMALL,
+    clean,
+    outcome,
+    outcomes,
+    swapped,
+    table,
+    world,
+)
+from support.paths import ROOT
+
+SEEDS = range(20)
+DOCS = ROOT / "docs" / "audit.md"
+RECOMMENDED = ("nothing", "correct", "replay")
+OTHER_GAPS = {  # noise of every logit, share of tokens whose experts differ, noise of their logits
+    "even": (0.15, 0.0, 0.0),
+    "large": (0.4, 0.0, 0.0),
+    "heavy tail": (0.03, 0.02, 2.0),
+}
+
+
+def judged(found):
+    return found.verdict.action, found.verdict.setting
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clean_dumps_keep_their_verdict(seed) -> None:
+    assert judged(clean(seed, SMALL)) == ("nothing", "")
+    assert judged(clean(seed, MOE)) == ("correct", "correction.preset=tis")
+    routed = clean(seed, MOE, routes=0.1).verdict
+    assert (routed.action, routed.setting) == ("replay", "replay.mode=r3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gap", "wanted"), [(SMALL, "nothing"), (MOE, "correct")])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rows": 24}, {"rows": 64, "longest": 300}, {"version": False}]
+)
+def test_nineteen_of_twenty_clean_dumps_keep_their_verdict(gap, wanted, settings) -> None:
+    found = [clean(seed, gap, **settings).verdict for seed in SEEDS]
+    assert sum(each.action == wanted for each in found) >= 19, [each.text() for each in found]
+    if wanted == "correct":
+        assert all(each.setting in ("correction.preset=tis", "") for each in found)
+
+
+@pytest.mark.parametrize("gap", OTHER_GAPS)
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_clean_gaps_of_other_kinds_are_corrected(gap, seed, monkeypatch) -> None:
+    monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
+    said = clean(seed, gap).verdict
+    assert said.action == "correct", said.text()
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("gap", [SMALL, MOE])
+def test_a_coarse_grid_is_noted_and_is_no_bug(name, gap) -> None:
+    w = world(3, gap)
+    ROUNDINGS[name](w)
+    found = w.audited()
+    assert found.verdict.action == ("nothing" if gap == SMALL else "correct"), found.verdict.text()
+    assert [note for note in found.notes if f"rounded to {name}" in note]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_never_recommended_upon(name) -> None:
+    for seed, gap in enumerate((SMALL, MOE)):
+        action, causes, text = outcome(name, seed, gap)
+        assert action not in RECOMMENDED, text
+        wanted = FAULTS[name].causes
+        assert not wanted or set(wanted) & set(causes), text
+
+
+@pytest.mark.parametrize(("seed", "gap"), [(7, MOE), (19, SMALL), (26, MOE)])
+@pytest.mark.parametrize("side", ["logp_trainer", "logp_rollout"])
+def test_two_rows_that_were_exchanged_explain_each_other(seed, gap, side) -> None:
+    """Of unequal length: most of the longer row is its own, so that only the shorter one looks strange."""
+    w = world(seed, gap)
+    swapped(0.0, side)(w)
+    said = w.audited().verdict
+    assert said.causes == ("rows",), said.text()
+    assert "hold the values of another row" in said.text()
+
+
+@pytest.mark.parametrize("gap", [SMALL, MOE, *OTHER_GAPS])
+@pytest.mark.parametrize(
+    "settings", [{"rows": 24}, {"rows": 64, "longest": 300}, {"rows": 300, "longest": 60}]
+)
+def test_two_rows_that_were_exchanged_are_named_in_other_worlds(gap, settings, monkeypatch) -> None:
+    if gap in OTHER_GAPS:
+        monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
+    w = world(0, gap, **settings)
+    swapped(0.0)(w)
+    said = w.audited().verdict
+    assert said.causes == ("rows",), said.text()
+
+
+def _holds_a_row_of_another_dump(seed, gap, row, **settings):
+    """A world, one row of which has the engine's values of a row that is not there."""
+    w, other = world(seed, gap, **settings), world(seed + 1000, gap, **settings)
+    here = (w.segment == row) & w.sampled
+    w.columns["logp_rollout"][here] = other.columns["logp_rollout"][other.sampled][
+        : int(here.sum())
+    ]
+    return w
+
+
+@pytest.mark.parametrize("gap", [SMALL, MOE])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_row_whose_sides_do_not_follow_each_other_forbids_a_recommendation(seed, gap) -> None:
+    """With no row to explain it, and too small a part of the dump to be one of two kinds."""
+    said = _holds_a_row_of_another_dump(seed, gap, 5, rows=300, longest=60).audited().verdict
+    assert said.action == "unclear", said.text()
+    assert "in 1 of 300 rows the two sides do not follow each other" in said.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_table_of_faults_is_that_of_the_docs() -> None:
+    """20 seeds of each; `python tests/support/audit_faults.py` prints it."""
+    found = outcomes(SEEDS)
+    for name, said in found.items():
+        assert not [text for action, _, text in said if action in RECOMMENDED], name
+        wanted = set(FAULTS[name].causes)
+        right = sum(bool(wanted & set(causes)) for _, causes, _ in said)
+        assert not wanted or right >= 0.9 * len(said), (name, right)
+    assert table(found) in DOCS.read_text(encoding="utf-8")
+
+
+def test_the_docs_name_every_fault() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert not [name for name in FAULTS if f"| {name} |" not in text]

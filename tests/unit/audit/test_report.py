@@ -1,0 +1,107 @@
+"""What an audit shows: the verdict first, a badge that cannot be misread, titles that follow the data, the picture."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from onepolicy.audit.figures import figures
+from onepolicy.audit.report import write_report
+from onepolicy.audit.run import audit, run_audit
+from onepolicy.report.figure import Figure
+from onepolicy.report.measure import BADGES
+from support.audit_dumps import gaussian_rows, with_routes, write_jsonl
+
+
+def far_rows():
+    """Every fourth row is of other weights."""
+    return [row for i in range(40) for row in gaussian_rows(4e-3 if i % 4 else 0.3, rows=1, seed=i)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "badge"), [(gaussian_rows(4e-3), "correct it"), (far_rows(), "bug")]
+)
+def test_the_verdict_comes_first_in_the_terminal_and_as_a_badge(tmp_path, rows, badge) -> None:
+    console = Console(record=True, width=100)
+    (found,) = run_audit([write_jsonl(tmp_path / "d.jsonl", rows)], {}, tmp_path / "out", console)
+    text = console.export_text()
+    assert text.startswith(badge.upper())
+    assert text.index(found.verdict.sentence[:40]) < text.index("Tokens compared")
+    page = (tmp_path / "out" / "audit.html").read_text()
+    assert f'<div class="card verdict {found.verdict.action}"><p class="badge">{badge}</p>' in page
+
+
+def test_no_badge_can_be_read_as_all_is_well() -> None:
+    assert [name for name, words in BADGES.items() if words in ("correct", "replay")] == []
+    assert BADGES["correct"] == "correct it"
+
+
+def drawn(tmp_path, rows) -> dict[str, Figure]:
+    found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {})
+    return {
+        each.name.partition("_")[0]: each for each in figures([found]) if isinstance(each, Figure)
+    }
+
+
+def test_the_picture_of_rows_and_places_shows_the_rows_that_are_far(tmp_path) -> None:
+    picture = drawn(tmp_path, far_rows())["rows"]
+    (cells,) = picture.data
+    assert cells["type"] == "heatmap"
+    means = [sum(10**cell for cell in row if cell is not None) / len(row) for row in cells["z"]]
+    assert len(means) == 40
+    assert {i for i, mean in enumerate(means) if mean > 0.25} == set(range(0, 40, 4))
+    assert picture.title == "10 of 40 rows are 5 times farther apart than the middle one"
+    assert "No row and no place" in drawn(tmp_path, gaussian_rows(4e-3))["rows"].title
+
+
+def test_places_that_are_far_are_said_and_rows_of_unequal_length_are_drawn(tmp_path) -> None:
+    rows = gaussian_rows(1e-4, rows=30)
+    for i, row in enumerate(rows):
+        for at in range(2, 6):
+            row["logp_trainer"][at] -= 1.0
+        row["mask"] = [at >= 2 and at < 40 + i for at in range(80)]
+    picture = drawn(tmp_path, rows)["rows"]
+    assert (
+        picture.title
+        == "1 of 15 stretches of 4 tokens is 5 times farther apart than the middle one"
+    )
+    assert {len(row) for row in picture.data[0]["z"]} == {17}
+
+
+@pytest.mark.parametrize(("from_place", "half"), [(range(40, 80), "second"), (range(40), "first")])
+def test_a_half_that_is_far_is_said_and_no_small_gap_has_the_colour_of_the_ground(
+    tmp_path, from_place, half
+) -> None:
+    rows = gaussian_rows(1e-4, rows=30)
+    for row in rows:
+        for at in from_place:
+            if at < len(row["logp_trainer"]):
+                row["logp_trainer"][at] -= 1.0
+    picture = drawn(tmp_path, rows)["rows"]
+    assert picture.title.startswith(f"The {half} halves of the rows are ")
+    (trace,) = picture.data
+    assert trace["colorscale"] == "Viridis"  # the page's own colours are what an ended row shows
+    known = [cell for row in trace["z"] for cell in row if cell is not None]
+    assert min(known) <= trace["zmin"] < trace["zmax"] <= max(known)  # the whole scale is used
+
+
+@pytest.mark.parametrize(
+    ("kl", "share"), [(1e-4, "0% of"), (0.3, "% of the tokens are off by more than a factor of 2")]
+)
+def test_titles_follow_the_data(tmp_path, kl, share) -> None:
+    found = drawn(tmp_path, gaussian_rows(kl, rows=100))
+    assert share in found["f"].title
+    assert (found["f"].title[:5] == "0% of") == (kl == 1e-4)
+    assert "centred on 0" in found["log"].title or kl == 0.3
+    one_sided = [
+        row | {"logp_trainer": [v - 0.3 for v in row["logp_trainer"]]}
+        for row in gaussian_rows(1e-4)
+    ]
+    assert "to one side of 0" in drawn(tmp_path, one_sided)["log"].title
+
+
+def test_routers_of_an_audit_would_choose_otherwise(tmp_path) -> None:
+    found = audit(write_jsonl(tmp_path / "d.jsonl", with_routes(gaussian_rows(4e-3, rows=12))), {})
+    page = write_report(tmp_path / "out", [found])[1].read_text(encoding="utf-8")
+    assert "Routers that would choose otherwise" in page
+    assert "Routers that differ" not in page

@@ -1,0 +1,123 @@
+"""benchmarks/turn_*.py: the task is what its page says, and the tables compare runs of one seed and one limit."""
+
+import asyncio
+import itertools
+import json
+
+import numpy as np
+import pytest
+from turn_tables import VALUES, Outcome, probes, table, turn_table
+from turn_task import HELD_OUT, LINKS, found, make_data, question, random_chain, search, worked
+
+from onepolicy.config import SearchTool
+from onepolicy.envs.tools import Search
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    make_data(folder)
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_problem_takes_as_many_searches_as_it_has_links(task):
+    tool = Search(SearchTool(corpus=str(task / "corpus.jsonl"), passages=1))
+    problems = lines(task / "problems.jsonl")
+    for i, problem in (
+        (0, problems[-HELD_OUT]),
+        (2, problems[-HELD_OUT + 2]),
+        (LINKS - 1, problems[0]),
+    ):
+        entry, searches = problem["prompt"].removeprefix(question("")), 0
+        while len(entry) == 3:
+            reply = asyncio.run(tool.call(f"e{entry}"))
+            assert reply.startswith(f"[1] e{entry} ")
+            entry, searches = reply.split()[-1], searches + 1
+        assert (entry, searches) == (problem["answer"], 1 + i % LINKS)
+
+
+def test_lengths_are_uniform_and_entries_lead_to_one_place(task):
+    passages = dict(line["text"].split() for line in lines(task / "corpus.jsonl"))
+    problems = lines(task / "problems.jsonl")
+    assert len(passages) == len(lines(task / "corpus.jsonl"))
+    assert len({problem["prompt"] for problem in problems}) == len(problems)
+
+    def links(entry):
+        return 0 if entry.isdigit() else 1 + links(passages[f"e{entry}"])
+
+    training = [
+        links(problem["prompt"].removeprefix(question(""))) for problem in problems[:-HELD_OUT]
+    ]
+    assert np.bincount(training).tolist() == [0] + [len(training) // LINKS] * LINKS
+
+
+def test_worked_episodes_are_what_the_environment_plays(task):
+    chain = random_chain(2, np.random.default_rng(0))
+    first, second = chain.entries
+    assert chain.episode(2, chain.answer) == (
+        f"Start: {first}\n",
+        f"Action: search[e{first}]",
+        f"\nObservation: [1] e{first} {second}\n",
+        f"Action: search[e{second}]",
+        f"\nObservation: [1] e{second} {chain.answer}\n",
+        f"Answer: {chain.answer}",
+    )
+    assert found("x") == "\nObservation: [1] x\n"
+    assert search("abc") == "Action: search[eabc]"
+
+
+def test_mistakes_are_guesses_at_their_rate():
+    episodes = list(itertools.islice(worked(0.1), 400))
+    searches = sum(len(texts) // 2 - 1 for texts in episodes)
+    guesses = sum(texts[-1].split()[-1] not in texts[-2] for texts in episodes)
+    assert 0.07 < guesses / (searches + guesses) < 0.13  # of the turns where a search belongs
+    assert all(texts[-1].split()[-1] in texts[-2] for texts in itertools.islice(worked(0.0), 50))
+
+
+def run(arm, turns, seed, score, rows=()):
+    scores = {"eval/avg@2": score, "eval/greedy": 1.0}
+    return Outcome(arm, turns, seed, [{"train/reward": 0.5, "mismatch/k3": 1e-5}, *rows], scores)
+
+
+def test_differences_are_paired_by_seed():
+    """Seed 1 is 0.3 better in both arms; only what r3 adds on a seed counts: 0.1 and 0.2."""
+    found = [
+        run("off", 4, 0, 0.2),
+        run("off", 4, 1, 0.5),
+        run("r3", 4, 1, 0.7),
+        run("r3", 4, 0, 0.3),
+    ]
+    found += [run("off + tis", 4, 0, 0.2), run("off + tis", 4, 1, 0.5)]
+    last = table(found, "avg@4", VALUES["held-out accuracy, sampled (avg@2)"]).splitlines()[-1]
+    assert [cell.strip() for cell in last.strip("|").split("|")] == [
+        "4",
+        "0.350 ± 0.212",
+        "0.500 ± 0.283",
+        "0.350 ± 0.212",
+        "+0.150 ± 0.071 (+0.100, +0.200)",
+        "+0.000 ± 0.000 (+0.000, +0.000)",
+        "2",
+    ]
+
+
+def test_k3_by_turn_is_of_steps_scored_both_ways():
+    probe = {
+        "mismatch/k3_turn@0": 2e-6,
+        "counterfactual/mismatch/k3_turn@0": 8e-6,
+        "train/tokens_turn@0": 10.0,
+    }
+    plain = {"mismatch/k3_turn@0": 1.0, "train/tokens_turn@0": 10.0}
+    found = [run("r3", 16, 0, 0.5, [probe, plain]), run("r3", 2, 0, 0.5, [plain | probe])]
+    assert probes(found) == [probe]
+    *_, row = turn_table(probes(found)).splitlines()
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "1",
+        "10",
+        "8.0e-06 (8.0e-06 to 8.0e-06)",
+        "2.0e-06 (2.0e-06 to 2.0e-06)",
+        "4.00",
+    ]

@@ -1,0 +1,209 @@
+import gc
+import subprocess
+import threading
+
+import pytest
+
+from onepolicy.envs.tasks import grading
+from onepolicy.envs.tasks.grading import MathGrader, answer_text, exact
+from onepolicy.envs.tasks.reasoning_gym import harmless
+from support.waiting import LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("response", "prefix", "answer"),
+    [
+        (" 42\n", "", "42"),
+        ("so #### 42", "####", "42"),
+        ("#### 41 no, #### 42 ", "####", "42"),
+        ("42", "####", None),
+        ("####", "####", ""),
+    ],
+)
+def test_answer_text(response, prefix, answer):
+    assert answer_text(response, prefix) == answer
+
+
+def test_exact():
+    assert exact("the answer is #7", "7", "#") == 1.0
+    assert exact("7", "7") == 1.0
+    assert exact("7 ", " 7") == 1.0
+    for response in ("#8", "#77", "#7.", "7", ""):
+        assert exact(response, "7", "#") == 0.0
+    assert exact("the answer is 7", "7") == 0.0
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = MathGrader(timeout=LIMIT_S)
+    yield grader
+    grader.close()
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so it is \\boxed{\\frac{2}{4}}", "0.5", 1.0),
+        ("The answer is 1/2.", "\\frac{1}{2}", 1.0),
+        ("$2\\sqrt{3}$", "2\\sqrt{3}", 1.0),
+        ("2\\sqrt{3}", "2\\sqrt{3}", 1.0),
+        ("\\boxed{1+x^2}", "x^2+1", 1.0),
+        ("1000", "1,000", 1.0),
+        ("42, or rather 43", "42", 0.0),
+        ("-7", "7", 0.0),
+        ("$2$", "2\\sqrt{3}", 0.0),
+        ("", "7", 0.0),
+        ("I do not know", "7", 0.0),
+        ("\\boxed{\\frac{", "7", 0.0),
+        ("}{$\\left(", "7", 0.0),
+        ("\x00\ud7ff", "7", 0.0),
+    ],
+)
+def test_math(grader, response, answer, reward):
+    assert grader.grade(response, answer) == reward
+
+
+def test_math_takes_the_text_after_the_prefix_as_an_expression(grader):
+    assert grader.grade("2 and 3: #### \\frac{2}{4}", "\\frac12", "####") == 1.0
+    assert grader.grade("#### \\frac{2}{4} and then 9", "9", "####") == 0.0
+    assert grader.grade("\\frac{2}{4}", "\\frac12", "####") == 0.0
+
+
+def test_math_works_in_a_thread(grader):
+    got = []
+    thread = threading.Thread(target=lambda: got.append(grader.grade("\\boxed{4}", "2+2")))
+    thread.start()
+    thread.join()
+    assert got == [1.0]
+
+
+def test_endless_computation_earns_nothing_and_the_next_response_is_graded():
+    grader = MathGrader(timeout=LIMIT_S)
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+    first = grader._process
+    grader.timeout = 1.0
+    assert grader.grade("$10^{10^{10}}$", "12") == 0.0
+    assert first.poll() is not None, "the stuck process was killed"
+    grader.timeout = LIMIT_S
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+    grader.close()
+
+
+def test_a_worker_that_died_is_replaced(grader):
+    grader.grade("\\boxed{3}", "6/2")
+    grader._process.kill()
+    grader._process.wait()
+    assert grader.grade("\\boxed{3}", "6/2") == 1.0
+
+
+def test_the_worker_ends_with_its_grader():
+    grader = MathGrader()
+    grader.grade("\\boxed{3}", "6/2")
+    process: subprocess.Popen = grader._process
+    del grader
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_readable(grader):
+    assert grader.readable("\\frac12")
+    assert not grader.readable("\\$5 and more")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(8-5)*(4+4)",
+        "x**2/2 + sin(x) + C",
+        "[['Q', '_'], ['_', 'Q']]",
+        "_ Q\nQ _",
+        "1 2 3",
+        "-3",
+        "(x**2+1)**3",
+        "",
+        "A",
+    ],
+)
+def test_harmless(answer):
+    assert harmless(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "oracle_answer",
+        "entry['answer']",
+        "[x for x in [1]]",
+        "lambda: 1",
+        "9**9**9",
+        "2**99999",
+        "((9**64)**64)**64",
+        "99999999!",
+        "[0]*99999999999",
+        "'a'*99999999999",
+        "1<<99999999999",
+        "01+open('x')",
+        "x.y",
+        "factorial(10**9)",
+    ],
+)
+def test_not_harmless(answer):
+    assert not harmless(answer)
+
+
+@pytest.mark.parametrize("prefix", ["", "Answer:"])
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("\\ne 5", "5", 0.0),
+        ("\\neq 5", "x=5", 0.0),
+        ("≠ 5", "5", 0.0),
+        ("> 5", "5", 0.0),
+        ("\\le 5", "5", 0.0),
+        ("x \\ne 5", "5", 0.0),
+        ("4=5", "5", 0.0),
+        ("x=4=5", "5", 0.0),
+        ("$4=5$", "5", 0.0),
+        ("\\boxed{\\geq 5}", "5", 0.0),
+        ("x=5", "5", 1.0),
+        ("2+3=5", "5", 1.0),
+        ("= 5", "5", 1.0),
+        ("1/3=0.33", "0.33", 1.0),  # rounded, as people write it
+        ("$\\approx 3.14$", "3.14", 1.0),
+        ("x \\neq 5", "x \\ne 5", 1.0),
+        ("x > 5", "5 < x", 1.0),
+    ],
+)
+def test_a_relation_is_not_its_number(grader, prefix, response, answer, reward):
+    assert grader.grade(prefix + response, answer, prefix) == reward
+
+
+@pytest.fixture
+def hopeless(monkeypatch):
+    """A grader whose worker reads no response in time, and the questions it was asked."""
+    asked = []
+    monkeypatch.setattr(MathGrader, "_ask", lambda self, question: asked.append(question))
+    return MathGrader(), asked
+
+
+def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog):
+    grader, asked = hopeless
+    for _ in range(2):
+        assert [grader.grade(f"9^{{9^{n}}}", "7") for n in range(512)] == [0.0] * 512
+        assert len(asked) == grading.MOST_TIMEOUTS
+        assert grader.grade("7", "7") == 1.0  # the reference itself needs no reading
+        assert grader.take_metrics() == {
+            "rollout/grader_timeouts": grading.MOST_TIMEOUTS,
+            "rollout/grader_skipped": 512 - grading.MOST_TIMEOUTS,
+        }
+        assert grader.take_metrics() == {}
+        assert [
+            record.message for record in caplog.records if "earn 0 unread" in record.message
+        ] == [
+            f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
+            "left and are not the reference itself earn 0 unread (rollout/grader_skipped counts them)"
+        ]
+        asked.clear()
+        caplog.clear()

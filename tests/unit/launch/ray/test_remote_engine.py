@@ -1,0 +1,429 @@
+"""An engine in an actor whose process dies, is silent or answers into the void: every request is answered, once."""
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onepolicy.launch.ray import connect
+
+connect.prepare(own=True)  # for tests in this process that start Ray
+ray = pytest.importorskip("ray")
+from onepolicy.config import TrainingError, UsageError  # noqa: E402
+from onepolicy.config.cluster import RayCluster  # noqa: E402
+from onepolicy.interfaces import EngineCaps  # noqa: E402
+from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
+from onepolicy.launch.ray import replica_actor  # noqa: E402
+from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
+from onepolicy.launch.ray.wire import Request, decode_answers, encode_requests  # noqa: E402
+from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
+from onepolicy.rollout.servers.http import EngineLost  # noqa: E402
+from onepolicy.sync.checksum import Checksums  # noqa: E402
+from onepolicy.sync.weight_files import WeightFiles, Written  # noqa: E402
+from onepolicy.types import Sampling  # noqa: E402
+from support.fake_ray import Actor, Engine  # noqa: E402
+from support.waiting import LIMIT_S, until  # noqa: E402
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Every engine that was built, the newest last."""
+    built = []
+
+    def build(_):
+        built.append(Engine())
+        return built[-1]
+
+    monkeypatch.setattr(replica_actor, "build_engine", build)
+    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart=True: actor.die())
+    return built
+
+
+@pytest.fixture
+def written(tmp_path):
+    files = WeightFiles(str(tmp_path))
+    checksums = Checksums(b"key")
+    folder = files.write(checksums.passing([("w", torch.ones(1))]), 4)
+    yield Written(str(folder), 4, b"key", checksums.take())
+    del files  # which removes the folder
+
+
+class Stopping(Engine):
+    """Weights that break off take it out of service, as they do the engines that sample.
+
+    Its requests end with the weights that it was built with.
+    """
+
+    interrupted = 0
+
+    async def generate(self, prompt_ids, sampling, *, seed):
+        self.started.append(seed)
+        await until(lambda: self.version != 0)
+        if self.version < 0:
+            self.interrupted += 1
+            raise RuntimeError("the last load_weights failed half-way")
+        return await super().generate(prompt_ids, replace(sampling, max_tokens=1), seed=seed)
+
+    async def load_weights(self, weights, version):
+        self.version = -1
+        if not list(weights):
+            await until(lambda: self.interrupted == len(self.started))
+            raise TrainingError("the sender is gone")
+        self.version = version
+
+
+class BreaksOff:
+    """A broadcast that ends half-way, because another receiver has died."""
+
+    def __init__(self, actor):
+        self.actor = actor
+
+    def give_up(self):
+        pass
+
+    async def to(self, receive):
+        await self.actor.process._engine.load_weights([], 4)
+
+
+def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(
+    written, monkeypatch
+):
+    stopping = Stopping()
+    monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
+    engine = opened(actor := Actor())
+
+    async def go():
+        await actor.process.build("{}", 0)
+        running = asyncio.ensure_future(asked(engine, range(3)))
+        await until(lambda: len(stopping.started) == 3)
+        await engine.load_files(written, BreaksOff(actor))
+        return await asyncio.wait_for(running, LIMIT_S)
+
+    assert [int(done.version[0]) for done in asyncio.run(go())] == [4, 4, 4]
+    assert stopping.interrupted == 3
+
+
+def opened(actor, **cluster):
+    return RemoteEngine(
+        "replica 0", actor, "{}", EngineCaps(False, 64), RayCluster(**cluster), "127.0.0.1"
+    )
+
+
+def asked(engine, numbers, max_tokens=3):
+    return asyncio.gather(
+        *(engine.generate([n], Sampling(1.0, max_tokens), seed=100 + n) for n in numbers),
+        return_exceptions=True,
+    )
+
+
+def test_requests_of_one_moment_start_together_and_in_order(engines):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor)
+        done = await asked(engine, range(20))
+        again = await asked(engine, [40])  # by an exchange of its own
+        assert [c.token_ids.tolist() for c in done + again] == [[n] * 3 for n in [*range(20), 40]]
+        assert engines[0].started == [100 + n for n in [*range(20), 40]]
+        assert actor.calls.count("submit") == 2
+        assert engine.take_metrics() == {}
+
+    asyncio.run(run())
+
+
+def test_requests_one_after_another(engines):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor)
+        async with asyncio.timeout(LIMIT_S):
+            for n in range(10):
+                (done,) = await asked(engine, [n], 1)
+                assert done.token_ids.tolist() == [n]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("how", "weights"),
+    [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")],
+)
+def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(
+    how, weights, engines, written, caplog
+):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        silence = {"reply_timeout": 1} if how == "hangs" else {}
+        engine = opened(actor, weights=weights, **silence)
+        await engine.load_files(written)
+        if how == "killed while idle":
+            actor.die()
+            await until(lambda: actor.process is not None)  # it is back before anybody asks
+        actor.hung = how == "hangs"
+        waiting = asyncio.ensure_future(asked(engine, range(6), 50))
+        if how == "killed":
+            await until(lambda: engines[0].started)
+            actor.die()
+        done = await waiting
+        assert [c.token_ids.tolist() for c in done] == [[n] * 50 for n in range(6)]
+        assert all((c.version == 4).all() for c in done)
+        assert len(engines) == 2
+        assert engines[1].started == [100 + n for n in range(6)]  # each once, its seed unchanged
+        assert engine.take_metrics() == {
+            "rollout/replica_restarts": 1,
+            "rollout/requests_repeated": 6,
+        }
+        assert engine.version == 4
+
+    asyncio.run(run())
+    assert "replica 0 is back after" in caplog.text
+
+
+class Ended:
+    """A broadcast that ends before this receiver has all weights."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def to(self, receive):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)]
+)
+def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, written, caplog):
+    """A process that was not the cause stays; one that said nothing is replaced."""
+
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor)
+        await engine.load_files(written, Ended(error))
+        assert engine.version == engines[-1].version == 4
+        assert len(engines) == lives
+
+    asyncio.run(run())
+    assert (
+        "replica 0 is sent the weights once more, alone: another receiver is gone" in caplog.text
+    ) == (lives == 1)
+
+
+def test_files_that_are_not_what_was_written_are_refused(engines, written):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor, weights="disk")
+        other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
+        with pytest.raises(
+            TrainingError, match=r"replica 0: cluster\.shared_dir: weights of version 4 .*'w'"
+        ):
+            await engine.load_files(replace(written, sums=other))
+        assert engine.version == engines[0].version == -1
+
+    asyncio.run(run())
+
+
+def test_out_of_restarts_it_is_lost_for_every_request(engines):
+    async def run():
+        actor = Actor(restarts=0)
+        await actor.process.build("{}", 0)
+        engine = opened(actor, restarts=0)
+        waiting = asyncio.ensure_future(asked(engine, range(3), 300))
+        await until(lambda: engines[0].started)
+        actor.die()
+        for error in await waiting:
+            assert isinstance(error, EngineLost)
+            assert "gone for good" in str(error)
+
+    asyncio.run(run())
+
+
+def test_a_restart_that_takes_too_long_is_a_loss(engines, monkeypatch):
+    monkeypatch.setattr(Actor, "restart", lambda actor: None)
+
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor, restart_timeout=0.2)
+        actor.die()
+        (error,) = await asked(engine, [1])
+        assert isinstance(error, EngineLost)
+        assert "within 0.2 s (cluster.restart_timeout)" in str(error)
+
+    asyncio.run(run())
+
+
+def test_an_error_of_one_request_is_its_own(engines):
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor)
+        bad = asyncio.ensure_future(engine.generate([1], Sampling(9.0, 2), seed=0))
+        (good,) = await asked(engine, [2], 5)
+        with pytest.raises(UsageError, match="too hot"):
+            await bad
+        assert good.token_ids.tolist() == [2] * 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines, monkeypatch):
+    """Requests at random moments, many given up at once, while messages and answers get lost and processes die."""
+    monkeypatch.setattr(remote, "POLL", 0.05)
+
+    async def trial(seed):
+        chance = random.Random(seed)
+        actor = Actor(restarts=99, chance=chance if lossy else None)
+        actor.process._engine = Engine()
+        # Longer than the test waits: no request may be answered only because an answer that was lost timed out.
+        engine, kept = opened(actor, reply_timeout=2 * LIMIT_S, restart_timeout=2 * LIMIT_S), {}
+        for number in range(12):
+            asked = asyncio.create_task(
+                engine.generate([number], Sampling(1.0, chance.randrange(1, 9)), seed=0)
+            )
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.choice([0, 0, 0.001, 0.01]))
+                asked.cancel()
+            else:
+                kept[number] = asked
+            await asyncio.sleep(chance.choice([0, 0.001, 0.01]))
+            if lossy and chance.random() < 0.05 and actor.process is not None:
+                actor.die()
+        _, waiting = await asyncio.wait(kept.values(), timeout=LIMIT_S)
+        assert not waiting, f"seed {seed}: {len(waiting)} requests are never answered"
+        for number, task in kept.items():
+            assert set(task.result().token_ids.tolist()) == {number}
+
+    async def trials():
+        await asyncio.gather(*(trial(seed) for seed in range(60)))
+
+    asyncio.run(trials())
+
+
+def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
+    async def run():
+        process = replica_actor.ReplicaProcess()
+        await process.build("{}", 0)
+        await process.submit(
+            0, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+        )
+        first, second = await process.collect(0, 5, []), await process.collect(0, 5, [])
+        assert list(decode_answers(first)) == list(decode_answers(second)) == [7]
+        assert decode_answers(await process.collect(0, 0.01, [7])) == {}
+
+    asyncio.run(run())
+
+
+def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
+    async def run():
+        process = replica_actor.ReplicaProcess()
+        await process.build("{}", 2)
+        with pytest.raises(replica_actor.NotBuilt):
+            await process.submit(
+                1, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+            )
+        with pytest.raises(replica_actor.NotBuilt):
+            await process.collect(1, 0.01, [])
+        with pytest.raises(replica_actor.NotBuilt):  # it would drop what was asked since
+            await process.build("{}", 1)
+        assert not engines[0].started
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
+    """Each turn of the event loop, however long it takes, is at most one of the LOOKS at an answer."""
+
+    async def run(after):
+        answer = asyncio.get_running_loop().create_future()
+
+        async def hold_up():
+            time.sleep(1.1)
+            for _ in range(after):
+                await asyncio.sleep(0)
+            answer.set_result("here")
+
+        held = asyncio.create_task(hold_up())
+        assert await remote.heard(answer, 1.0) == "here"
+        await held
+
+    asyncio.run(run(after=0))
+    asyncio.run(run(after=5))  # and one that is only on its way when the loop goes on
+
+
+def test_silence_has_its_limit():
+    async def run():
+        with pytest.raises(TimeoutError):
+            await remote.heard(asyncio.get_running_loop().create_future(), 0.05)
+
+    asyncio.run(run())
+
+
+def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, written, monkeypatch):
+    """A process says nothing to requests while it takes weights over."""
+    looks, heard = [], remote.heard
+
+    def counting(answer, limit, excused):
+        return heard(answer, limit, lambda: looks.append(excused()) or looks[-1])
+
+    monkeypatch.setattr(remote, "heard", counting)
+
+    class Busy(Actor):
+        async def run(self, method, args, answer):
+            (result,) = await asyncio.gather(method(*args), return_exceptions=True)
+            await engines[0].may_load.wait()
+            answer.set_result(result)
+
+    async def run():
+        actor = Busy()
+        await actor.process.build("{}", 0)
+        engine = opened(actor, weights="disk", reply_timeout=0.2)
+        waiting = asyncio.ensure_future(asked(engine, range(3)))
+        await until(lambda: engines[0].started)
+        engines[0].may_load.clear()
+        loading = asyncio.ensure_future(engine.load_files(written))
+        await until(
+            lambda: looks.count(True) > 2 * remote.LOOKS
+        )  # of one request at the least more than it has
+        assert not waiting.done()
+        engines[0].may_load.set()
+        await loading
+        assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(3)]
+        assert engine.take_metrics() == {}
+
+    asyncio.run(run())
+
+
+def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(
+    engines, tmp_path, monkeypatch
+):
+    """An update comes while it reads the version before; then it gets the update."""
+    files = WeightFiles(str(tmp_path))
+
+    async def run():
+        actor = Actor()
+        await actor.process.build("{}", 0)
+        engine = opened(actor, weights="disk")
+        together = Replicas([engine], files)
+        await together.load_weights([("w", torch.ones(1))], 1)
+        monkeypatch.setattr(Engine, "ready_to_load", False)
+        actor.die()
+        waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
+        await until(lambda: len(engines) == 2)
+        update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
+        await until(lambda: engine._weights.version == 2)
+        assert (files.folder / "version_1").exists()
+        assert not update.done()
+        engines[1].may_load.set()
+        await asyncio.wait_for(update, LIMIT_S)
+        assert (await waiting).version.tolist() == [2, 2]
+        assert [path.name for path in files.folder.iterdir()] == ["version_2"]
+
+    asyncio.run(run())

@@ -1,0 +1,87 @@
+"""`--engine` and `--prompts` of `onepolicy measure`, and prompts without answers."""
+
+import pytest
+
+from onepolicy.config import PromptsTask, UsageError
+from onepolicy.config.engine import EngineConfig
+from onepolicy.config.measure import engine_settings, kinds, prompt_settings
+from onepolicy.envs import build
+from onepolicy.envs.tasks.jsonl import read_prompts
+from onepolicy.envs.warmup.examples import warmup_examples
+from support.scripted_engine import make_tokenizer
+
+
+def test_an_engine_of_this_process():
+    assert engine_settings("hf") == ["rollout.engine.kind=hf"]
+    with pytest.raises(UsageError, match="hf runs in this process and takes no address"):
+        engine_settings("hf:http://x")
+
+
+def test_an_unknown_engine_names_the_known():
+    with pytest.raises(UsageError, match=r"'trt' is none of hf, vllm"):
+        engine_settings("trt:8000")
+
+
+def test_a_server_and_its_address():
+    """Every kind that has an address takes one."""
+    for kind, config in kinds(EngineConfig).items():
+        if "url" in config.model_fields:
+            wanted = [f"rollout.engine.kind={kind}", "rollout.engine.url=http://h:1/v1"]
+            assert engine_settings(f"{kind}:http://h:1/v1") == wanted
+
+
+def test_prompts_of_a_file_a_recipe_and_a_task(tmp_path):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("one\n")
+    assert prompt_settings(str(lines)) == {"kind": "prompts", "path": str(lines)}
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[task]\nkind = "gym"\nname = "chain_sum"\n')
+    assert prompt_settings(str(recipe)) == {"kind": "gym", "name": "chain_sum"}
+    assert prompt_settings("chain") == {"kind": "chain"}
+    assert prompt_settings("spell_backward") == {"kind": "gym", "name": "spell_backward"}
+    for text in (str(tmp_path / "none.jsonl"), "a/b"):
+        with pytest.raises(UsageError, match="is not a file"):
+            prompt_settings(text)
+    recipe.write_text("steps = 1\n")
+    with pytest.raises(UsageError, match="no section task"):
+        prompt_settings(str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (b"1+1=\r\n\n2 {x}\n\n", ["1+1=", "2 {x}"]),
+        (b'\xef\xbb\xbf{"prompt": "1+1="}\n\n{"prompt": "2", "answer": 3}\n', ["1+1=", "2"]),
+    ],
+)
+def test_lines_of_text_or_json(tmp_path, text, wanted):
+    (tmp_path / "p").write_bytes(text)
+    assert read_prompts(str(tmp_path / "p")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "is empty"),
+        (b"ok\n\xff\n", "p:2: not UTF-8"),
+        (b'{"prompt": "a"}\n{"question": "b"}\n', "p:2: field 'prompt' is missing"),
+        (b'{"prompt": ["a"]}\n', "p:1: field 'prompt' is list"),
+        (b'{"prompt": "a"}\nplain\n', "p:2: not JSON"),
+    ],
+)
+def test_bad_prompts(tmp_path, text, message):
+    (tmp_path / "p").write_bytes(text)
+    with pytest.raises(UsageError, match=message):
+        read_prompts(str(tmp_path / "p"))
+
+
+def test_prompts_have_no_answers(tmp_path):
+    (tmp_path / "p").write_text("12\n34\n")
+    config = PromptsTask(path=str(tmp_path / "p"))
+    task = build(config, make_tokenizer("1234"), max_len=64)
+    assert [task.train_problem(i).prompt for i in range(3)] == ["12", "34", "12"]
+    assert len({task.train_problem(i).id for i in range(3)}) == 3
+    with pytest.raises(UsageError, match="no answers to evaluate"):
+        task.held_out(1)
+    with pytest.raises(UsageError, match="no answers to learn"):
+        warmup_examples(config, mistakes=0.0, seed=0)

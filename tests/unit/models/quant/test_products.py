@@ -1,0 +1,171 @@
+"""What GPUs are asked to multiply: on the CPU where it has the same operators, else for shapes and devices only."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from onepolicy.config import Fp8, Fp8Weight, Int8, UsageError
+from onepolicy.models.quant import layers as quant_experts
+from onepolicy.models.quant.formats import (
+    ROWS,
+    check_device,
+    check_shape,
+    e4m3_product,
+    e4m3_rows,
+    int8_rows,
+    padded_int8_product,
+)
+from onepolicy.models.quant.install import Static
+from onepolicy.models.quant.layers import (
+    E4M3CodedExperts,
+    E4M3Linear,
+    Int8Experts,
+    Int8Linear,
+    QuantEmbedding,
+    Rows,
+)
+from support.quantised_layers import MODULE, case, dequantised, linear, reference
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("rows", [1, ROWS - 1])
+def test_rows_of_zeros_change_nothing(rows):
+    codes = torch.randint(-127, 128, (rows, 40), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (40, 24), dtype=torch.int8)
+    assert torch.equal(padded_int8_product(codes, weight), codes.int() @ weight.int())
+
+
+def test_e4m3_product_is_one_of_float32():
+    plain, x = linear()
+    (codes, scale), (weight, weight_scale) = e4m3_rows(x.view(6, 40)), e4m3_rows(plain.weight)
+    exact = dequantised(e4m3_rows, x.view(6, 40)) @ dequantised(e4m3_rows, plain.weight).T
+    torch.testing.assert_close(
+        e4m3_product(codes, scale, weight, weight_scale), exact.float(), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("activations", [True, False])
+def test_experts_one_by_one(activations):
+    """Unevenly routed: some experts have no row."""
+    up, down, x, index, weights = case(9)
+    index = index.where(index != 3, 4).sort(1).values
+    index[:, 1] = (index[:, 0] + 1) % 3
+    own = E4M3CodedExperts(up, down, activations=activations)
+    expected = reference(up, down, x, index, weights, rows=e4m3_rows, activations=activations)
+    torch.testing.assert_close(own(MODULE, x, index, weights), expected, atol=1e-4, rtol=1e-4)
+    own.up.take(up * 2)  # a sync
+    assert not torch.allclose(own(MODULE, x, index, weights), expected, rtol=0.1)
+
+
+def test_int8_experts_with_too_few_rows_for_a_gpu(monkeypatch):
+    up, down, x, index, weights = case(9)
+    monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
+    own = Int8Experts(up, down, (int8_rows, int8_rows))
+    expected = own(MODULE, x, index, weights)
+    rows, (codes, scale) = Rows.of(index, weights, 5, sort=True), int8_rows(x)
+    padded = [
+        padded_int8_product(part, matrix) if len(part) else part.new_zeros(0, 12)
+        for part, matrix in zip(codes[rows.token].split(rows.counts), own.up._matrices, strict=True)
+    ]
+    product = torch.cat(padded) * scale[rows.token] * own.up.scale[rows.expert]
+    inner = torch.tanh(product)
+    assert torch.equal(rows.sum(own.down(*int8_rows(inner), rows)), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_gpu_takes_the_arguments_of_an_e4m3_product(rows):
+    """No GPU is needed: torch checks layouts, scales and multiples for fake tensors of one."""
+    with FakeTensorMode(), CUDA:
+        (codes, scale), (weight, weight_scale) = (
+            e4m3_rows(torch.empty(rows, 64)),
+            e4m3_rows(torch.empty(32, 64)),
+        )
+        found = e4m3_product(codes, scale, weight, weight_scale)
+    assert (found.device.type, found.dtype, tuple(found.shape)) == (
+        "cuda",
+        torch.float32,
+        (rows, 32),
+    )
+
+
+def test_layers_on_another_device_make_nothing_on_the_cpu():
+    """`meta` stands for a GPU: what is not the CPU goes the GPU's way, and mixing the two is an error."""
+    with torch.device("meta"):
+        plain, x = nn.Linear(64, 32), torch.empty(3, 64, dtype=torch.bfloat16)
+        calibrated = Static()
+        calibrated.calibrate(3.0)
+        calibrated.scale = torch.tensor(1.0, device="cpu")  # read from calibration.json
+        layers = [Int8Linear(plain, int8_rows), Int8Linear(plain, calibrated)]
+        layers += [E4M3Linear(plain, activations=activations) for activations in (True, False)]
+        for layer in layers:
+            out = layer(x)
+            assert (out.device.type, out.dtype, tuple(out.shape)) == (
+                "meta",
+                torch.bfloat16,
+                (3, 32),
+            )
+        assert calibrated.largest.device.type == calibrated.scale.device.type == "meta"
+        for int8 in (True, False):
+            found = QuantEmbedding(nn.Embedding(10, 8), int8=int8, dtype=lambda: torch.bfloat16)(
+                torch.arange(3)
+            )
+            assert (found.device.type, tuple(found.shape)) == ("meta", (3, 8))
+
+
+@pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight"])
+def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
+    """`meta` tensors do not know how many rows an expert has: 3."""
+    of = Rows.of
+
+    def even(index, weights, num_experts, *, sort):
+        assert sort  # bags are the CPU's
+        rows = of(index, weights, num_experts, sort=False)
+        return Rows(
+            rows.token,
+            rows.expert,
+            rows.weight,
+            [3] * num_experts,
+            torch.empty_like(index),
+            rows.top_k,
+        )
+
+    monkeypatch.setattr(Rows, "of", even)
+    with torch.device("meta"):
+        up, down = torch.empty(4, 32, 16), torch.empty(4, 16, 32)
+        index, weights = (
+            torch.empty(6, 2, dtype=torch.int64),
+            torch.empty(6, 2, dtype=torch.bfloat16),
+        )
+        if quant == "int8":
+            own = Int8Experts(up, down, (int8_rows, int8_rows))
+        else:
+            own = E4M3CodedExperts(up, down, activations=quant == "fp8")
+        out = own(MODULE, torch.empty(6, 16, dtype=torch.bfloat16), index, weights)
+    assert (out.device.type, out.dtype, tuple(out.shape)) == ("meta", torch.bfloat16, (6, 16))
+
+
+@pytest.mark.parametrize(
+    ("quant", "capability", "needed"), [(Fp8(), (8, 6), "8.9"), (Int8(), (7, 0), "7.5")]
+)
+def test_a_gpu_without_the_tensor_cores_is_refused(quant, capability, needed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    message = rf"{quant.format} needs a GPU of compute capability {needed}, this one has {capability[0]}\.{capability[1]}"
+    with pytest.raises(UsageError, match=message):
+        check_device(quant, CUDA)
+
+
+def test_sides_a_gpu_cannot_multiply_are_refused():
+    odd = torch.empty(24, 40, device="meta")
+    check_shape(Fp8(), "layer", odd)
+    with FakeTensorMode():
+        odd = torch.empty(24, 40, device=CUDA)
+        check_shape(Int8(), "layer", odd)
+        check_shape(Fp8Weight(), "layer", odd)
+        with pytest.raises(
+            UsageError, match=r"multiples of 16, but model\.q_proj is 24 x 40; use fp8-weight"
+        ):
+            check_shape(Fp8(), "model.q_proj", odd)
+        with pytest.raises(UsageError, match=r"multiples of 8, but model\.q_proj is 8 x 24 x 41"):
+            check_shape(Int8(), "model.q_proj", torch.empty(8, 24, 41, device=CUDA))

@@ -1,0 +1,568 @@
+"""The plan's arithmetic, by hand."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onepolicy.cli import main
+from onepolicy.config import UsageError, resolve
+from onepolicy.plan import hardware
+from onepolicy.plan.dims import Attention, Dims, known, route_bytes
+from onepolicy.plan.dry import Held
+from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
+from onepolicy.plan.hardware import Constant, parse_cluster
+from onepolicy.plan.memory import gathered, learner_memory, save_of, start_memory
+from onepolicy.plan.times import decode, learning, rollout, sync, sync_way, traffic_of
+from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of
+from support.paths import ROOT
+
+# 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
+FULL = Attention(cached=20, heads=2, width=40, window=None)
+NEAR = dataclasses.replace(FULL, window=4)
+DIMS = Dims(
+    name="toy",
+    hidden=10,
+    vocab=50,
+    context=64,
+    total=2000,
+    routed=800,
+    embedding=500,
+    outside=1000,
+    largest_layer=500,
+    experts=4,
+    top_k=1,
+    moe_layers=2,
+    attention=(FULL, NEAR),
+)
+WORK = Work(prompts=2, group=4, prompt=6, response=10, shared=True)
+WEIGHTS = Weights(total=4000, routed=1600, embedding=1000)  # bfloat16
+HELD = Held(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
+HOW = {"slots": 30, "graphs": 1, "first": False, "cpu": True}
+ON_POLICY = ["numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"]
+
+
+def config(**sections):
+    tree = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
+    return resolve(tree | sections)
+
+
+def cluster(count=8, **values):
+    """H100s with round constants."""
+    plain = {
+        "flops": 1000.0,
+        "bandwidth": 100.0,
+        "link": 50.0,
+        "network": 5.0,
+        "disk": 20.0,
+        "host": 10.0,
+    }
+    plain |= {f"{name}_efficiency": 0.5 for name in ("train", "prefill", "decode", "link")}
+    plain |= {"decode_overhead": 0.25, "train_overhead": 0.5, "collective_latency": 0.125}
+    found = parse_cluster(f"{count}xH100")
+    constants = dict(found.constants)
+    for name, value in (plain | values).items():
+        constants[name] = Constant(value, "", "given", "")
+    return dataclasses.replace(found, constants=constants)
+
+
+def test_parameters_a_token_meets():
+    assert DIMS.active == 2000 - 800 * 3 / 4
+    assert DIMS.multiplied == 900  # without the embedding's 500
+    assert route_bytes(DIMS) == 2
+    assert route_bytes(dataclasses.replace(DIMS, experts=257)) == 4
+
+
+def test_experts_touched_by_a_batch():
+    assert DIMS.touched(1) == 0.25
+    assert DIMS.touched(2) == 1 - 0.75**2
+    assert DIMS.touched(1000) == pytest.approx(1)
+
+
+@given(st.integers(1, 60))
+def test_a_larger_batch_touches_more_experts_but_fewer_per_token(tokens):
+    assert DIMS.touched(tokens) < DIMS.touched(tokens + 1)
+    assert DIMS.touched(tokens) <= tokens * DIMS.share * (1 + 1e-12)
+
+
+def test_a_window_bounds_what_is_kept():
+    assert DIMS.kv_elements(3) == 3 * 40
+    assert DIMS.kv_elements(10) == 10 * 20 + 4 * 20
+
+
+def test_attention_flops_sum_what_every_token_sees():
+    by_token = sum(
+        2 * 40 * (min(t + 0.5, 1e9)) for t in range(10)
+    )  # a triangle: half of its own column
+    near = sum(2 * 40 * min(t + 0.5, 4) for t in range(10))
+    assert DIMS.attention_flops(10) == pytest.approx(by_token + near, rel=0.01)
+
+
+def test_micro_batches_hold_whole_samples():
+    assert (WORK.slots, WORK.sequences, WORK.all_slots) == (15, 8, 120)
+    assert WORK.micro_batches(50, 1) == 3  # 3 samples fit, 8 there are
+    assert WORK.micro(50, 1).slots == (15, 15, 15)
+    assert WORK.micro_batches(50, 2) == 2
+    assert WORK.micro(50, 2).slots == (15, 15)  # spread over 4
+    assert WORK.micro(5, 1).slots == (15,)  # a longer sample gets one of its own
+    assert WORK.micro_batches(1000, 8) == 1
+
+
+def test_a_group_prefills_its_prompt_once_if_prefixes_are_reused():
+    assert WORK.prefilled == 12
+    assert dataclasses.replace(WORK, shared=False).prefilled == 48
+
+
+def test_float32_learner_holds_16_bytes_per_parameter():
+    memory = learner_memory(DIMS, config(), 1, HELD, **HOW)
+    assert memory.parameters + memory.gradients + memory.optimiser == 2000 * 16
+    assert (memory.masters, memory.gathered, memory.others) == (0, 0, 0)
+    assert (memory.activations, memory.logits, memory.routes) == (70, 30, 60)
+    assert memory.total == 2000 * 16 + 160
+
+
+def test_bfloat16_learner_has_masters_behind_its_parameters():
+    memory = learner_memory(DIMS, config(model={"path": "x", "dtype": "bfloat16"}), 1, HELD, **HOW)
+    assert (memory.parameters, memory.masters, memory.gradients, memory.optimiser) == (
+        4000,
+        8000,
+        4000,
+        16000,
+    )
+    assert (
+        memory.activations + memory.logits == 2000 * 2
+    )  # AdamW's float32 gradients are more than a micro-batch's activations
+
+
+def test_ranks_share_what_has_a_parameters_shape():
+    memory = learner_memory(DIMS, config(), 4, HELD, **HOW)
+    assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
+    assert (
+        memory.gathered == 4 * (1000 + 2 * 500) + 4 * 500 - 6
+    )  # the layer sends its gradients without activations
+    gpu = learner_memory(DIMS, config(), 4, HELD, **HOW | {"cpu": False})
+    assert gpu.gathered == 4 * (1000 + 3 * 500) + 2 * 4 * 500 - 6
+
+
+def test_ranks_gather_in_the_dtype_they_compute_in():
+    low = config(train={"ranks": 4, "compute": "bfloat16"})
+    memory = learner_memory(DIMS, low, 4, HELD, **HOW)
+    assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
+    assert memory.gathered == 2 * (1000 + 2 * 500) + 4 * 500 - 6
+
+
+def test_one_micro_batch_makes_the_gradients_while_its_activations_go():
+    few = dataclasses.replace(HELD, peak=3000.0)
+    held = learner_memory(DIMS, config(), 4, few, **HOW | {"first": True})
+    assert held.activations + held.logits == 3000 - 500 * 4
+    none_left = learner_memory(DIMS, config(), 4, HELD, **HOW | {"first": True})
+    assert none_left.activations + none_left.logits == 5
+
+
+def test_autocast_keeps_a_copy_of_every_matrix():
+    assert gathered(DIMS, config(train={"autocast": "bfloat16"}), 1, 0.0, cpu=True) == 4000
+
+
+def test_graphs_kept_for_the_update_add_up():
+    one, three = (learner_memory(DIMS, config(), 1, HELD, **HOW | {"graphs": n}) for n in (1, 3))
+    assert three.activations == one.activations + 2 * 70
+    assert three.routes == 3 * one.routes
+
+
+def test_critic_and_reference_take_their_own():
+    both = config(objective={"preset": "ppo", "kl": {"coef": 0.1}})
+    assert learner_memory(DIMS, both, 1, HELD, **HOW).others == 2000 * 16 + 2000 * 4
+
+
+def test_a_second_model_that_records_routes_is_whole():
+    own = config(replay={"source": "reprefill"})
+    assert learner_memory(DIMS, own, 4, HELD, **HOW).others == 2000 * 2
+
+
+SERVER = {"engine": {"kind": "vllm-server"}}
+
+
+def test_cache_of_a_server_is_what_weights_leave():
+    own = cluster(memory=10_000.0, engine_share=0.9, engine_reserve=1000.0)
+    memory = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 1)
+    assert (memory.weights, memory.cache) == (4000, 4000)
+    assert memory.sequences == 4000 // (2 * (16 * 20 + 4 * 20))
+    two = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 2)
+    assert (two.weights, two.cache) == (2000, 6000)
+    assert (
+        cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400
+    )  # two key-value heads, one on each device
+    assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 4) == 400  # no more than that
+
+
+def test_embedded_engine_takes_its_slab_whatever_is_used():
+    own = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}})
+    memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
+    assert memory.cache == 3 * (
+        2 * 2 * 64 * 20 + 32 * 2
+    )  # rows of a multiple of 64, in layers with a window too
+    assert (memory.tokens, memory.sequences) == (96, 3)
+
+
+def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_but_no_latents():
+    own, cpu = (
+        config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}),
+        parse_cluster("1xcpu"),
+    )
+    assert slab_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
+    latent = dataclasses.replace(FULL, latent=True)
+    assert slab_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (
+        2 * 64 * 20 + 32 * 2
+    )
+    weighted = config(
+        rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"}
+    )
+    assert slab_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
+
+
+def test_another_engine_evaluates_unquantised_weights():
+    engine = {"engine": {"kind": "hf", "slots": 3, "max_len": 32}, "quant": "int8"}
+    own = config(rollout=engine)
+    memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
+    assert memory.evaluator == 2 * 2000 + memory.cache
+    for settings in ({"every": 0}, {"quantised": True}):
+        assert (
+            engine_memory(
+                DIMS, config(rollout=engine, eval=settings), cluster(), WORK, WEIGHTS, 1
+            ).evaluator
+            == 0
+        )
+
+
+def test_weights_read_by_a_forward():
+    assert WEIGHTS.read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
+    codes = Weights(total=2500, routed=800, embedding=1000, converted=900)
+    assert codes.read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
+    assert (
+        codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900
+    )  # all experts of a layer, whatever is met
+
+
+def test_a_rank_reads_what_is_spread_later():
+    plain = start_memory(DIMS, config(), cluster(16), 16)
+    assert (plain.host, plain.device) == (8000, 0)  # rank 0 alone
+    tied = start_memory(dataclasses.replace(DIMS, embedding=0), config(), cluster(16), 16)
+    assert (tied.host, tied.device) == (8 * 8000, 0)
+    critic = start_memory(DIMS, config(objective={"preset": "ppo"}), cluster(16), 16)
+    assert (critic.host, critic.device) == (8 * 8000, 8000 + 500)
+    assert start_memory(DIMS, config(objective={"preset": "ppo"}), cluster(), 1).device == 0
+
+
+def test_on_policy_numerics_take_as_long_as_measured():
+    both = [
+        config(numerics=mode, rollout={"engine": {"dtype": "float32"}})
+        for mode in ("fast", "on-policy")
+    ]
+    cpu = parse_cluster("1xcpu", ["on_policy_rollout=2", "on_policy_train=3"])
+    fast, slow = (learning(DIMS, own, cpu, WORK, 1) for own in both)
+    assert (slow.score, slow.update) == (
+        pytest.approx(3 * fast.score),
+        pytest.approx(3 * fast.update),
+    )
+    how = {"engines": 1, "tensor_parallel": 1, "capacity": 8}
+    fast, slow = (rollout(DIMS, own, cpu, WORK, WEIGHTS, **how) for own in both)
+    assert (slow.prefill, slow.decode) == (
+        pytest.approx(2 * fast.prefill),
+        pytest.approx(2 * fast.decode),
+    )
+
+
+def test_decoding_reads_weights_and_cache_while_it_multiplies():
+    step = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
+    )
+    read = 2000 - 800 - 500 + 800 * (1 - 0.75**2)
+    assert step.weights == pytest.approx(2 * read / 50)
+    assert step.cache == pytest.approx(2 * 2 * (200 + 80) / 50)
+    assert step.flops == pytest.approx(2 * (2 * 900 + 2 * 40 * 14) / 500)
+    assert (step.tensor_parallel, step.overhead) == (0, 0.5)
+    assert step.seconds == pytest.approx(step.weights + step.cache + 0.5)
+    assert step.bound == "reading weights"
+
+
+def test_tensor_parallel_divides_reading_and_adds_all_reduces():
+    step = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=2
+    )
+    alone = decode(
+        DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
+    )
+    assert step.weights == alone.weights / 2
+    assert step.cache == alone.cache / 2
+    assert step.tensor_parallel == 2 * 2 * (
+        0.125 + 2 * 10 * 2 / 25
+    )  # two a layer, half of it to and fro
+
+
+def test_rollout_takes_turns_where_the_cache_is_small():
+    own = config(rollout=SERVER)
+    whole = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=8)
+    half = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=4)
+    assert (whole.batch, half.batch) == (8, 4)
+    assert whole.decode == pytest.approx(10 * whole.step.seconds)
+    assert half.decode == pytest.approx(2 * 10 * half.step.seconds)
+    assert whole.prefill == pytest.approx((12 * 1800 + 2 * DIMS.attention_flops(6)) / 500)
+
+
+def test_learning_counts_forwards():
+    plain, ck, reused, bypass = (
+        learning(DIMS, config(**sections), cluster(train_overhead=1e-9), WORK, 1)
+        for sections in (
+            {},
+            {"train": {"activation_checkpointing": True}},
+            {"train": {"reuse_scoring_forward": True}},
+            {"correction": {"preset": "ppo-is"}},
+        )
+    )
+    head = 2 * 500 * 8 * (15 - 10)
+    forward = (2 * 900 * 120 - head + 8 * DIMS.attention_flops(15)) / 500
+    assert plain.score == pytest.approx(forward)
+    assert plain.update == pytest.approx(3 * forward)
+    assert ck.update == pytest.approx(4 * forward)
+    assert (reused.score, reused.update) == (pytest.approx(forward), pytest.approx(2 * forward))
+    assert (bypass.score, bypass.update) == (0, pytest.approx(3 * forward))
+
+
+def test_ranks_wait_for_layers_where_they_compute_little():
+    slow = learning(DIMS, config(), cluster(link=1e-3), WORK, 4)
+    moved = 2000 * 3 / 4 / (1e-3 * 0.5)
+    assert slow.score == pytest.approx(moved * 4)
+    assert slow.update == pytest.approx(moved * 12)
+    assert slow.bound == "gathering layers between ranks"
+    fast = learning(DIMS, config(), cluster(link=1e9), WORK, 4)
+    assert fast.score < slow.score / 100
+
+
+def test_collectives_between_nodes_use_all_adapters():
+    assert cluster(8).collective(8) == 25
+    assert cluster(16).collective(16) == 40 * 0.5
+    assert cluster(16).collective(8) == 25
+
+
+RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}
+
+
+def test_ray_replicas_have_devices_of_their_own():
+    own = config(cluster=RAY, rollout={"engine": {"kind": "hf", "slots": 4, "max_len": 32}})
+    assert replicated(own)
+    assert not in_process(own)
+    assert slots_of(own, WORK, 3) == 3  # of 8 sequences
+    assert slots_of(own, WORK, 1) == 4  # a replica's own slots
+    assert slots_of(config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3) == 1
+    memory = engine_memory(
+        DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1
+    )
+    assert memory.room == 4000  # half a device
+    assert sync_way(own) == "stream"
+    assert sync_way(config(cluster=RAY | {"weights": "disk"})) == "files"
+
+
+@pytest.mark.parametrize(("sync", "way"), [("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")])
+def test_ways_to_servers_are_those_of_the_recipe(sync, way):
+    for kind in ("vllm-server", "sglang"):
+        assert sync_way(config(rollout={"engine": {"kind": kind, "sync": sync}})) == way
+
+
+def test_sync_by_way():
+    own = config(rollout=SERVER)
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "gloo") == 4000 / 10
+    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "nccl") == 4000 / 25
+    assert (
+        sync(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5
+    )  # to another node: one adapter
+    assert (
+        sync(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25
+    )  # gathered in float32 before
+    assert sync(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
+    codes = dataclasses.replace(WEIGHTS, total=2500)
+    assert (
+        sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory")
+        == (8000 + 2500) / 100
+    )
+
+
+def test_sync_to_several_engines():
+    """Files are written once; the sender of a gloo broadcast sends all of it to 1, 2, 4, ... receivers in turn."""
+    own = config(rollout=SERVER)
+
+    def seconds(way, engines, tensor_parallel=1):
+        return sync(
+            DIMS,
+            own,
+            cluster(16),
+            WEIGHTS,
+            1,
+            way,
+            engines=engines,
+            tensor_parallel=tensor_parallel,
+        )
+
+    assert [seconds("gloo", n) for n in (1, 2, 3, 4, 8)] == [400, 800, 800, 1200, 1600]
+    assert seconds("gloo", 1, 8) == seconds("gloo", 8)  # every process of a server has all of it
+    assert [seconds("stream", n) for n in (1, 8)] == [200 + 400, 200 + 1600]
+    assert [seconds("files", n) for n in (1, 8, 9)] == [200 + 200, 200 + 200, 200 + 400]
+    assert seconds("nccl", 8) == seconds("nccl", 1)
+
+
+def test_saving_a_checkpoint():
+    """2000 parameters: 12 bytes each in float32, 2 + 8 + 4 in bfloat16 with masters; 20 bytes a second."""
+    save = save_of(DIMS, config(train={"ranks": 16, "rank_timeout": 1200.0}), cluster(16), 16)
+    assert (save.size, save.staged) == (24_000, 12_000)  # 8 ranks on a node
+    assert (save.written, save.counts) == (1200, 1200 + 1200 + 800)
+    assert save.in_time
+    assert not save_of(
+        DIMS, config(train={"ranks": 16, "rank_timeout": 1199.0}), cluster(16), 16
+    ).in_time
+    alone = save_of(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
+    assert (alone.size, alone.staged, alone.written, alone.counts) == (28_000, 0, 1400, 2800)
+    assert alone.in_time
+    critic = config(objective={"baseline": "critic", "normalise": "none"})
+    assert save_of(DIMS, critic, cluster(), 1).size == 48_000
+
+
+def test_routes_as_engines_send_them():
+    qwen = dataclasses.replace(DIMS, experts=128, top_k=8, moe_layers=48, attention=(FULL,) * 48)
+    vllm = traffic_of(qwen, config(rollout=SERVER), WORK, 1)
+    sglang = traffic_of(qwen, config(rollout={"engine": {"kind": "sglang"}}), WORK, 1)
+    assert vllm.route_bytes_per_token == 384
+    assert vllm.routes == 384 * 120
+    assert vllm.routes_sent == pytest.approx(512 * 120)
+    assert sglang.routes_sent == pytest.approx(2048 * 120)
+    assert vllm.weights == 2 * 2000
+    assert (
+        traffic_of(qwen, config(rollout={"quant": "int8"}), WORK, 1).weights == 4 * 2000
+    )  # it quantises unrounded ones
+    off = traffic_of(qwen, config(rollout=SERVER, replay={"mode": "off"}), WORK, 1)
+    assert (off.routes, off.routes_sent) == (0, 0)
+
+
+def test_layers_gathered_by_every_rank():
+    found = traffic_of(DIMS, config(rollout=SERVER), WORK, 4)
+    assert found.gathered == 2000 * 3 / 4 * (4 * 3 + 4)
+    assert traffic_of(DIMS, config(rollout=SERVER), WORK, 1).gathered == 0
+
+
+def test_lengths_are_checked_against_the_context():
+    own = config(rollout={"sampling": {"max_tokens": 40}})
+    assert work_of(own, 64, prompt=None, response=None).prompt == 24
+    assert work_of(own, 4096, prompt=None, response=None).prompt == 512
+    assert work_of(own, 64, prompt=3, response=5).length == 8
+    with pytest.raises(UsageError, match="max_tokens: 40 leaves no room"):
+        work_of(own, 40, prompt=None, response=None)
+    with pytest.raises(UsageError, match="--response-tokens: 64 leaves no room"):
+        work_of(own, 64, prompt=None, response=64)
+    with pytest.raises(UsageError, match="--prompt-tokens: 60 and 40"):
+        work_of(own, 64, prompt=60, response=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8", "not COUNTxDEVICE"),
+        ("8xh1000", r"did you mean 8xH100\?"),
+        ("8xtoaster", "known: A100, B200, B300, H100, H200, cpu"),
+        ("0xH100", "no devices"),
+        ("12xH100", "no whole number of nodes"),
+        ("-1xH100", "not COUNTxDEVICE"),
+    ],
+)
+def test_bad_clusters_are_refused(text, message):
+    with pytest.raises(UsageError, match=message):
+        parse_cluster(text)
+
+
+def test_clusters_are_read_whatever_the_case():
+    assert str(parse_cluster("64xh200")) == "64xH200"
+    assert parse_cluster("2xCPU").is_cpu
+
+
+@pytest.mark.parametrize(
+    "text", ["flops", "flops=", "flops=fast", "flops=-1", "flops=nan", "flops=inf", "speed=1"]
+)
+def test_bad_constants_are_refused(text):
+    with pytest.raises(UsageError, match="--constant"):
+        parse_cluster("8xH100", [text])
+
+
+def test_constants_that_are_given_are_marked():
+    found = parse_cluster("8xH100", ["network=25e9"])
+    assert found["network"] == 25e9
+    assert found.constants["network"].origin == "given"
+    assert found.constants["flops"].origin == "cited"
+
+
+def test_every_constant_says_where_it_is_from():
+    names = set(parse_cluster("1xH100").constants)
+    for device in hardware.devices():
+        constants = parse_cluster(f"1x{device}").constants
+        own = {"on_policy_rollout", "on_policy_train"} if device == "cpu" else {"host_memory"}
+        assert set(constants) == names - {"host_memory"} | own, device
+        for constant in constants.values():
+            assert constant.value > 0
+            assert constant.origin in ("measured", "cited", "assumed")
+            assert constant.source
+            assert constant.origin != "measured" or "`python benchmarks/" in constant.source
+
+
+def test_shipped_models_say_where_their_dimensions_come_from():
+    assert set(known()) == {"Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"}
+    assert all(entry["source"].startswith("https://") for entry in known().values())
+
+
+def test_a_bad_cluster_is_refused_before_torch_is_loaded():
+    code = (
+        "import sys; from onepolicy.cli import main; "
+        "code = main(['plan', 'recipes/quickstart.toml', '--cluster', '8xB52']); "
+        "assert code == 2, code; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "is no device known here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.path=./nowhere"], "no folder ./nowhere.*known without a download: DeepSeek-V3"),
+        (["--json", "nowhere/plan.json"], "--json: no folder nowhere"),
+        (
+            [
+                "--cluster",
+                "1xH100",
+                "numerics=on-policy",
+                "rollout.engine.dtype=float32",
+                "model.path=Qwen3-30B-A3B",
+            ],
+            "numerics: on-policy was run on CPUs only",
+        ),
+        (
+            ["--sync", "nccl", "model.path=Qwen3-30B-A3B"],
+            "--sync: the engine is in the learner's process",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["plan", "recipes/quickstart.toml", "--cluster", "1xcpu", *arguments]) == 2
+    assert __import__("re").search(message, capsys.readouterr().err)
+
+
+def test_the_page_lists_the_constants_as_they_are():
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for name, own in json.loads(
+        (Path(hardware.__file__).parent / "hardware.json").read_text()
+    ).items():
+        for constant, entry in own.items():
+            row = f"| {name} | {constant} | {entry['value']:.4g} {entry['unit']} | {entry['origin']} |"
+            assert row in page, row

@@ -1,0 +1,360 @@
+"""The report's contents: figures by hand-computed cases, sentences for what is missing, errors that name the file."""
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from safetensors.numpy import save_file
+
+from onepolicy.config import resolve
+from onepolicy.report.figure import REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale
+from onepolicy.report.html import write_report
+from onepolicy.report.learning import learning_figures, time_split, trailing_mean
+from onepolicy.report.mismatch import extreme_tokens, k3, mismatch_figures, pairs_of, subsample
+from onepolicy.report.outcome import outcome
+from onepolicy.report.routing import routing_figures
+from onepolicy.report.run import load_run
+from onepolicy.run.summary import summarise
+from support.report_run import make_fixture_run
+
+FULL = {
+    *("reward", "length", "entropy", "grad_norm", "k3", "f_tau", "scatter", "scatter_native"),
+    *("routers", "tokens", "sequences", "layers", "gate-mass", "time"),
+}
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    return make_fixture_run(tmp_path_factory.mktemp("runs") / "full")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A small run a test may damage."""
+    return make_fixture_run(tmp_path / "run", steps=12, tokens=120)
+
+
+def specs(html: str) -> dict[str, dict]:
+    data = re.search(r'<script id="figures" type="application/json">(.*?)</script>', html, re.S)
+    return {spec["name"]: spec for spec in json.loads(data[1])}
+
+
+def without_plotly(html: str) -> str:
+    return re.sub(r'<script id="plotly">.*?</script>', "", html, flags=re.S)
+
+
+def test_full_report(run_folder):
+    path = write_report(run_folder)
+    assert path == run_folder / "report.html"
+    html = path.read_text(encoding="utf-8")
+    assert set(specs(html)) == FULL
+    assert html.count('<script id="plotly">') == 1
+    for name in FULL:
+        assert html.count(f'id="fig-{name}"') == 1
+    page = without_plotly(html)
+    assert "http" not in page
+    assert not re.search(r"\b(src|href)=|url\(|@import", page)
+    assert '<ul class="absent">' not in page
+
+
+def test_verdict_and_comparison_by_hand(copy):
+    summary = json.loads((copy / "summary.json").read_text()) | {
+        "reward_first": 0.25,
+        "reward_last": 0.75,
+        "crash_step": 9,
+        "mismatch": {"mismatch/k3": 2e-3, "routing/routers": 0.01},
+        "mismatch_at_probes": {"mismatch/k3": 1e-3, "routing/routers": 0.02},
+        "mismatch_without_replay": {"mismatch/k3": 4e-3, "routing/routers": 0.05},
+        "probe_steps": [10],
+    }
+    (copy / "summary.json").write_text(json.dumps(summary))
+    page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
+    assert "Reward rose from 0.25 to 0.75 over 12 steps." in page
+    assert "It crashed at step 9." in page
+    assert (
+        "on 1 probe batch scored both ways: k3 0.004 \u2192 0.001 (cut by 4\u00d7, one probe);"
+        in page
+    )
+    assert (
+        "routers that would choose otherwise 5% \u2192 2%; experts that ran with it: 100% the rollout"
+        in page
+    )
+    first = outcome(summary)
+    assert first.startswith("The policy crashed at step 9")
+    assert (
+        page.index("<h1>")
+        < page.index(first)
+        < page.index("Reward rose from")
+        < page.index('class="tiles"')
+    )
+    row = [
+        f"<td>{cell}</td>"
+        for cell in ("Routers that would choose otherwise", "1%", "5%", "2%", "\u2013")
+    ]
+    assert "".join(row) in re.sub(r' data-name="[^"]*"', "", page)
+
+
+def test_text_of_a_run_is_escaped(run_folder):
+    page = without_plotly(write_report(run_folder).read_text(encoding="utf-8"))
+    assert "<script>window.hacked" not in page
+    assert "&lt;script&gt;window.hacked = true&lt;/script&gt;" in page
+    assert "&lt;/pre&gt;&lt;b&gt;&amp; &#39;quoted&#39;&lt;/b&gt;" in page
+
+
+def test_every_figure_is_valid_plotly(run_folder):
+    """plotly's own validator, with the theme's colour names replaced."""
+    for name, spec in specs(write_report(run_folder).read_text(encoding="utf-8")).items():
+        plain = json.loads(re.sub(r'"@[a-z-]+"', '"#123456"', json.dumps(spec)))
+        figure = go.Figure(data=plain["data"], layout=plain["layout"])
+        assert figure.layout.xaxis.title.text, name
+        assert figure.layout.yaxis.title.text, name
+
+
+def test_colours_and_second_signs(run_folder):
+    assert [look.color for look in (ROLLOUT, TRAINER, REPLAY)] == [
+        "@rollout",
+        "@trainer",
+        "@replay",
+    ]
+    for sign in ("dash", "symbol", "pattern"):
+        assert len({getattr(look, sign) for look in (ROLLOUT, TRAINER, REPLAY)}) == 3
+    figures = {f.name: f for f in all_figures(run_folder) if isinstance(f, Figure)}
+    assert figures["reward"].data[0]["line"]["color"] == "@rollout"
+    assert figures["entropy"].data[0]["line"]["color"] == "@trainer"
+    assert [t["line"]["color"] for t in figures["k3"].data] == ["@replay", "@trainer"]
+    assert figures["scatter"].data[0]["marker"]["color"] == "@replay"
+    assert figures["scatter_native"].data[0]["marker"]["color"] == "@trainer"
+    for name in ("routers", "tokens", "sequences", "layers"):
+        assert [t["marker"]["color"] for t in figures[name].data] == ["@trainer", "@replay"]
+    (mass,) = figures["gate-mass"].data
+    assert mass["marker"]["color"] == "@replay"
+    assert mass["y"] == pytest.approx([0.001 * (1 + layer) for layer in range(8)], rel=1e-3)
+
+
+def all_figures(folder: Path) -> list[Figure | Absent]:
+    run = load_run(folder)
+    return [*learning_figures(run), *mismatch_figures(run), *routing_figures(run), time_split(run)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gone", "sentence"),
+    [
+        (
+            {"moe": False},
+            {"routers", "tokens", "sequences", "layers", "gate-mass"},
+            "a dense model has no routers",
+        ),
+        (
+            {"replay": False},
+            {"scatter_native", "gate-mass"},
+            "No second curve: rollout routes are not replayed",
+        ),
+        ({"evaluation": False}, set(), "no evaluation was run (eval.every = 0)"),
+    ],
+)
+def test_missing_pieces_leave_a_sentence(tmp_path, kind, gone, sentence):
+    html = write_report(make_fixture_run(tmp_path / "run", steps=12, tokens=120, **kind)).read_text(
+        encoding="utf-8"
+    )
+    assert set(specs(html)) == FULL - gone
+    assert sentence in without_plotly(html)
+
+
+def retold(copy: Path, change) -> dict[str, str]:
+    """Title of each figure once every row of metrics.jsonl went through `change`."""
+    rows = [change(json.loads(line)) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = resolve(json.loads((copy / "config.json").read_text()))
+    (copy / "summary.json").write_text(json.dumps(summarise(config, rows, copy, None)))
+    return {figure.name: figure.title for figure in all_figures(copy) if isinstance(figure, Figure)}
+
+
+def test_titles_follow_the_data(copy):
+    def change(row):
+        at = row["step"]
+        if at == 0:
+            return row
+        own = {"train/entropy": 0.6 / at, "train/grad_norm": 0.0, "train/response_length": 80.0}
+        own |= {"train/reward": 0.9 - 0.05 * at, "mismatch/k3": 1e-2 * at}
+        without = (
+            {"counterfactual/mismatch/k3": 4e-2 * at} if "counterfactual/mismatch/k3" in row else {}
+        )
+        return row | own | without
+
+    titles = retold(copy, change)
+    assert titles["entropy"] == "Entropy falls 4.5-fold, from 0.274 to 0.0612 nats"
+    assert titles["grad_norm"] == "Gradient norm is 0 throughout"
+    assert titles["length"] == "Response length is 80 tokens throughout"
+    assert titles["reward"].startswith("Reward falls")
+    assert titles["k3"] == "Replay cuts k3 by 4\u00d7, one probe: the gap between both curves"
+    assert titles["time"].startswith("The largest part of a step is rollout: 5")
+
+
+def test_a_small_k3_has_no_ratio_in_the_report(copy):
+    page = without_plotly(write_report(copy).read_text(encoding="utf-8"))
+    assert "k3 is too small to matter: " in page
+    assert "replay cuts" not in page.lower()
+    assert "100% the rollout's" in html.unescape(page)
+
+
+def test_replay_off_is_drawn_as_the_trainer(tmp_path):
+    run = load_run(make_fixture_run(tmp_path / "run", steps=12, tokens=120, replay=False))
+    figure = k3(run)
+    assert isinstance(figure, Figure)
+    assert [t["line"]["color"] for t in figure.data] == ["@trainer"]
+
+
+def test_no_probe_and_no_samples(copy):
+    for path in (copy / "probes").iterdir():
+        path.unlink()
+    (copy / "samples.jsonl").unlink()
+    html = write_report(copy).read_text(encoding="utf-8")
+    assert set(specs(html)) == {"reward", "length", "entropy", "grad_norm", "k3", "time"}
+    for text in (
+        "F(\u03c4): no probe",
+        "Probability scatter: no probe",
+        "Routing: no probe",
+        "Samples: samples.jsonl is",
+    ):
+        assert text in html
+
+
+def probe_run(copy: Path, **tensors: list) -> object:
+    arrays = {
+        name: np.array(v, dtype=np.float32 if "logp" in name else None)
+        for name, v in tensors.items()
+    }
+    save_file(arrays, copy / "probes" / "step_00011.safetensors")
+    return load_run(copy)
+
+
+def test_f_tau_by_hand(copy):
+    """Ratios 1, 1.5, 3, 1/3 -> F(1.25) = 3/4, F(2) = 1/2, F(5) = 0; equal engines -> 0 from the start."""
+    ratios = [1.0, 1.5, 3.0, 1 / 3]
+    run = probe_run(
+        copy,
+        logp_rollout=[-2.0] * 4,
+        logp_trainer=[-2.0] * 4,
+        logp_trainer_native=[-2 + math.log(r) for r in ratios],
+    )
+    figure = extreme_tokens(pairs_of(run))
+    assert isinstance(figure, Figure)
+    replayed, *replayed_spots, native, at_125, at_2 = (
+        figure.data
+    )  # 5 is off the axis: the largest ratio is 3
+    floor = 0.01  # one decade below 1/n = 0.25
+    assert (at_125["y"], at_2["y"]) == ([0.75], [0.5])
+    assert figure.title == "Off by more than a factor of 2: 0% with replay, 50% without replay"
+    assert at_2["marker"]["symbol"] == ["diamond"]
+    assert replayed["y"] == [floor]
+    assert [spot["y"] for spot in replayed_spots] == [[floor]] * 2
+    assert replayed_spots[0]["marker"]["symbol"] == ["square-open"]
+    assert set(native["y"]) == {0.75, 0.5, floor}
+    assert native["y"][-1] == floor  # to the first zero and no further
+    assert native["y"].count(floor) == 1
+    axis = figure.layout["yaxis"]
+    assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True))[floor] == "0"
+
+
+def test_routing_figures_by_hand(copy):
+    run = probe_run(
+        copy,
+        logp_rollout=[-1.0],
+        logp_trainer=[-1.0],
+        disagree_per_token=[0, 0, 2, 1],
+        disagree_per_sequence=[0.0, 1.0],
+        experts_differing=[90, 0, 10],
+    )
+    figures = {f.name: f for f in routing_figures(run) if isinstance(f, Figure)}
+    tokens, routers, sequences = figures["tokens"], figures["routers"], figures["sequences"]
+    assert tokens.data[0]["y"] == [0.5, 0.25, 0.25]
+    assert tokens.title == "Tokens with a router that would choose otherwise: 50% with replay"
+    assert routers.data[0]["y"] == [0.9, None, 0.1]
+    assert sequences.data[0]["y"][0] == sequences.data[0]["y"][-1] == 0.5
+    missing = [f for f in routing_figures(run) if isinstance(f, Absent)]
+    assert [f.why for f in missing] == [
+        "Routing, layers: the last probe has no disagree_per_layer.",
+        "Routing, gate mass: the last probe has no gate_mass_per_layer.",
+    ]
+
+
+def test_zero_k3_is_visible(copy):
+    figure = k3(load_run(copy))
+    assert isinstance(figure, Figure)
+    trace, axis = figure.data[0], figure.layout["yaxis"]
+    zero = trace["x"].index(7)  # the fixture's step 7 has k3 = 0
+    assert trace["marker"]["symbol"][zero] == "square-open"
+    assert trace["marker"]["symbol"].count("square-open") == 1
+    assert trace["y"][zero] == min(trace["y"]) == axis["tickvals"][0]
+    assert axis["ticktext"][0] == "0"
+    assert axis["type"] == "log"
+    assert axis["range"][0] < math.log10(trace["y"][zero])
+
+
+def test_log_scale_by_hand():
+    scale = LogScale.of([3e-4, 0.02, math.nan], [0.0])
+    assert (scale.floor, scale.top, scale.has_zero) == (
+        pytest.approx(1e-5),
+        pytest.approx(0.1),
+        True,
+    )
+    assert scale.lift([0.0, -1e-9, 0.02]) == [scale.floor, scale.floor, 0.02]
+    assert scale.axis("x")["ticktext"] == [
+        "0",
+        "10<sup>\u22124</sup>",
+        "10<sup>\u22123</sup>",
+        "0.01",
+        "0.1",
+    ]
+    clean = LogScale.of([3e-4, 0.02])
+    assert (clean.floor, clean.has_zero) == (pytest.approx(1e-4), False)
+    assert "0" not in clean.axis("x")["ticktext"]
+    nothing = LogScale.of([0.0, 0.0])  # bitwise mode: every k3 is 0
+    assert nothing.axis("x")["ticktext"][0] == "0"
+    assert nothing.floor < nothing.top
+
+
+def test_subsample_keeps_the_extremes():
+    difference = np.random.default_rng(1).random(30_000)
+    chosen = subsample(difference, 10_000)
+    assert len(set(chosen.tolist())) == 10_000
+    assert set(np.argsort(-difference)[:500]) <= set(chosen)
+    rest = np.setdiff1d(chosen, np.argsort(-difference)[:500])
+    assert difference[rest].mean() == pytest.approx(
+        difference.mean(), abs=0.02
+    )  # not only extremes
+    assert (subsample(difference[:9], 10_000) == np.arange(9)).all()
+
+
+def test_trailing_mean_by_hand():
+    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2)[:2] == [1.0, 2.0]
+    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2)[2:] == [3.0, 5.0]
+
+
+def test_time_split_adds_up(run_folder):
+    run = load_run(run_folder)
+    figure = time_split(run)
+    assert isinstance(figure, Figure)
+    total = np.sum([trace["y"] for trace in figure.data], axis=0)
+    assert total == pytest.approx([row["time/step"] for row in run.rows if "time/step" in row])
+    assert [trace["name"] for trace in figure.data] == [
+        "rollout",
+        "score",
+        "update",
+        "sync",
+        "other",
+    ]
+
+
+def test_crash_is_marked(copy):
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps(summary | {"crash_step": 9}))
+    reward = learning_figures(load_run(copy))[0]
+    assert isinstance(reward, Figure)
+    assert reward.layout["shapes"][0]["x0"] == 9
+    assert reward.layout["annotations"][0]["text"] == "crash"

@@ -1,0 +1,245 @@
+"""Damaged replies of engines' servers: refused as `Malformed`, or a completion that could have been sampled."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.rollout.servers.replies import Malformed, as_json
+from onepolicy.rollout.sglang.contract import Asked, Model, parse
+from onepolicy.rollout.vllm.reply import Reader
+from onepolicy.types import Completion, RoutingTrace, Sampling
+from support.fuzz import FAST, SLOW, Damage, survives
+
+VOCAB, DEPTH, EXPERTS, K = 32, 2, 8, 2
+PROMPT, TOKENS = [3, 4, 5], [7, 8, 1]
+SAMPLING = Sampling(1.0, 4, stop=(1,), top_logprobs=2)
+RULES = RouteRules((0, 1), EXPERTS, K, "error")
+VERSIONS = {"a": 3, "b": 4}
+INPUTS = [pytest.param(FAST, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
+
+
+def routes(rows: int) -> np.ndarray:
+    found = np.zeros((rows, DEPTH, K), np.uint8)
+    found[..., 0] = np.arange(rows)[:, None] % EXPERTS
+    found[..., 1] = (found[..., 0] + 1 + np.arange(DEPTH)) % EXPERTS
+    return found
+
+
+ROWS = routes(len(PROMPT) + len(TOKENS) - 1)
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def vllm_reply() -> dict:
+    def entry(token: int, logp: float) -> dict:
+        return {"token": f"token_id:{token}", "logprob": logp}
+
+    content = [
+        entry(token, -0.5)
+        | {"top_logprobs": [entry(token, -0.5), entry(20, -2.0), entry(21, -9999.0)]}
+        for token in TOKENS
+    ]
+    return {
+        "choices": [
+            {
+                "token_ids": TOKENS,
+                "logprobs": {"content": content},
+                "finish_reason": "stop",
+                "routed_experts": text(npy(ROWS)),
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(PROMPT),
+            "completion_tokens": len(TOKENS),
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+def sglang_reply() -> dict:
+    return {
+        "output_ids": TOKENS,
+        "meta_info": {
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": len(PROMPT),
+            "completion_tokens": len(TOKENS),
+            "cached_tokens": 2,
+            "num_retractions": 0,
+            "weight_versions": [
+                {"version": "a", "start": 0, "end": 2},
+                {"version": "b", "start": 2, "end": 3},
+            ],
+            "output_token_logprobs": [[-0.5, token, None] for token in TOKENS],
+            "output_top_logprobs": [[[-0.5, token, None], [-2.0, 20, None]] for token in TOKENS],
+            "routed_experts": text(ROWS.astype("<i4").tobytes()),
+        },
+    }
+
+
+def check(done: Completion) -> None:
+    """Written apart from the readers: what every completion of this request must be."""
+    tokens = done.token_ids.tolist()
+    n = len(tokens)
+    assert n <= SAMPLING.max_tokens
+    assert all(0 <= token < VOCAB for token in tokens)
+    assert done.finish in ("stop", "length", "aborted")
+    assert not (done.finish == "stop" and tokens[-1] != 1)
+    assert 1 not in tokens[:-1]
+    assert done.logp.shape == done.version.shape == (n,)
+    assert all(-1e6 <= value <= 1e-3 for value in done.logp.tolist())
+    assert set(done.version.tolist()) <= set(VERSIONS.values())
+    assert done.top_ids.shape == done.top_logp.shape == (n, 2)
+    for ids, values in zip(done.top_ids.tolist(), done.top_logp.tolist(), strict=True):
+        assert len(set(ids)) == 2
+        assert all(0 <= token < VOCAB for token in ids)
+        assert values[1] <= values[0] <= 1e-3
+    if n:
+        assert done.routing is not None
+        check_trace(done.routing, len(PROMPT) + n - 1)
+
+
+def check_trace(trace: RoutingTrace, rows: int) -> None:
+    assert trace.ids.shape == (rows, len(RULES.layers), K)
+    assert trace.valid.shape == (rows,)
+    assert trace.valid.any()
+    for row, valid in zip(trace.ids.tolist(), trace.valid.tolist(), strict=True):
+        for chosen in row:
+            assert not valid or (
+                len(set(chosen)) == K and all(0 <= expert < EXPERTS for expert in chosen)
+            )
+    reached = 0
+    for span in trace.spans:
+        assert span.start >= reached
+        assert span.length > 0
+        assert span.version in VERSIONS.values()
+        reached = span.start + span.length
+    assert reached <= rows
+
+
+def loaded(given: object) -> object:
+    return as_json(given) if isinstance(given, bytes) else given
+
+
+def part_of(version: str):
+    reader = Reader(VOCAB, DEPTH, RULES, contract_of(version))
+    return lambda given: reader.part(
+        loaded(given), prompt=len(PROMPT), first=0, sampling=SAMPLING, version=3
+    )
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_vllm_replies(inputs: int) -> None:
+    survives(
+        "vllm reply",
+        inputs,
+        lambda damage: damage.reply(vllm_reply()),
+        part_of("0.30.0"),
+        check,
+        Malformed,
+    )
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("version", ["0.30.0", "0.33.0"])
+def test_vllm_arrays(inputs: int, version: str) -> None:
+    def make(damage: Damage) -> dict:
+        kind = damage.random.choice(
+            (np.uint8, np.uint16, np.int32, np.int64, np.uint64, np.float32, np.bool_, ">i4")
+        )
+        shaped = damage.random.choice(
+            (ROWS, ROWS, ROWS[0], ROWS[:, :1], ROWS[:0], np.asfortranarray(ROWS), ROWS[0, 0, 0])
+        )
+        reply = vllm_reply()
+        data = npy(np.asarray(shaped).astype(kind))
+        reply["choices"][0]["routed_experts"] = text(
+            damage.data(data) if damage.random.random() < 0.8 else data
+        )
+        return reply
+
+    survives(f"vllm array {version}", inputs, make, part_of(version), check, Malformed)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_vllm_nested_replies(inputs: int) -> None:
+    good = vllm_reply()
+    good["prompt_routed_experts"] = ROWS[: len(PROMPT)].tolist()
+    good["choices"][0]["routed_experts"] = ROWS[len(PROMPT) :].tolist()
+    survives(
+        "vllm nested",
+        inputs,
+        lambda damage: damage.reply(good),
+        part_of("0.21.0"),
+        check,
+        Malformed,
+    )
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_sglang_replies(inputs: int) -> None:
+    model = Model(VOCAB, DEPTH, RULES)
+    asked = Asked(PROMPT, SAMPLING, seed=1, first_row=0, submitted=3, key="k")
+
+    def make(damage: Damage) -> object:
+        reply = sglang_reply()
+        if damage.random.random() < 0.2:
+            rows = damage.data(ROWS.astype("<i4").tobytes())
+            reply["meta_info"]["routed_experts"] = text(rows)
+            return reply
+        return damage.reply(reply)
+
+    def version_of(name: str) -> int:
+        if name not in VERSIONS:
+            raise Malformed("another's weights")  # EngineLost, of a server
+        return VERSIONS[name]
+
+    def read(given: object) -> Completion:
+        part = parse(loaded(given), asked, model, version_of)
+        tokens = part.token_ids.tolist()
+        finish = "stop" if tokens and tokens[-1] in SAMPLING.stop else "aborted"
+        return Completion(
+            part.token_ids,
+            part.logp,
+            part.version,
+            finish,
+            part.routing,
+            0,
+            part.top_ids,
+            part.top_logp,
+        )
+
+    survives("sglang reply", inputs, make, read, check, Malformed)
+
+
+def test_the_check_sees_wrong_completions() -> None:
+    """Or a reader that accepts everything would pass."""
+    good = part_of("0.30.0")(vllm_reply())
+    check(good)
+    assert good.routing is not None
+    for wrong in (
+        dataclasses.replace(good, logp=good.logp + 1),
+        dataclasses.replace(good, version=good.version + 9),
+        dataclasses.replace(good, top_ids=torch.zeros_like(good.top_ids)),
+        dataclasses.replace(good, top_logp=good.top_logp * torch.nan),
+        dataclasses.replace(good, routing=good.routing.rows(0, 2)),
+        dataclasses.replace(
+            good, routing=dataclasses.replace(good.routing, ids=good.routing.ids * 0)
+        ),
+    ):
+        with pytest.raises(AssertionError):
+            check(wrong)

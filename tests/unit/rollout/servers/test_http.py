@@ -1,0 +1,326 @@
+"""The HTTP client of engines: what is tried again, what is not, and what a failure says."""
+
+import asyncio
+import gzip
+import json
+import threading
+import typing
+import zlib
+
+import pytest
+
+from onepolicy.config import NotThere, TrainingError, UsageError
+from onepolicy.rollout.servers import http
+from onepolicy.rollout.servers.http import Counters, EngineClient, EngineLost, Malformed
+from onepolicy.rollout.servers.replies import read_body
+from support.http_server import Reply, Server, first
+from support.waiting import LIMIT_S, wait_until
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.001)
+
+
+def client_of(server, **kwargs):
+    return EngineClient(
+        server.url, server="the test server", **{"retries": 2, "timeout_s": LIMIT_S} | kwargs
+    )
+
+
+def good(_):
+    return {"ok": 1}
+
+
+def ask(server, **kwargs):
+    client = client_of(server, **kwargs)
+    return client, asyncio.run(client.post("/do", {"x": [1, 2]}, params={"mode": "abort"}))
+
+
+def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
+    monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with Server(
+        {
+            "POST /do": good,
+            "GET /empty": lambda _: Reply(b""),
+            "GET /text": lambda _: Reply(b"OK", content_type="text/plain"),
+        }
+    ) as server:
+        client, reply = ask(server, token_env="ENGINE_TOKEN")
+        assert (asyncio.run(client.get("/empty")), asyncio.run(client.get("/text"))) == (None, "OK")
+    assert reply == {"ok": 1}
+    asked = server.asked[0]
+    assert (asked.method, asked.path, asked.params, asked.body) == (
+        "POST",
+        "/do",
+        {"mode": "abort"},
+        {"x": [1, 2]},
+    )
+    assert asked.headers["authorization"] == "Bearer s3cret"
+    assert client.take_counters() == Counters(requests=3)
+    assert client.take_counters() == Counters()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Reply({"error": "engine"}, 503),
+        Reply({"ok": 1}, cut=3),
+        Reply(b'{"ok": '),
+        Reply(hang_up=True),
+        Reply(b"[" * 100_000),
+        Reply(b'{"ok": 1, "ok": 2}'),
+        Reply(b'{"ok": ' + b"9" * 5000 + b"}"),
+        Reply(b'{"ok": "\xff"}'),
+        Reply(b"x" * (http.MOST_BYTES + 1)),
+        Reply(gzip.compress(bytes(http.MOST_BYTES + 1)), encoding="gzip"),
+        Reply(gzip.compress(b'{"ok": 1}')[:-4], encoding="gzip"),
+        Reply(b'{"ok": 1}', encoding="gzip"),
+        Reply(b'{"ok": 1}', encoding="br"),
+    ],
+    ids=[
+        *(
+            "503",
+            "truncated",
+            "not JSON",
+            "hangs up",
+            "deep",
+            "a key twice",
+            "digits",
+            "no UTF-8",
+            "too long",
+        ),
+        *("gzip of too much", "gzip cut short", "no gzip", "another encoding"),
+    ],
+)
+def test_what_may_pass_is_tried_again_up_to_the_bound(bad):
+    with Server({"POST /do": first([bad, bad], good)}) as server:
+        client, reply = ask(server)
+    assert reply == {"ok": 1}
+    assert client.take_counters() == Counters(requests=1, retried=2)
+    with Server({"POST /do": lambda _: bad}) as server:
+        client = client_of(server)
+        with pytest.raises(
+            TrainingError, match=r"the test server: POST http://127.*/do, 3 times; got .*--resume"
+        ):
+            asyncio.run(client.post("/do"))
+    assert len(server.asked) == 3
+    assert client.take_counters() == Counters(requests=1, retried=2, dropped=1)
+
+
+def test_a_compressed_reply_is_read():
+    body = gzip.compress(json.dumps({"ok": "x" * 3_000_000}).encode())  # several pieces
+    with Server({"POST /do": lambda _: Reply(body, encoding="gzip")}) as server:
+        _, reply = ask(server)
+    assert len(reply["ok"]) == 3_000_000
+
+
+def test_the_time_limit_holds_while_a_reply_is_decompressed():
+    class Response:
+        headers: typing.ClassVar = {"content-encoding": "gzip"}
+
+        async def aiter_raw(self):
+            yield gzip.compress(bytes(2**26))
+
+    async def read():
+        async with asyncio.timeout(0):
+            await read_body(Response(), 2**40)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(read())
+
+
+class Gzipped:
+    """A response whose body comes in these chunks; `taken` counts them."""
+
+    headers: typing.ClassVar = {"content-encoding": "gzip"}
+
+    def __init__(self, chunks):
+        self.chunks, self.taken = chunks, 0
+
+    async def aiter_raw(self):
+        for chunk in self.chunks:
+            self.taken += 1
+            yield chunk
+
+
+EMPTY_BLOCK = b"\0\0\0\xff\xff"  # of Deflate: stored, of no bytes, not the last one
+GZIP_HEADER = gzip.compress(b"")[:10]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "after"),
+    [
+        ([gzip.compress(b"{}"), *([bytes(2**16)] * 9)], 2),
+        ([gzip.compress(b"{}") + b"\0"] * 9, 1),
+        ([gzip.compress(b"{}")] * 9, 2),
+        ([gzip.compress(b"") * 9] * 9, 1),
+        ([*([gzip.compress(b"{}")[n : n + 1] for n in range(22)]), b"", b"\0", b"\0"], 24),
+        ([GZIP_HEADER, *([EMPTY_BLOCK * 2**13] * 99)], 3),
+        ([GZIP_HEADER[:3] + b"\x08" + GZIP_HEADER[4:], *([b"name" * 2**13] * 99)], 4),
+    ],
+    ids=[
+        *("zeros", "a byte in the same chunk", "members", "members in one chunk", "single bytes"),
+        *("empty blocks", "an endless name"),
+    ],
+)
+def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
+    response = Gzipped(chunks)
+    with pytest.raises(
+        Malformed, match=r"goes on after its end|a gzip body of more than 100 bytes"
+    ):
+        asyncio.run(read_body(response, 100))
+    assert response.taken == after
+
+
+def test_a_gzip_body_may_come_in_single_bytes_and_in_blocks_larger_than_what_they_hold():
+    whole = gzip.compress(b"x" * 2_000_000)
+    chunks = [whole[n : n + 1] for n in range(len(whole))]
+    assert asyncio.run(read_body(Gzipped(chunks), 2_000_000)) == b"x" * 2_000_000
+    packed = zlib.compressobj(level=6, wbits=31, strategy=zlib.Z_FIXED)
+    high = bytes(range(144, 256)) * 20_000  # each takes 9 bits
+    body = packed.compress(high) + packed.flush()
+    assert asyncio.run(read_body(Gzipped([body]), len(high))) == high
+
+
+def test_other_tasks_run_while_a_reply_comes_in_single_bytes():
+    class Plain(Gzipped):
+        headers: typing.ClassVar = {}
+
+    async def read(response):
+        async with asyncio.timeout(0):
+            await read_body(response, 100)
+
+    for response in (Plain([b"1"] * 50), Gzipped([GZIP_HEADER[:1]])):
+        with pytest.raises(TimeoutError):
+            asyncio.run(read(response))
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\r\nonepolicy: all is well\x9b2J\u202e\u2028\x00\x7f"
+
+
+@pytest.mark.parametrize("status", [503, 403, 307, 200])
+@pytest.mark.parametrize("kind", ["text/plain", "application/json"])
+def test_what_a_server_sent_reaches_no_terminal_as_it_came(status, kind):
+    def parse(reply):
+        raise Malformed(f"it sent {reply}")
+
+    body = (
+        EVIL.encode()
+        if kind == "text/plain"
+        else json.dumps({"error": EVIL}, ensure_ascii=False).encode()
+    )
+    with (
+        Server({"POST /do": lambda _: Reply(body, status, content_type=kind)}) as server,
+        pytest.raises(TrainingError) as error,
+    ):
+        asyncio.run(client_of(server).post("/do", parse=parse))
+    assert str(error.value).isprintable()
+    assert "owned" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [UsageError, TrainingError, NotThere, EngineLost, Malformed])
+def test_an_error_keeps_no_more_than_its_line_breaks(kind):
+    text = str(
+        kind(f"a problem\nof two lines, it said {EVIL}; f\u00fcr \u4f60\u3000\u597d \U0001f600")
+    )
+    assert text.replace("\n", "").replace("\u3000", "").isprintable()
+    assert "\\x1b]0;owned\\x07" in text
+    assert text.endswith("\\u202e\\u2028\\x00\\x7f; f\u00fcr \u4f60\u3000\u597d \U0001f600")
+    assert str(kind(text)) == text.replace("\n", "\\n" if kind is Malformed else "\n")
+
+
+def test_a_reply_that_parse_refuses_is_tried_again():
+    def parse(reply):
+        if "ok" not in reply:
+            raise Malformed("no `ok` in it")
+        return reply["ok"] + 1
+
+    with Server({"GET /do": first([{}], good)}) as server:
+        assert asyncio.run(client_of(server).get("/do", parse=parse)) == 2
+    with (
+        Server({"GET /do": lambda _: {}}) as server,
+        pytest.raises(TrainingError, match="a reply that cannot be used: no `ok` in it"),
+    ):
+        asyncio.run(client_of(server, retries=0).get("/do", parse=parse))
+
+
+def test_a_refusal_is_an_answer_and_shows_what_came_back():
+    with (
+        Server({}) as server,
+        pytest.raises(TrainingError, match=r'got status 404: \{"detail": "Not Found"\}'),
+    ):
+        ask(server)
+    assert len(server.asked) == 1
+
+
+def test_time_out_is_per_attempt_and_retried():
+    held = threading.Event()
+
+    def slow(_):
+        held.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    with Server({"POST /do": first([], slow)}) as server:
+        with pytest.raises(TrainingError, match=r"/do, 2 times; got no answer within 0.2 s"):
+            ask(server, timeout_s=0.2, retries=1)
+        held.set()
+
+
+def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
+    with Server({}) as server:
+        client = client_of(server, retries=1)
+
+    async def at_start():
+        with client.starting():
+            await client.get("/health")
+
+    with pytest.raises(
+        UsageError,
+        match=r"rollout.engine.url: .* GET .*/health, 2 times; got ConnectError.*right url",
+    ):
+        asyncio.run(at_start())
+    with pytest.raises(TrainingError, match="ConnectError"):
+        asyncio.run(client.get("/health"))
+
+
+def test_other_requests_in_flight_are_named_as_dropped_and_a_cancelled_one_hangs_up():
+    seen, left = threading.Event(), threading.Event()
+
+    def slow(request):
+        seen.set()
+        wait_until(request.gone)
+        left.set()
+        return Reply(hang_up=True)
+
+    async def both(client):
+        waiting = asyncio.create_task(client.post("/slow"))
+        await asyncio.to_thread(seen.wait, LIMIT_S)
+        with pytest.raises(TrainingError, match="1 other requests in flight were dropped"):
+            await client.get("/nowhere")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(left.wait, LIMIT_S)
+
+    with Server({"POST /slow": slow}) as server:
+        client = client_of(server)
+        asyncio.run(both(client))
+    assert client.take_counters() == Counters(requests=2, dropped=2)
+
+
+@pytest.mark.parametrize(
+    ("url", "token_env", "message"),
+    [
+        ("localhost:8000", None, "is not the address of a server"),
+        ("http://127.0.0.1:1/?a=b", None, "has a user, a password or a query in it"),
+        ("http://me:pw@127.0.0.1:1", None, "has a user, a password or a query in it"),
+        ("http://10.1.2.3:8000", None, "on another machine; protect it"),
+        ("http://localhost:8000", "NOT_SET_ANYWHERE", "variable NOT_SET_ANYWHERE is not set"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(url, token_env, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        EngineClient(url, token_env=token_env, server="the test server")
+    assert "pw@" not in str(caught.value)

@@ -1,0 +1,151 @@
+"""The secret between a run and its server: how it is found, and that no error repeats it."""
+
+import asyncio
+import os
+import traceback
+
+import pytest
+
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.config.engine import ServeConfig
+from onepolicy.launch.ray.connect import prepare
+from onepolicy.rollout.servers import token
+from onepolicy.rollout.servers.http import EngineClient
+from onepolicy.rollout.servers.token import forget, left_for, made_for
+from onepolicy.rollout.vllm import serve
+from support.http_server import Reply, Server
+
+SECRET = "hunter2-not-to-be-seen"
+BAD = [
+    f"{SECRET}\r",
+    f"{SECRET}\n",
+    f"{SECRET}\r\n",
+    f"\n{SECRET}",
+    f"{SECRET}\x00"[:-1] + "\x01",
+    f"{SECRET} x",
+    f"{SECRET}é",
+]
+BAD += [f"{SECRET}\u2028", f"{SECRET}\x7f", f"{SECRET}\t", f"{SECRET}\udce9", " "]
+
+
+def served(monkeypatch):
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
+    settings = {"max_len": 8, "vocab": 8, "routes": False, "cpu": True, "token_env": "ENGINE_TOKEN"}
+    serve.serve(ServeConfig(), "model", **settings)
+
+
+def asked(_):
+    EngineClient("http://127.0.0.1:1", token_env="ENGINE_TOKEN", server="the server")
+
+
+def clustered(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", os.environ["ENGINE_TOKEN"])
+    prepare(own=True)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("reader", [served, asked, clustered])
+def test_a_token_that_cannot_be_sent_is_refused_at_the_start_and_not_repeated(
+    reader, bad, monkeypatch
+):
+    monkeypatch.setenv("ENGINE_TOKEN", bad)
+    name = "RAY_AUTH_TOKEN" if reader is clustered else "ENGINE_TOKEN"
+    with pytest.raises(UsageError, match=rf"{name}.* no token may have; set it again") as caught:
+        reader(monkeypatch)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_token_given_in_place_of_its_variable_is_not_repeated():
+    with pytest.raises(UsageError, match="not the name of an environment variable") as caught:
+        EngineClient("http://127.0.0.1:1", token_env=SECRET, server="the server")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_server_that_repeats_the_token_is_quoted_without_it(monkeypatch):
+    monkeypatch.setenv("ENGINE_TOKEN", SECRET)
+    told = {"POST /a": lambda r: Reply({"asked": "x" * 270 + r.headers["authorization"]}, 403)}
+    told |= {"POST /b": lambda r: Reply({"asked": r.headers["authorization"]}, 500)}
+    with Server(told) as server:
+        client = EngineClient(server.url, token_env="ENGINE_TOKEN", retries=0, server="the server")
+        for path in ("/a", "/b"):
+            with pytest.raises(TrainingError, match="status") as caught:
+                asyncio.run(client.post(path))
+            assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    monkeypatch.setattr(token.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"onepolicy-tokens-{os.getuid()}"
+
+
+def test_a_token_is_made_for_each_start_and_only_its_owner_can_read_it(here):
+    with made_for("127.0.0.1", 8000) as (first, path):
+        assert len(first) >= 32
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert here.stat().st_mode & 0o777 == 0o700
+        assert left_for("127.0.0.1", 8000) == left_for("localhost", 8000) == first
+        assert (
+            left_for("127.0.0.1", 8001)
+            is left_for("127.0.0.2", 8000)
+            is left_for("::1", 8000)
+            is None
+        )
+        with made_for("127.0.0.1", 8000) as (second, _):  # the server before was killed, say
+            assert left_for("127.0.0.1", 8000) == second != first
+        assert left_for("127.0.0.1", 8000) is None
+    assert list(here.iterdir()) == []
+    with made_for("localhost", 8000), made_for("::1", 8001) as (third, _):
+        assert left_for("0:0:0:0:0:0:0:1", 8001) == left_for("localhost", 8001) == third
+    with made_for("127.0.0.1", 8000):
+        forget("localhost", 8000)
+        assert left_for("127.0.0.1", 8000) is None
+
+
+def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
+    with made_for("127.0.0.1", 8000) as (_, path):
+        path.chmod(0o644)
+        assert left_for("127.0.0.1", 8000) is None
+        path.chmod(0o600)
+        here.chmod(0o755)
+        assert left_for("127.0.0.1", 8000) is None
+        with (
+            pytest.raises(UsageError, match=r"others may look into it; .*--token-env"),
+            made_for("127.0.0.1", 8001),
+        ):
+            pass
+        here.chmod(0o700)
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        assert left_for("127.0.0.1", 8000) is None
+        path.unlink()
+        path.write_text(f"{SECRET}\n")
+        path.chmod(0o600)
+        assert left_for("127.0.0.1", 8000) is None
+    path.unlink()
+    here.rmdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    here.symlink_to(tmp_path / "theirs")
+    with pytest.raises(UsageError, match="belongs to somebody else"), made_for("127.0.0.1", 8001):
+        pass
+
+
+def test_a_run_finds_the_token_of_a_server_of_this_machine_and_of_the_next_one_there(here):
+    told = []
+    with Server({"GET /a": lambda r: told.append(r.headers.get("authorization"))}) as server:
+        port = int(server.url.rpartition(":")[2])
+        client = EngineClient(server.url, server="the server")
+        asyncio.run(client.get("/a"))
+        with made_for("127.0.0.1", port) as (first, _):
+            asyncio.run(client.get("/a"))
+        with made_for("127.0.0.1", port) as (second, _):
+            asyncio.run(EngineClient(f"http://localhost:{port}", server="the server").get("/a"))
+            asyncio.run(client.get("/a"))
+    assert told == [None, f"Bearer {first}", f"Bearer {second}", f"Bearer {second}"]
+
+
+def test_a_run_without_the_token_is_told_what_to_set():
+    with Server({"GET /a": lambda _: Reply({"error": "Unauthorized"}, 401)}) as server:
+        client = EngineClient(server.url, server="the server")
+        with pytest.raises(TrainingError, match=r"status 401.*rollout\.engine\.token_env"):
+            asyncio.run(client.get("/a"))

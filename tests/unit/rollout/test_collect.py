@@ -1,0 +1,216 @@
+"""Episodes that fail: played again with other seeds, dropped and counted; groups with too few left go whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+
+from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
+from onepolicy.interfaces import EpisodeError, Problem
+from onepolicy.objective.advantages import compare, outcomes
+from onepolicy.rollout.collect import collect, seed_of
+from onepolicy.run.evaluate import evaluate
+from onepolicy.train.pack import pack
+from onepolicy.types import Completion, Group, Sampling
+from support.objective_batches import group
+
+
+class Engine:
+    """Answers with its seed, so that a test sees which seeds were used."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def generate(self, tokens: list[int], sampling: Sampling, *, seed: int) -> Completion:
+        self.seeds.append(seed)
+        one = torch.ones(1, dtype=torch.int32)
+        return Completion(one, torch.tensor([-1.0]), one, "stop")
+
+
+class Failing:
+    """`failures`: of each problem, which of its episodes fail, counted in the order they start."""
+
+    def __init__(self, failures: dict[int, set[int]]) -> None:
+        self.failures, self.started = failures, dict.fromkeys(range(9), 0)
+
+    def train_problem(self, index: int) -> Problem:
+        return Problem(index, "", "")
+
+    async def episode(self, problem, sample, temperature):
+        started = self.started[problem.id]
+        self.started[problem.id] += 1
+        await sample([1, 2])
+        if started in self.failures.get(problem.id, set()):
+            raise EpisodeError(f"tool died in episode {started}")
+        return group([float(problem.id)]).samples
+
+
+def run(failures, **settings):
+    engine, environment = Engine(), Failing(failures)
+    config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
+    groups, metrics = asyncio.run(collect(engine, environment, config, stop=(), step=3, seed=5))
+    return groups, metrics, engine
+
+
+def test_a_failed_episode_is_played_again_with_other_seeds():
+    groups, metrics, engine = run({6: {0, 2}})
+    assert [len(g.samples) for g in groups] == [4, 4]
+    assert metrics == {"rollout/episodes_failed": 2}
+    again = {
+        seed_of(5, 6, 3, m, attempt=1) for m in (0, 1)
+    }  # started 0 and 2: a retry starts at once
+    assert again < set(engine.seeds)
+    assert len(set(engine.seeds)) == 10
+
+
+def test_an_episode_that_keeps_failing_is_dropped_and_counted():
+    groups, metrics, _ = run({6: {1}}, episode_retries=0)
+    assert [g.problem_id for g in groups] == [6, 7]
+    assert [g.episodes for g in groups] == [[0, 2, 3], [0, 1, 2, 3]]
+    assert metrics == {"rollout/episodes_failed": 1, "rollout/episodes_dropped": 1}
+
+
+def test_a_group_with_too_few_survivors_goes_whole():
+    groups, metrics, _ = run({6: {0, 1, 2}}, episode_retries=0)
+    assert [g.problem_id for g in groups] == [7]
+    counted = {
+        "rollout/episodes_failed": 3,
+        "rollout/episodes_dropped": 3,
+        "rollout/groups_dropped": 1,
+    }
+    assert metrics == counted
+    groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_survivors=1)
+    assert [len(g.samples) for g in groups] == [1, 4]
+
+
+def test_nothing_left_stops_the_run_and_says_why():
+    everything = {i: set(range(99)) for i in range(9)}
+    with pytest.raises(
+        TrainingError,
+        match=r"step 4: no group has 2 episodes .* 16 attempts failed, the last one: .*died",
+    ):
+        run(everything)
+
+
+def test_more_survivors_than_episodes_are_refused():
+    with pytest.raises(ValueError, match=r"rollout.min_survivors: 5 of rollout.group_size 4"):
+        RolloutConfig(group_size=4, min_survivors=5)
+
+
+def forked(rewards: list[float], episodes: list[int]) -> Group:
+    samples = group(rewards).samples
+    return Group(
+        0, tuple(dataclasses.replace(s, episode=e) for s, e in zip(samples, episodes, strict=True))
+    )
+
+
+def test_samples_of_one_episode_count_once_in_the_baseline():
+    """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2; the deviation that of three episodes."""
+    made = forked([1, 1, 0, 0], [0, 0, 1, 2])
+    mean = [s.outcome for s in outcomes([made], ObjectiveConfig(normalise="none"))[0].samples]
+    assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    std = [s.outcome for s in outcomes([made], ObjectiveConfig())[0].samples]
+    assert std == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
+    loo = [
+        s.outcome
+        for s in outcomes([made], ObjectiveConfig(baseline="leave-one-out", normalise="none"))[
+            0
+        ].samples
+    ]
+    assert loo == pytest.approx([1, 1, -0.5, -0.5])
+
+
+def test_without_forks_episodes_change_nothing():
+    reward, unit = torch.tensor([1.0, 0.0, 3.0, 3.0]).double(), torch.tensor([0, 0, 4, 4])
+    episode = torch.tensor([1, 0, 0, 1])
+    assert torch.equal(
+        compare(reward, unit, ObjectiveConfig()),
+        compare(reward, unit, ObjectiveConfig(), episode=episode),
+    )
+
+
+def test_a_batch_knows_its_episodes():
+    groups = outcomes(
+        [forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig()
+    )
+    batch = pack(groups)
+    assert batch.episode.tolist() == [0, 0, 2, 0, 1]
+    assert batch.select([4, 2]).episode.tolist() == [1, 2]
+
+
+def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
+    def evaluated(failures):
+        engine, environment = Engine(), Failing(failures)
+        environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+        config = EvalConfig(problems=2, greedy=True, k=0)
+        return asyncio.run(
+            evaluate(engine, environment, config, stop=(), max_tokens=1)
+        ), engine.seeds
+
+    metrics, seeds = evaluated({1: {0, 1}})
+    assert metrics["eval/greedy"] == 0.5  # problem 1 is the one with reward 1
+    assert len(set(seeds)) == len(seeds) == 4
+    with pytest.raises(
+        TrainingError,
+        match=r"problem 1 could not be played to its end, 3 times: tool died in episode 2",
+    ):
+        evaluated({1: {0, 1, 2}})
+
+
+def test_an_evaluation_counts_all_of_a_forked_episode():
+    """Two samples of one token each and one of three: 2 and 3 tokens an episode."""
+
+    class Forking(Failing):
+        async def episode(self, problem, sample, temperature):
+            await sample([1, 2])
+            return (
+                group([0.0, 1.0]).samples if problem.id == 0 else group([1.0], slots=(3,)).samples
+            )
+
+    environment = Forking({})
+    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+    config = EvalConfig(problems=2, greedy=True, k=0)
+    metrics = asyncio.run(evaluate(Engine(), environment, config, stop=(), max_tokens=1))
+    assert metrics == {"eval/greedy": 1.0, "eval/response_length": 2.5}
+
+
+def test_every_turn_says_how_its_episode_began():
+    asked = []
+
+    class Notes(Engine):
+        async def generate(self, tokens, sampling, *, seed):
+            asked.append((tokens, sampling.first_prompt))
+            return await super().generate(tokens, sampling, seed=seed)
+
+    class Turns(Failing):
+        async def episode(self, problem, sample, temperature):
+            await sample([1, 2, problem.id])
+            await sample([1, 2, problem.id, 3, 4])
+            await sample([1, 2, 5])  # a history that was rewritten
+            return group([0.0]).samples
+
+    config = RolloutConfig(prompts_per_step=1, group_size=1)
+    asyncio.run(collect(Notes(), Turns({}), config, stop=(), step=0, seed=0))
+    assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]
+
+
+def test_what_a_grader_left_unread_is_of_its_step_alone():
+    class Counting(Failing):
+        left = 0
+
+        async def episode(self, problem, sample, temperature):
+            self.left += 1
+            return await super().episode(problem, sample, temperature)
+
+        def take_metrics(self):
+            taken, self.left = self.left, 0
+            return {"rollout/grader_skipped": taken}
+
+    environment = Counting({})
+    config = RolloutConfig(prompts_per_step=2, group_size=4)
+    for _ in range(2):
+        _, metrics = asyncio.run(collect(Engine(), environment, config, stop=(), step=0, seed=5))
+        assert metrics["rollout/grader_skipped"] == 8

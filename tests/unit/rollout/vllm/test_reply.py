@@ -1,0 +1,178 @@
+"""Whatever a vLLM server sends instead of its reply: one kind of error, or a completion that holds together."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onepolicy.replay.checks import check_completion
+from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.rollout.request import joined
+from onepolicy.rollout.servers.http import Malformed
+from onepolicy.rollout.vllm.reply import Reader, continued, parameters
+from onepolicy.types import Sampling
+from support.fake_vllm import LAYERS, RULES, VOCAB, npy, routes_of
+
+PROMPT, TOKENS, SAMPLING = [3, 4, 5], [7, 8, 9, 1], Sampling(1.0, 4, stop=(1,), top_logprobs=2)
+READER = Reader(VOCAB, LAYERS, RULES, contract_of("0.30.0"))
+
+
+def entry(token, logp, others=()):
+    name = {"token": f"token_id:{token}", "logprob": logp}
+    return name | {"top_logprobs": [name, *others]}
+
+
+def good(tokens=TOKENS, finish="stop", first=0, path=PROMPT):
+    content = [
+        entry(t, -0.5 * i, [entry(20, -2.0), entry(21, -9999.0)])
+        for i, t in enumerate(tokens, start=1)
+    ]
+    return {
+        "choices": [
+            {
+                "token_ids": list(tokens),
+                "logprobs": {"content": content},
+                "finish_reason": finish,
+                "routed_experts": npy(routes_of([*path, *tokens])[first:-1]),
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(path),
+            "completion_tokens": len(tokens),
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+def read(reply, path=PROMPT, sampling=SAMPLING, first=0, version=3):
+    return READER.part(reply, prompt=len(path), first=first, sampling=sampling, version=version)
+
+
+def test_a_reply_becomes_a_completion():
+    done = read(good())
+    check_completion(done, PROMPT, RULES, "sample")
+    assert (done.token_ids.tolist(), done.finish) == (TOKENS, "stop")
+    assert done.logp.tolist() == [-0.5, -1.0, -1.5, -2.0]
+    assert done.top_ids.tolist() == [[7, 20], [8, 20], [9, 20], [1, 20]]
+    assert done.top_logp[:, 0].tolist() == [-0.5, -1.0, -1.5, -2.0]
+    assert [(s.start, s.length, s.source, s.version) for s in done.routing.spans] == [
+        (0, 2, "cache", 3),
+        (2, 1, "prefill", 3),
+        (3, 3, "decode", 3),
+    ]
+    narrowed = good()
+    for each in narrowed["choices"][0]["logprobs"]["content"]:
+        each["top_logprobs"].pop(1)
+    assert read(narrowed).top_logp[0].tolist() == [-0.5, -math.inf]
+
+
+def test_parts_follow_each_other_without_a_gap():
+    """Prompt 3 and two tokens: 4 rows. The rest is asked for from slot 4 on: the last token's row, and its own."""
+    halves = [read(good(TOKENS[:2], "abort"), sampling=SAMPLING)]
+    assert (halves[0].finish, len(halves[0].routing)) == ("aborted", 4)
+    path, left = [*PROMPT, *TOKENS[:2]], Sampling(1.0, 2, stop=(1,), top_logprobs=2)
+    halves.append(read(good(TOKENS[2:], first=4, path=path), path, left, first=4, version=5))
+    done = joined(halves, halves[-1].finish, 0)
+    check_completion(done, PROMPT, RULES, "sample")
+    assert torch.equal(done.routing.ids, torch.from_numpy(routes_of([*PROMPT, *TOKENS])[:-1]))
+    assert done.version.tolist() == [3, 3, 5, 5]
+    assert [(s.start, s.length, s.source, s.version) for s in done.routing.spans] == [
+        (0, 2, "cache", 3),
+        (2, 1, "prefill", 3),
+        (3, 1, "decode", 3),
+        (4, 1, "prefill", 5),
+        (5, 1, "decode", 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "finish"),
+    [
+        ([7, 8, 9, 9], "length", "length"),
+        ([7, 8, 9, 9], "abort", "length"),  # the abort came after the last token
+        ([7, 1], "abort", "stop"),
+        ([7, 8], "abort", "aborted"),
+    ],
+)
+def test_an_abort_that_came_too_late_changes_nothing(tokens, reason, finish):
+    assert read(good(tokens, reason)).finish == finish
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([7, 8], "length"),
+        ([7, 8, 9, 9], "stop"),
+        ([1, 7, 8, 9], "length"),
+        ([7] * 5, "length"),
+        ([7, 1], "error"),
+    ],
+)
+def test_an_end_that_does_not_fit_the_tokens_is_refused(tokens, reason):
+    with pytest.raises(Malformed, match=r"finish_reason|goes on after its end"):
+        read(good(tokens, reason))
+
+
+def places(tree, path=()):
+    yield path
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
+    for name, value in items:
+        yield from places(value, (*path, name))
+
+
+PLACES = list(places(good()))[1:]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(where=st.sampled_from(PLACES), value=JSON, gone=st.booleans())
+def test_one_wrong_field_is_malformed_or_harmless(where, value, gone):
+    reply = copy.deepcopy(good())
+    *path, last = where
+    parent = reply
+    for name in path:
+        parent = parent[name]
+    if gone:
+        del parent[last]
+    else:
+        parent[last] = json.loads(
+            json.dumps(value)
+        )  # as it comes off the wire: NaN and infinity too
+    try:
+        done = read(reply)
+    except Malformed:
+        return
+    check_completion(done, PROMPT, RULES, "sample")
+    assert torch.isfinite(done.logp).all()
+    assert len(done.token_ids) == len(done.logp) == len(done.top_ids) == len(done.version)
+    assert done.finish in ("stop", "length", "aborted")
+
+
+def test_seeds_of_a_rest_are_other_seeds():
+    seeds = {continued(seed, done) for seed in (0, 1, 2**63 - 1) for done in (1, 2, 500)}
+    assert len(seeds) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_one_more_of_the_likeliest_tokens_is_asked_for_up_to_the_vocabulary():
+    asked = {
+        k: parameters(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
+        for k in (0, 1, 5, 32)
+    }
+    assert asked == {0: 0, 1: 2, 5: 6, 32: 32}

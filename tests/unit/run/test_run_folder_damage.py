@@ -1,0 +1,312 @@
+"""A run folder that is damaged in any byte or any JSON value: read as it was written, or refused by a message that
+names the file. Never another exception, and never a number that JSON's types do not allow there."""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from onepolicy.audit import own
+from onepolicy.config import UsageError
+from onepolicy.config.stored import read_config
+from onepolicy.report import words
+from onepolicy.report.html import _facts, _rules, _shown, _tiles
+from onepolicy.report.learning import learning_figures, time_split
+from onepolicy.report.mismatch import mismatch_figures, staleness_figures
+from onepolicy.report.routing import routing_figures
+from onepolicy.report.run import load_run
+from onepolicy.report.terminal import summary_table
+from onepolicy.report.turns import turn_figures
+from onepolicy.run import run_folder
+from onepolicy.run.log import read_metrics, truncate_after
+from onepolicy.run.summary import summarise
+from onepolicy.train import checkpoint
+from support.report_run import make_fixture_run
+
+STRANGE = (
+    *(None, True, False, "", "x", "1", "\ud800", "\0", "../..", "/etc", [], [1], {}, {"x": 1}),
+    *(0, -1, 1, 7, 10**9, 10**18, 10**400, -(10**400), 0.5, -0.5, 1e99, 1e300, -1e300, 5e-324),
+    *(float("nan"), float("inf"), float("-inf")),
+)
+"""NaN and infinity are written as Python does, which is no JSON."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A small run with every file that is read again, a checkpoint without weights included."""
+    path = make_fixture_run(
+        tmp_path_factory.mktemp("damage") / "run", steps=12, tokens=40, turns=True
+    )
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    aged = {
+        "staleness/max": 1.0,
+        "staleness/mean": 0.5,
+        "mismatch/k3_staleness@0": 1e-6,
+        "staleness/tokens@0": 9.0,
+    }
+    rows = [row | aged if row["step"] else row for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    about = {
+        "fingerprint": {"numerics": "fast", "torch": "x"},
+        "quant": None,
+        "parent": None,
+        "started": "2026",
+    }
+    (path / "run.json").write_text(json.dumps(about))
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {
+        "parent": {"run": "x", "step": 2},
+        "asynchronous": {"staleness_mean": 1.0},
+        "k3_cuts": [1.0, 2.0],
+    }
+    (path / "summary.json").write_text(json.dumps(summary))
+    saved = checkpoint.folder_of(path, 12)
+    saved.mkdir(parents=True)
+    (saved / "weights").write_text("weights")
+    state = {"step": 12, "updates": 12, "skipped": 0, "files": {"weights": 7}, "parent": None}
+    state["sha256"] = {"weights": checkpoint._sum(saved / "weights")}
+    (saved / "state.json").write_text(
+        json.dumps(state)
+    )  # without its own checksum, as older versions wrote it
+    (path / "probes" / "step_00010.safetensors").unlink()  # lacks what `onepolicy audit` reads
+    own_probe(path / "probes" / "step_00012.safetensors")
+    return path
+
+
+def own_probe(path):
+    n = 8
+    floats = ("logp_rollout", "logp_trainer", "logp_trainer_native")
+    tensors = {name: -np.linspace(0.1, 2, n, dtype=np.float32) for name in floats}
+    tensors["entropy"] = np.linspace(0.1, 2, n, dtype=np.float32)
+    tensors |= {
+        "version": np.zeros(n, np.int32),
+        "tokens": np.arange(n),
+        "segment": np.arange(n) // 4,
+    }
+    tensors |= {
+        "disagree_per_token": np.arange(n, dtype=np.int32),
+        "experts_differing": np.array([5, 2, 1]),
+    }
+    tensors |= {
+        "disagree_per_layer": np.full(2, 0.1, np.float32),
+        "routes_rollout": np.zeros((n, 2, 2), np.int32),
+    }
+    tensors["routes_trainer"] = tensors["routes_rollout"]
+    about = {
+        "fingerprint": json.dumps({"numerics": "fast"}),
+        "rollout": json.dumps([json.dumps({"numerics": "fast"})]),
+    }
+    safetensors.numpy.save_file(tensors, path, metadata=about)
+
+
+def read_report(run):
+    """What write_report does, but for filling in the page."""
+    loaded = load_run(run)
+    figures = (
+        learning_figures(loaded)
+        + mismatch_figures(loaded)
+        + turn_figures(loaded)
+        + routing_figures(loaded)
+    )
+    figures += [time_split(loaded), *staleness_figures(loaded)]
+    (
+        words.verdict(loaded.summary),
+        words.comparison(loaded.summary),
+        words.time_shares(loaded.summary),
+    )
+    (
+        _facts(loaded),
+        _tiles(loaded),
+        _rules(loaded.summary),
+        [_shown(sample) for sample in loaded.samples],
+    )
+    summary_table(loaded.summary)
+
+
+def read_rows(run):
+    """What the end of a run does with its rows."""
+    rows = read_metrics(run)
+    assert all(type(v) in (int, float, type(None)) for row in rows for v in row.values())
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    summary = summarise(CONFIG, rows, run, None)
+    json.dumps(summary, allow_nan=False)
+    summary_table(summary)
+
+
+def read_state(run):
+    state = checkpoint.verify(checkpoint.latest(run))
+    assert type(state["step"]) is type(state["updates"]) is int
+    assert state["updates"] >= 0
+
+
+def read_about(run):
+    run_folder.resume_origin(run)
+    run_folder.other_build(run, json.dumps({"numerics": "fast"}))
+
+
+def read_dump(run):
+    list(own.read_run(run, {}))
+    own.bitwise(run)
+
+
+def read_samples(run):
+    truncate_after(run, 12)
+
+
+CONFIG = None
+READERS = {
+    "metrics.jsonl": (read_rows, read_report),
+    "samples.jsonl": (read_report, read_samples),
+    "summary.json": (read_report,),
+    "run.json": (read_about, read_report),
+    "config.json": (read_config, read_report),
+    "checkpoints/step_00012/state.json": (read_state, read_about),
+    "probes/step_00012.safetensors": (read_report, read_dump),
+}
+
+
+def other_bytes(rng, data):
+    """The file with a few bytes changed, cut off, doubled or put in."""
+    data = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(5):
+            case 0:
+                data[at : at + 1] = bytes(
+                    [rng.choice((0x80, 0x00, 0xFF, 0x22, 0x7B, rng.randrange(256)))]
+                )
+            case 1:
+                data[at : at + rng.randrange(1, 9)] = b""
+            case 2:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case 3:
+                data[at:] = b""
+            case 4:
+                data[at:at] = data[at : at + rng.randrange(1, 99)]
+        if not data:
+            break
+    return bytes(data)
+
+
+def other_value(rng, data):
+    """The file with one JSON value, key or line changed."""
+    lines = data.decode().rstrip("\n").split("\n") if data.count(b"\n{") else [data.decode()]
+    at = rng.randrange(len(lines))
+    tree = json.loads(lines[at])
+    places = list(positions(tree))
+    node, key = rng.choice(places)
+    match rng.randrange(6):
+        case 0:
+            del node[key]
+        case 1 if isinstance(node, dict):
+            node[
+                rng.choice(
+                    ("step", "mismatch/k3_turn@x", "x@", "mismatch/k3_staleness@9", "__class__")
+                )
+            ] = node[key]
+        case 2:
+            lines.insert(at, lines[rng.randrange(len(lines))])
+        case _:
+            node[key] = rng.choice(STRANGE)
+    lines[at] = json.dumps(tree)
+    return "\n".join(lines).encode() + b"\n"
+
+
+def positions(tree):
+    """(container, key) of every value."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, child in items:
+        yield tree, key
+        if isinstance(child, dict | list):
+            yield from positions(child)
+
+
+def other_header(rng, data):
+    """A safetensors file with one value of its header changed, still framed right."""
+    size = int.from_bytes(data[:8], "little")
+    head = other_value(rng, data[8 : 8 + size]).rstrip()
+    return len(head).to_bytes(8, "little") + head + data[8 + size :]
+
+
+def damage(run, kept_in, count, seed):
+    """How many inputs were read, and how many refused. One that fails is kept in the folder `kept_in`."""
+    global CONFIG
+    CONFIG = read_config(run)
+    rng = random.Random(seed)
+    whole = {name: (run / name).read_bytes() for name in READERS}
+    names = list(READERS)
+    read = refused = 0
+    for name in names:
+        for reader in READERS[name]:
+            reader(run)  # undamaged
+    for number in range(count):
+        name = names[number % len(names)]
+        by_value = other_header if name.endswith(".safetensors") else other_value
+        mutate = by_value if rng.randrange(2) else other_bytes
+        (run / name).write_bytes(mutate(rng, whole[name]))
+        for reader in READERS[name]:
+            if reader is read_report and number % (
+                3 if name == "summary.json" else 20
+            ):  # ten times as long
+                continue
+            said = ""
+            try:
+                reader(run)
+            except UsageError as error:
+                said = str(error)
+            except Exception as error:
+                kept = kept_in / f"failed-{number}-{name.replace('/', '-')}"
+                kept.write_bytes((run / name).read_bytes())
+                raise AssertionError(f"{reader.__name__} of {kept}: {error!r}") from error
+            assert not said or str(run) in said
+            read, refused = read + (not said), refused + bool(said)
+        (run / name).write_bytes(whole[name])
+    return read, refused
+
+
+@pytest.fixture
+def copy(run):
+    """In memory where the system has that: on a disk most of the time is spent in opening files anew."""
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    ) as made:
+        yield shutil.copytree(run, Path(made) / "run")
+
+
+def test_a_summary_without_a_number_is_read_or_refused(copy):
+    """Each entry null, and each left out."""
+    whole = json.loads((copy / "summary.json").read_text())
+    read, refused = 0, []
+    for name in whole:
+        for changed in (
+            whole | {name: None},
+            {key: value for key, value in whole.items() if key != name},
+        ):
+            (copy / "summary.json").write_text(json.dumps(changed))
+            try:
+                read_report(copy)
+                read += 1
+            except UsageError as error:
+                refused.append(str(error))
+    assert read > len(whole)
+    assert all("summary.json" in said for said in refused)
+
+
+def test_ten_thousand_damages(copy, tmp_path):
+    """Seconds; most of them are files that are read and refused."""
+    read, refused = damage(copy, tmp_path, 10_000, seed=0)
+    assert read > 1000
+    assert refused > 4000
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_damages(copy, tmp_path):
+    read, refused = damage(copy, tmp_path, 100_000, seed=1)
+    assert read > 10_000
+    assert refused > 40_000
