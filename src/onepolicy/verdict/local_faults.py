@@ -139,7 +139,9 @@ def odd_rows(pairs: Pairs) -> Finding | None:
         means = means - _group_medians(means, pairs, index, judged)
     found = split(means[judged], size[judged])
     far_rows = judged & (means > found) if found is not None else _outliers(means, size, judged)
-    if not bool(far_rows.any()):
+    near_rows = judged & ~far_rows
+    # One quiet row is no evidence against all others: the last request of a batch runs alone.
+    if not bool(far_rows.any()) or int(near_rows.sum()) < 2:
         return None
     far = far_rows[index]
     near = judged[index] & ~far

@@ -76,6 +76,23 @@ def test_no_clean_run_is_accused(policy, seed, dtype):
     assert [bars_of(found)[name] for name in SETTINGS_OF_BOTH_SIDES] == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("crowded", [0, 0.04])
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_a_gap_from_routing_gets_r3_or_tis(policy, seed, crowded):
+    """One expert choice in ten differs, as between an engine and a trainer of a large MoE model.
+
+    crowded adds noise that replay cannot remove.
+    """
+    found = measured(
+        policy, f"seed={seed}", "rollout.engine.dtype=bfloat16", routers=0.4, crowded=crowded
+    )
+    gap, advice = found.waterfall.total.value, found.verdict
+    print(f"seed {seed}, {crowded}: {gap:.2g} nats: {advice.action}: {advice.setting}")
+    assert advice.action in ("replay", "correct"), advice.text()
+    assert "replay.mode=r3" in advice.setting or advice.setting == "correction.preset=tis"
+
+
 def test_bars_and_remainder_make_up_the_gap(clean):
     fall = clean.waterfall
     assert [bar.name for bar in fall.bars] == [

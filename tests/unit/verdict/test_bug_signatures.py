@@ -268,6 +268,16 @@ def test_stale_weights() -> None:
     assert causes(check(previous, rollout, version=version)) == []
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_one_quiet_row_accuses_no_other(seed: int) -> None:
+    """An engine that adds noise when it serves several requests serves its last request alone."""
+    noisy, quiet = world(seed, noise=0.3), world(seed, noise=0.01)
+    tokens = noisy.sample(seed)
+    rollout, old = logp(noisy.logits_rollout, tokens), logp(noisy.logits, tokens)
+    old[-1] = logp(quiet.logits, tokens)[-1]
+    assert causes(check(old, rollout)) == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.7, 1.4])
 @pytest.mark.parametrize("by", [0, 1, -1])
