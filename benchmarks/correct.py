@@ -33,7 +33,7 @@ from onepolicy.correct.live import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
 from onepolicy.correct.receipt import report  # noqa: E402
 from onepolicy.correct.weights import reweight  # noqa: E402
-from onepolicy.plan.dry import Peak  # noqa: E402
+from onepolicy.plan.dry_run import PeakMemory  # noqa: E402
 
 SEQUENCES, VOCABULARY, CHUNK = 512, 1000, 8192
 T, DEVICE = args.slots, torch.device(args.device)
@@ -82,7 +82,7 @@ def main() -> None:
                 reweight(old, rollout, mask, config.fixed_part, **more)
 
         seconds = median(run)
-        with Peak([old, rollout, mask, *more.values()]) as peak:
+        with PeakMemory([old, rollout, mask, *more.values()]) as peak:
             run()
         fields = peak.peak / (4 * T) - 1.25
         print(f"| {name} | {seconds:.3f} | {seconds / yardstick:.2f} | {fields:.1f} |", flush=True)

@@ -35,8 +35,8 @@ from transformers import PreTrainedModel
 from onepolicy.config import RunConfig, resolve
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dims import read_dims
-from onepolicy.plan.dry import DryModel, Micro, Peak
-from onepolicy.plan.memory import compute_dtype, learner_memory
+from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape, PeakMemory
+from onepolicy.plan.learner_memory import compute_dtype, learner_memory
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
@@ -64,9 +64,9 @@ class Case:
         return self.prompt + self.response - 1
 
     @property
-    def micro(self) -> Micro:
+    def micro(self) -> MicroBatchShape:
         count = self.samples // self.micro_batches
-        return Micro((self.slots,) * count, (self.response,) * count)
+        return MicroBatchShape((self.slots,) * count, (self.response,) * count)
 
     def config(self) -> RunConfig:
         train = {
@@ -120,13 +120,13 @@ def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> floa
     standing = [
         t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)
     ]
-    with Peak(standing) as peak, resizes(peak):
+    with PeakMemory(standing) as peak, resizes(peak):
         step(learner, case)
     return peak.peak + sum(tensor.nbytes for tensor in standing)
 
 
 @contextmanager
-def resizes(peak: Peak) -> Iterator[None]:
+def resizes(peak: PeakMemory) -> Iterator[None]:
     """FSDP2 frees what it gathered by resizing its storage to nothing, and fills it again later."""
     own = torch.UntypedStorage.resize_
 
@@ -177,7 +177,7 @@ def sample(learner: LocalLearner, case: Case, seed: int) -> Sample:
 
 def predicted(name: str, case: Case) -> float:
     config = case.config()
-    dry = DryModel(
+    dry = DryRunModel(
         MODELS[name]().config,
         dtype=getattr(torch, compute_dtype(config)),
         cpu=True,

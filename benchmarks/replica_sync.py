@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, resolve
-from onepolicy.launch.ray.connect import opened
+from onepolicy.launch.ray.connect import open_ray_launcher
 from onepolicy.rollout.fleet.replicas import Replicas
 
 
@@ -53,8 +53,8 @@ def measured(
     )
     own = HFEngineConfig(dtype="bfloat16")
     found: dict[str, list[float]] = {"files": [], "together": [], "one each": [], "disk": []}
-    with opened(config, Progress()) as hosts:
-        replicas = hosts.build_engine(EngineSpec(ModelConfig(path=folder), own, CPU, MAX_LEN))
+    with open_ray_launcher(config, Progress()) as launcher:
+        replicas = launcher.build_engine(EngineSpec(ModelConfig(path=folder), own, CPU, MAX_LEN))
         assert isinstance(replicas, Replicas)
         together = replicas._broadcast
         disk = config.cluster.model_copy(update={"weights": "disk"})

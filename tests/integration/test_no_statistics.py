@@ -78,14 +78,14 @@ def test_ray(monkeypatch, own):
     ):
         monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    connect.prepare(own=own)
+    connect.prepare_environment(own=own)
     assert {name: os.environ[name] for name in OFF} == OFF
 
 
 def test_exported_settings_do_not_open_a_ray_that_is_started_for_the_run(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    connect.prepare(own=True)
+    connect.prepare_environment(own=True)
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 

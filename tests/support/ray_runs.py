@@ -9,12 +9,12 @@ import pytest
 from onepolicy.launch.ray import connect
 from support.metrics import rows
 
-connect.prepare(own=True)
+connect.prepare_environment(own=True)
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from onepolicy.launch.ray import actors  # noqa: E402
-from onepolicy.launch.ray.placement import Where  # noqa: E402
+from onepolicy.launch.ray.placement import ProcessInfo  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
 
 RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout=240"]
@@ -36,14 +36,14 @@ def two_nodes():
 
 def start_noting(monkeypatch):
     """Name -> pid and place of a run's processes, as far as they are started."""
-    found, told = {}, Where.told
+    found, from_json = {}, ProcessInfo.from_json
 
     def note(name, text):
-        where = told(name, text)
+        where = from_json(name, text)
         found[name] = where
         return where
 
-    monkeypatch.setattr(actors.Where, "told", note)
+    monkeypatch.setattr(actors.ProcessInfo, "from_json", note)
     return found
 
 

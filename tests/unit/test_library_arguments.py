@@ -18,7 +18,7 @@ from torch import Tensor
 import onepolicy as op
 import onepolicy.correct.slots as slots_module
 from onepolicy.config.correction import presets
-from onepolicy.plan.dry import Peak
+from onepolicy.plan.dry_run import PeakMemory
 from onepolicy.types import RoutingTrace
 from support.paths import ROOT
 
@@ -115,7 +115,10 @@ def test_memory_goes_by_the_number_of_segments(name: str, largest: int) -> None:
         (spread, turn * 7919),
     ):
         more = {"segment": segment, "turn": turns, "advantage": torch.cat(ADVANTAGE)}
-        with mock.patch.object(slots_module, "CHUNK", 32), Peak([*fields, *more.values()]) as peak:
+        with (
+            mock.patch.object(slots_module, "CHUNK", 32),
+            PeakMemory([*fields, *more.values()]) as peak,
+        ):
             made = (
                 op.reweight(*fields, config, **more)
                 if live is None

@@ -10,7 +10,7 @@ import torch
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.engine_check import command, weight_sync
-from onepolicy.engine_check.checks import Check
+from onepolicy.engine_check.checks import CheckResult
 from onepolicy.measure.measure import _beyond, _stale
 from onepolicy.rollout.servers.start_up import check_probabilities
 from onepolicy.sync import check as sync_check
@@ -97,14 +97,14 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
 
 def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):
     batch = SimpleNamespace(replace=lambda **_: None)
-    copy = object.__new__(weight_sync.Copy)
+    copy = object.__new__(weight_sync.RoundedModel)
     copy._dtype = "bfloat16"
     copy._copy = SimpleNamespace(
         score=lambda batch, replay: SimpleNamespace(logp_old=torch.zeros(1))
     )
-    monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, INF]))
-    assert copy.limit(batch) == weight_sync.FLOOR["bfloat16"]
-    monkeypatch.setattr(weight_sync, "distance", lambda batch: torch.tensor([0.1, 0.2]))
+    monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch: torch.tensor([0.1, INF]))
+    assert copy.limit(batch) == weight_sync.MIN_LIMIT["bfloat16"]
+    monkeypatch.setattr(weight_sync, "upper_quartile_gap", lambda batch: torch.tensor([0.1, 0.2]))
     assert copy.limit(batch) == pytest.approx(1.0)
 
 
@@ -120,16 +120,18 @@ def narrow_batch(rollout):
     ("rollout", "passed"), [([-1.0, -1.0], True), ([-2.0, -2.0], False), ([-1.0, NAN], False)]
 )
 def test_the_check_of_narrowed_sampling(monkeypatch, rollout, passed):
-    monkeypatch.setattr(command, "likeliest", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
-    whole = Check("support", True, "whole vocabulary")
-    assert command.of_narrow(None, narrow_batch(rollout), whole).passed is passed
+    monkeypatch.setattr(command, "topk_share", lambda *_: (1.0, torch.tensor([-1.0, -1.0])))
+    whole = CheckResult("support", True, "whole vocabulary")
+    assert command.check_topk_request(None, narrow_batch(rollout), whole).passed is passed
 
 
 def test_a_share_that_is_nan_is_no_greedy_engine(monkeypatch):
-    monkeypatch.setattr(command, "likeliest", lambda *_: (NAN, torch.tensor([-1.0])))
-    assert command.of_greedy(None, None, Check("temperature", True, "")).passed is False
+    monkeypatch.setattr(command, "topk_share", lambda *_: (NAN, torch.tensor([-1.0])))
+    assert command.check_greedy(None, None, CheckResult("temperature", True, "")).passed is False
     assert (
-        command.of_narrow(None, narrow_batch([-1.0, -1.0]), Check("support", True, "")).passed
+        command.check_topk_request(
+            None, narrow_batch([-1.0, -1.0]), CheckResult("support", True, "")
+        ).passed
         is False
     )
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from onepolicy.config import TrainingError
 from onepolicy.launch.ray.wire import (
-    Request,
-    decode_answers,
+    GenerateRequest,
+    decode_replies,
     decode_requests,
-    encode_answers,
+    encode_replies,
     encode_requests,
 )
 from onepolicy.sync.board import Board, Invitation
@@ -78,10 +78,12 @@ def completion(count):
 
 
 EMPTY = torch.zeros(0, dtype=torch.int32)
-ANSWERS = encode_answers(
+ANSWERS = encode_replies(
     {3: completion(4), 12: Completion(EMPTY, EMPTY.float(), EMPTY, "aborted"), 4: ValueError("x")}
 )
-REQUESTS = encode_requests({7: Request(torch.arange(5), Sampling(1.0, 8, stop=(1, 2)), 2**63 + 5)})
+REQUESTS = encode_requests(
+    {7: GenerateRequest(torch.arange(5), Sampling(1.0, 8, stop=(1, 2)), 2**63 + 5)}
+)
 BATCH = batch_message({"do": "score"}, batch_with([5, 3])).encode()
 
 
@@ -126,7 +128,7 @@ READERS = {
     "message": (Message.decode, *headed(BATCH)),
     "batch": (lambda data: batch_of(Message.decode(data)), *headed(BATCH)),
     "requests": (decode_requests, *headed(REQUESTS)),
-    "answers": (decode_answers, *headed(ANSWERS)),
+    "answers": (decode_replies, *headed(ANSWERS)),
     "driver's address": (
         lambda data: read_advertised(data.decode(errors="replace")),
         *in_json(json.loads(advertised(("h", 1), b"ab"))),
@@ -286,7 +288,7 @@ def test_an_answer_with_another_tensor_is_refused(part, tensor):
         if part in ("top_ids", "trace.weights"):
             return
     with pytest.raises(TrainingError, match="malformed"):
-        decode_answers(Message(message.header, tensors).encode())
+        decode_replies(Message(message.header, tensors).encode())
 
 
 @pytest.mark.parametrize(

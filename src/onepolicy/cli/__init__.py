@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onepolicy.cli import engine, measure, plan
-from onepolicy.cli.common import RUN_ONLY, command, hosts_of, prepare_process, say
+from onepolicy.cli.common import RUN_ONLY, command, launcher_for, prepare_process, say
 from onepolicy.cli.parser import SETTINGS, Parser
 from onepolicy.cli.stopped import interrupted, telling_of_sigterm
 from onepolicy.cli.streams import tolerant
@@ -287,9 +287,9 @@ def parser() -> Parser:
 def run_train(arguments: argparse.Namespace) -> int:
     if _rank() > 0 and "WORLD_SIZE" in os.environ:  # started by torchrun; rank 0 drives it
         prepare_process(None)
-        from onepolicy.launch.rank_main import serve
+        from onepolicy.launch.rank_main import run_launched_rank
 
-        return serve()
+        return run_launched_rank()
     overrides = list(arguments.overrides)
     if arguments.resume or arguments.fork:
         overrides = (
@@ -315,8 +315,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         from onepolicy.run import train as run
         from onepolicy.run.progress import terminal_progress
 
-        with terminal_progress(config.steps) as progress, hosts_of(config, progress) as hosts:
-            summary = run.start(config, progress, hosts=hosts)
+        with (
+            terminal_progress(config.steps) as progress,
+            launcher_for(config, progress) as launcher,
+        ):
+            summary = run.start(config, progress, launcher=launcher)
     return _show(summary)
 
 
@@ -414,8 +417,11 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from onepolicy.run import train as run
     from onepolicy.run.progress import terminal_progress
 
-    with terminal_progress(steps or config.steps) as progress, hosts_of(config, progress) as hosts:
-        summary = run.resume(path, progress, steps, changed.get("train.ranks"), hosts, config)
+    with (
+        terminal_progress(steps or config.steps) as progress,
+        launcher_for(config, progress) as launcher,
+    ):
+        summary = run.resume(path, progress, steps, changed.get("train.ranks"), launcher, config)
     return _show(summary)
 
 
@@ -444,9 +450,9 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
     _, origin = run_folder.fork_origin(source)
     with (
         terminal_progress(config.steps, origin.step) as progress,
-        hosts_of(config, progress) as hosts,
+        launcher_for(config, progress) as launcher,
     ):
-        summary = run.start(config, progress, origin, hosts)
+        summary = run.start(config, progress, origin, launcher)
     return _show(summary)
 
 

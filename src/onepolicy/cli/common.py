@@ -15,7 +15,7 @@ from onepolicy.config import Frozen, RunConfig, printable
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
-    from onepolicy.launch.launcher import Hosts
+    from onepolicy.launch.launcher import Launcher
 
 RUN_ONLY = ("out", "steps")
 """Settings that only a training run has a use for."""
@@ -82,14 +82,14 @@ def prepare_process(threads: int | None) -> None:
 
 
 @contextmanager
-def hosts_of(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
+def launcher_for(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
     """What starts the processes of a run."""
     if config.cluster.kind == "local":
-        from onepolicy.launch.launcher import HERE
+        from onepolicy.launch.launcher import LOCAL_LAUNCHER
 
-        yield HERE
+        yield LOCAL_LAUNCHER
         return
-    from onepolicy.launch.ray.connect import opened
+    from onepolicy.launch.ray.connect import open_ray_launcher
 
-    with opened(config, progress) as hosts:
-        yield hosts
+    with open_ray_launcher(config, progress) as launcher:
+        yield launcher

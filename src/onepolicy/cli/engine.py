@@ -118,9 +118,9 @@ def run_check(arguments: argparse.Namespace) -> int:
     say(f"loading {arguments.model}")
     from rich.console import Console
 
-    from onepolicy.engine_check.command import check_engine
+    from onepolicy.engine_check.command import run_engine_check
     from onepolicy.report.terminal import checks_table
 
-    checks = check_engine(tree, [*overrides, *arguments.overrides])
-    Console().print(checks_table([(c.name, c.passed, c.measured, c.mend) for c in checks]))
+    checks = run_engine_check(tree, [*overrides, *arguments.overrides])
+    Console().print(checks_table([(c.name, c.passed, c.measured, c.fix) for c in checks]))
     return int(any(check.passed is False for check in checks))

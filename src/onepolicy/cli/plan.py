@@ -118,11 +118,11 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
     from rich.console import Console
 
     from onepolicy.build.components import resolve_model
-    from onepolicy.plan.mends import mends
-    from onepolicy.plan.planner import Planner, best
-    from onepolicy.plan.table import render, tree
-    from onepolicy.plan.times import traffic_of
-    from onepolicy.plan.work import in_process, replicated
+    from onepolicy.plan.planner import Planner, best_option
+    from onepolicy.plan.step_work import in_process, replicated
+    from onepolicy.plan.suggestions import suggestions
+    from onepolicy.plan.tables import plan_tree, render_plan
+    from onepolicy.plan.times import communication_volume
 
     console = Console()
     if arguments.sync and in_process(config):
@@ -140,17 +140,17 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
             cluster,
             prompt=arguments.prompt_tokens,
             response=arguments.response_tokens,
-            way=arguments.sync,
+            sync_method=arguments.sync,
         )
         splits = planner.splits(arguments.learners, arguments.tensor_parallel, arguments.engines)
         options = [planner.option(split) for split in splits]
-        chosen = best(options)
-        lines = mends(planner, chosen)
-    traffic = traffic_of(planner.dims, config, planner.work, chosen.split.learners)
+        chosen = best_option(options)
+        lines = suggestions(planner, chosen)
+    traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
     if arguments.json is not None:
-        found = tree(planner, chosen, options, lines, traffic)
+        found = plan_tree(planner, chosen, options, lines, traffic)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    for part in render(planner, chosen, options, lines, traffic):
+    for part in render_plan(planner, chosen, options, lines, traffic):
         console.print(part, highlight=False)
     if arguments.json is not None:
         console.print(f"written: {arguments.json}", soft_wrap=True, highlight=False)

@@ -34,17 +34,17 @@ ENOUGH = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """passed is None: does not apply, or cannot be judged before another check passes."""
 
     name: str
     passed: bool | None
     measured: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class GeneratedBatch:
     """Requests of one kind, and what came back for each."""
 
     prompts: list[list[int]]
@@ -61,17 +61,17 @@ def random_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[lis
     return [ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths]
 
 
-async def play(
+async def generate_all(
     engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]
-) -> Played:
+) -> GeneratedBatch:
     """All at once, one request per prompt."""
     requests = (
         engine.generate(p, sampling, seed=seed) for p, seed in zip(prompts, seeds, strict=True)
     )
-    return Played(prompts, sampling, list(await asyncio.gather(*requests)))
+    return GeneratedBatch(prompts, sampling, list(await asyncio.gather(*requests)))
 
 
-def scored(scorer: Scorer, played: Played, *, routes: bool = False) -> TokenBatch:
+def score_generated(scorer: Scorer, played: GeneratedBatch, *, routes: bool = False) -> TokenBatch:
     """The tokens in one packed batch, scored by the trainer with its own routing, at the temperature asked for."""
     samples = []
     for prompt, done in zip(played.prompts, played.done, strict=True):
@@ -83,7 +83,7 @@ def scored(scorer: Scorer, played: Played, *, routes: bool = False) -> TokenBatc
     return scorer.score(batch, replay=False)
 
 
-def distance(batch: TokenBatch) -> Tensor:
+def upper_quartile_gap(batch: TokenBatch) -> Tensor:
     """[S]: the upper quartile of |log rho| over the tokens of each sample [nats]. A few tokens behind other experts can
     be nats apart and make up all of k3; weights, prefixes or temperatures that are wrong move most tokens."""
     assert batch.logp_old is not None
@@ -97,7 +97,7 @@ def _k3(batch: TokenBatch) -> float:
     return mismatch(batch.logp_old, batch.logp_rollout, batch.trainable).k3
 
 
-async def checked_probabilities(
+async def require_correct_logprobs(
     engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, config: RunConfig
 ) -> None:
     """At a run's start, engine and trainer holding the same weights: TrainingError if the log-probabilities that come
@@ -105,25 +105,25 @@ async def checked_probabilities(
     room = engine.caps.max_len // 2
     prompts, length = random_prompts(tokenizer, min(START, room)), min(START, room)
     await engine.reset_cache()
-    plain = await play(engine, prompts, Sampling(1.0, length), range(PROMPTS))
-    hot = await play(engine, prompts, Sampling(HOT, length), range(PROMPTS))
+    plain = await generate_all(engine, prompts, Sampling(1.0, length), range(PROMPTS))
+    hot = await generate_all(engine, prompts, Sampling(HOT, length), range(PROMPTS))
     await engine.reset_cache()
-    if (broken := malformed((plain, hot))) is not None:
+    if (broken := find_malformed_logprobs((plain, hot))) is not None:
         raise TrainingError(f"{type(engine).__name__}: {broken}")
-    cold, warm = scored(scorer, plain), scored(scorer, hot)
+    cold, warm = score_generated(scorer, plain), score_generated(scorer, hot)
     if config.numerics == ON_POLICY:
         for batch in (cold, warm):
             require_equal(batch, None, scorer.fingerprint, when="before the first step")
-    checks = probabilities(scorer, cold, warm, limits=None)
+    checks = check_logprobs(scorer, cold, warm, limits=None)
     for check in checks.values():
         if check.passed is False:
             raise TrainingError(
                 f"{type(engine).__name__}, {check.name}: {check.measured}. Every importance ratio would be wrong; "
-                f"{check.mend}. `onepolicy engine check` says more"
+                f"{check.fix}. `onepolicy engine check` says more"
             )
 
 
-def malformed(played: Sequence[Played]) -> str | None:
+def find_malformed_logprobs(played: Sequence[GeneratedBatch]) -> str | None:
     """What keeps log-probabilities from being compared at all."""
     for each in played:
         for i, done in enumerate(each.done):
@@ -134,9 +134,9 @@ def malformed(played: Sequence[Played]) -> str | None:
     return None
 
 
-def probabilities(
+def check_logprobs(
     scorer: Scorer, cold: TokenBatch, warm: TokenBatch, *, limits: tuple[float, float] | None
-) -> dict[str, Check]:
+) -> dict[str, CheckResult]:
     """Are the returned log-probabilities those of the tokens, under the distribution they were drawn from?
 
     cold: sampled at temperature 1 and scored, warm: at HOT. limits: largest `distance` expected of each; None: only
@@ -146,46 +146,46 @@ def probabilities(
     found = {finding.cause: finding.evidence for finding in preflight(cold).findings}
     for cause in ("fill", "not_log", "shift"):
         if cause in found:
-            mend = "value i must be the log-probability of token i of the completion"
-            return {name: Check(name, False, found[cause], mend)}
+            fix = "value i must be the log-probability of token i of the completion"
+            return {name: CheckResult(name, False, found[cause], fix)}
     if "retokenised" in found:
-        mend = "hand over the ids that were sampled; never decode and encode them again"
-        return {"tokens": Check("tokens", False, found["retokenised"], mend)}
-    checks = {"support": support(scorer, (cold, warm))}
+        fix = "hand over the ids that were sampled; never decode and encode them again"
+        return {"tokens": CheckResult("tokens", False, found["retokenised"], fix)}
+    checks = {"support": check_support(scorer, (cold, warm))}
     if checks["support"].passed is False:
         return checks
-    gap, k3 = float(distance(cold).max()), _k3(cold)
+    gap, k3 = float(upper_quartile_gap(cold).max()), _k3(cold)
     measured = f"k3 {k3:.2g} nats a token over {int(cold.trainable.sum())} tokens; worst request {gap:.2g} nats off"
     expected = "" if limits is None else f" (expected: at most {limits[0]:.2g})"
     if not gap <= (math.inf if limits is None else limits[0]):  # also if it is NaN
-        mend = (
+        fix = (
             "the engine holds other weights than the trainer, another model, or changes the prompt"
         )
-        return checks | {name: Check(name, False, measured + expected, mend)}
-    checks[name] = Check(name, True, f"one per token, aligned, {measured}{expected}")
+        return checks | {name: CheckResult(name, False, measured + expected, fix)}
+    checks[name] = CheckResult(name, True, f"one per token, aligned, {measured}{expected}")
     return checks | {
-        "temperature": temperature(scorer, warm, None if limits is None else limits[1])
+        "temperature": check_temperature(scorer, warm, None if limits is None else limits[1])
     }
 
 
-def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
+def check_temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> CheckResult:
     """Are tokens asked for at HOT drawn at HOT, and their log-probabilities those of that distribution?"""
-    found, other = distance(warm), distance(score_at(scorer, warm, 1 / HOT))
+    found, other = upper_quartile_gap(warm), upper_quartile_gap(score_at(scorer, warm, 1 / HOT))
     gap, untempered = float(found.mean()), float(other.mean())
     words = (
         f"asked for at {HOT}: log-probabilities {gap:.2g} nats off at {HOT}, {untempered:.2g} at 1"
     )
     if not math.isfinite(gap + untempered):
-        mend = "neither side may return NaN or infinite log-probabilities; look at the trainer's logits"
-        return Check("temperature", False, f"{words}: some are not finite", mend)
+        fix = "neither side may return NaN or infinite log-probabilities; look at the trainer's logits"
+        return CheckResult("temperature", False, f"{words}: some are not finite", fix)
     if untempered < EXPLAINED * gap and gap > 0.02:
-        mend = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
-        return Check("temperature", False, f"{words}: they are not tempered", mend)
+        fix = "return log-probabilities after temperature (vLLM: logprobs_mode=processed_logprobs)"
+        return CheckResult("temperature", False, f"{words}: they are not tempered", fix)
     if limit is not None and not found.max() <= limit:
         text = f"{words}; worst request {float(found.max()):.2g}, expected at most {limit:.2g}"
-        return Check("temperature", False, text, "hand the temperature to the engine")
+        return CheckResult("temperature", False, text, "hand the temperature to the engine")
     if limit is None:
-        return Check("temperature", True, words)
+        return CheckResult("temperature", True, words)
     assert warm.logp_old is not None
     assert warm.entropy is not None
     surplus = (warm.logp_old + warm.entropy)[
@@ -194,18 +194,20 @@ def temperature(scorer: Scorer, warm: TokenBatch, limit: float | None) -> Check:
     mean, error = float(surplus.mean()), float(surplus.std() / len(surplus) ** 0.5)
     if not abs(mean) <= 6 * error + 0.02:  # also if the entropy is NaN
         text = f"the tokens are {mean:.2g} +- {error:.1g} nats likelier than draws at {HOT}"
-        return Check("temperature", False, text, "sample at the temperature that is asked for")
-    return Check("temperature", True, words)
+        return CheckResult(
+            "temperature", False, text, "sample at the temperature that is asked for"
+        )
+    return CheckResult("temperature", True, words)
 
 
-def support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
+def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> CheckResult:
     """Is the whole vocabulary sampled where nothing narrower was asked for? Counts tokens outside smaller supports."""
     expected, seen = (
         sum(part) for part in zip(*(_outside(scorer, batch) for batch in batches), strict=True)
     )
     if not expected.isfinite().all():
         text = "the trainer's probabilities of these tokens are not finite, so nothing can be compared with them"
-        return Check("support", False, text, "look at the trainer's weights and logits")
+        return CheckResult("support", False, text, "look at the trainer's weights and logits")
     names = [f"top_k={k}" for k in TOP_K] + [f"top_p={p}" for p in TOP_P]
     narrowed = [
         i for i in range(len(names)) if expected[i] >= ENOUGH and seen[i] <= 0.05 * expected[i]
@@ -214,26 +216,24 @@ def support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
     if narrowed:
         i = max(narrowed, key=lambda i: float(expected[i]))
         text = f"{int(seen[i])} of {total} tokens are outside {names[i]}, {float(expected[i]):.0f} expected"
-        mend = (
-            "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
-        )
-        return Check("support", False, text, mend)
+        fix = "turn off the engine's own sampling defaults (top-p, top-k, min-p, generation_config)"
+        return CheckResult("support", False, text, fix)
     judged = [i for i in range(len(names)) if expected[i] >= ENOUGH]
     if not judged:
-        return Check(
+        return CheckResult(
             "support",
             None,
             f"the {total} tokens are too certain to tell a narrowed support from the whole",
         )
     i = min(judged, key=lambda i: float(expected[i]))
-    return Check(
+    return CheckResult(
         "support",
         True,
         f"whole vocabulary: {int(seen[i])} tokens outside {names[i]}, {float(expected[i]):.0f} expected",
     )
 
 
-def likeliest(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
+def topk_share(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
     """Share of the sampled tokens among the trainer's `top_k` likeliest, and the log of their mass, [n] float32."""
     inside = [
         (ordered[:, :top_k].sum(-1), sampled[:, :top_k].any(-1))

@@ -10,7 +10,13 @@ import torch
 
 from onepolicy.build.components import Pair
 from onepolicy.config import ModelConfig, TrainingError, UsageError
-from onepolicy.engine_check.checks import Check, Played, distance, play, scored
+from onepolicy.engine_check.checks import (
+    CheckResult,
+    GeneratedBatch,
+    generate_all,
+    score_generated,
+    upper_quartile_gap,
+)
 from onepolicy.models import fp32_head
 from onepolicy.rollout.copies import load_copy
 from onepolicy.sync.check import MARGIN as NOISE
@@ -19,7 +25,7 @@ from onepolicy.train.rescore import variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
-FLOOR = {"float32": 5e-4, "bfloat16": 5e-3}
+MIN_LIMIT = {"float32": 5e-4, "bfloat16": 5e-3}
 """`distance` nobody needs to explain [nats]."""
 MARGIN = 5.0
 """Times the distance between the trainer and a copy of itself in the engine's dtype, on the same tokens."""
@@ -27,7 +33,7 @@ CHANGE = 0.2
 """Relative noise on the matrices of the weights that are pushed to see whether the engine follows."""
 
 
-class Copy:
+class RoundedModel:
     """The trainer's model in the engine's dtype: how far apart that alone brings the two."""
 
     def __init__(self, scorer: PolicyScorer, model: ModelConfig) -> None:
@@ -44,38 +50,42 @@ class Copy:
         """Largest `distance` of an engine of this dtype from the trainer on the tokens of a scored batch [nats]."""
         rounded = self._copy.score(batch, replay=False).logp_old
         assert rounded is not None
-        apart = float(distance(batch.replace(logp_rollout=rounded)).max())
+        apart = float(upper_quartile_gap(batch.replace(logp_rollout=rounded)).max())
         return (
-            max(FLOOR[self._dtype], MARGIN * apart) if math.isfinite(apart) else FLOOR[self._dtype]
+            max(MIN_LIMIT[self._dtype], MARGIN * apart)
+            if math.isfinite(apart)
+            else MIN_LIMIT[self._dtype]
         )
 
 
-async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
+async def check_weight_sync(pair: Pair, copy: RoundedModel, plain: GeneratedBatch) -> CheckResult:
     """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
     engine, scorer, numbers = pair.engine, pair.scorer, range(len(plain.prompts))
     size = scorer.vocabulary
-    mend = "load_weights takes over every tensor and forgets all cached keys, values and routes"
+    fix = "load_weights takes over every tensor and forgets all cached keys, values and routes"
     try:
         await checked_push(scorer, engine, vocab=size)
         before, again = await probe(engine, size), await probe(engine, size)
-        await play(engine, plain.prompts, plain.sampling, numbers)  # leaves its prefixes cached
-        with changed(scorer):
+        await generate_all(
+            engine, plain.prompts, plain.sampling, numbers
+        )  # leaves its prefixes cached
+        with perturbed_weights(scorer):
             copy.follow()
             await push_weights(scorer, engine)
-            cached = await play(engine, plain.prompts, plain.sampling, numbers)
+            cached = await generate_all(engine, plain.prompts, plain.sampling, numbers)
             await engine.reset_cache()
-            fresh = await play(engine, plain.prompts, plain.sampling, numbers)
-            score = scored(scorer, fresh)
+            fresh = await generate_all(engine, plain.prompts, plain.sampling, numbers)
+            score = score_generated(scorer, fresh)
             limit, now, behind = (
                 copy.limit(score),
-                distance(score).max(),
-                distance(scored(scorer, cached)).max(),
+                upper_quartile_gap(score).max(),
+                upper_quartile_gap(score_generated(scorer, cached)).max(),
             )
         await push_weights(scorer, engine)
         back = await probe(engine, size)
     except (UsageError, TrainingError) as error:
-        return Check("weight sync", False, str(error), mend)
-    old = distance(scored(scorer, fresh)).max()
+        return CheckResult("weight sync", False, str(error), fix)
+    old = upper_quartile_gap(score_generated(scorer, fresh)).max()
     wrong = None
     if not now <= limit:
         wrong = f"log-probabilities {now:.2g} nats from the weights just pushed, {old:.2g} from the ones before"
@@ -86,9 +96,9 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
     elif not (back - before).abs().max() <= NOISE * (again - before).abs().max() < math.inf:
         wrong = f"the first weights, pushed again, move log-probabilities by {(back - before).abs().max():.2g}"
     if wrong is not None:
-        return Check("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", mend)
+        return CheckResult("weight sync", False, f"{wrong} (expected: at most {limit:.2g})", fix)
     followed = f"{now:.2g} nats off, {old:.2g} from the ones before"
-    return Check(
+    return CheckResult(
         "weight sync",
         True,
         f"the same weights move nothing; others are followed, cached or not: {followed}",
@@ -96,7 +106,7 @@ async def sync(pair: Pair, copy: Copy, plain: Played) -> Check:
 
 
 @contextmanager
-def changed(scorer: PolicyScorer) -> Iterator[None]:
+def perturbed_weights(scorer: PolicyScorer) -> Iterator[None]:
     """Other weights, and another version, while it is held; a version newer than both afterwards."""
     before = {name: tensor.detach().clone() for name, tensor in scorer.model.state_dict().items()}
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from onepolicy.build.learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.launch.place import Place
+from onepolicy.launch.rank_info import RankInfo
 from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, rendezvous
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
@@ -31,22 +31,22 @@ class Welcome(TypedDict):
     device: str
 
 
-def serve() -> int:
+def run_launched_rank() -> int:
     """As `launch_here` or torchrun started this process. Returns an exit code."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes of a terminal; the driver decides
-    place = Place.of_environment()
+    place = RankInfo.from_environment()
     assert place is not None
     store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)
     try:
-        serve_as(place, store, store.get(DRIVER).decode())
+        run_rank(place, store, store.get(DRIVER).decode())
     except RankLost:
         return 1  # the driver has ended, and says why
     return 0
 
 
-def serve_as(place: Place, store: dist.Store, driver: str) -> None:
+def run_rank(place: RankInfo, store: dist.Store, driver: str) -> None:
     """Join, then do what the driver says until the run ends. driver: where it listens (channel.advertised).
 
     RankLost if it has gone, or this rank has told it of an error.
@@ -60,7 +60,7 @@ def serve_as(place: Place, store: dist.Store, driver: str) -> None:
             dist.destroy_process_group()
 
 
-def _serve(place: Place, store: dist.Store, channel: Channel) -> None:
+def _serve(place: RankInfo, store: dist.Store, channel: Channel) -> None:
     about = read_as(Welcome, channel.receive(JOIN_LIMIT).header, "the driver's first word")
     limit = about["limit"]
     learner: RankLearner | None = None

@@ -16,7 +16,7 @@ from functools import partial
 import torch.distributed as dist
 
 from onepolicy.config import RunConfig
-from onepolicy.launch.place import Launch, Launched, Place
+from onepolicy.launch.rank_info import LaunchedRanks, LaunchRanks, RankInfo
 from onepolicy.train.sharded.channel import Listener, RankLost, advertised
 from onepolicy.train.sharded.team import WAKE, Ranks, Team
 from onepolicy.train.sharded.wire import Message
@@ -31,7 +31,7 @@ PATIENCE = 5.0
 
 
 @contextmanager
-def started(config: RunConfig, launch: Launch | None = None) -> Iterator[Ranks | None]:
+def started_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterator[Ranks | None]:
     """The ranks of this run, which this process drives; None if train.ranks is 0. Ends them all on the way out.
 
     launch: what starts the other processes; None: `launch_here`.
@@ -40,13 +40,13 @@ def started(config: RunConfig, launch: Launch | None = None) -> Iterator[Ranks |
         yield None
         return
     limit = config.train.rank_timeout
-    with (launch or launch_here)(config) as launched:
+    with (launch or launch_local_ranks)(config) as launched:
         place = launched.place
         device = place.device(config.train.device)
         listener = Listener(launched.host)
-        launched.tell(advertised(listener.address, listener.token))
+        launched.publish_address(advertised(listener.address, listener.token))
         try:
-            channels = listener.accept(place.ranks, limit, launched.alive)
+            channels = listener.accept(place.ranks, limit, launched.check_alive)
         finally:
             listener.close()
         before = signal.signal(WAKE, signal.default_int_handler)
@@ -66,7 +66,7 @@ def started(config: RunConfig, launch: Launch | None = None) -> Iterator[Ranks |
                 dist.destroy_process_group()
 
 
-def rendezvous(where: str, place: Place, limit: float) -> dist.Store:
+def rendezvous(where: str, place: RankInfo, limit: float) -> dist.Store:
     """The store that all ranks share until they know each other."""
     url = (
         f"{where}?rank={place.rank}&world_size={place.ranks}" if where.startswith("file") else where
@@ -76,19 +76,19 @@ def rendezvous(where: str, place: Place, limit: float) -> dist.Store:
 
 
 @contextmanager
-def launch_here(config: RunConfig) -> Iterator[Launched]:
+def launch_local_ranks(config: RunConfig) -> Iterator[LaunchedRanks]:
     """Processes of this machine, talking over the loopback and a private folder; or those of torchrun, which then also
     ends them."""
-    place, limit = Place.of_environment(), config.train.rank_timeout
+    place, limit = RankInfo.from_environment(), config.train.rank_timeout
     if place is not None:
         store = rendezvous(TORCHRUN, place, limit)
         host = LOOPBACK if place.local else os.environ["MASTER_ADDR"]
-        yield Launched(place, store, host, partial(store.set, DRIVER), lambda: None)
+        yield LaunchedRanks(place, store, host, partial(store.set, DRIVER), lambda: None)
         return
-    place = Place(0, config.train.ranks, 0, True)
+    place = RankInfo(0, config.train.ranks, 0, True)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // place.ranks)
     children: list[subprocess.Popen] = []
-    with over_loopback(), tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
+    with gloo_on_loopback(), tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
         where = f"file://{folder}/store"
         shared = {"WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads, WHERE: where}
         try:
@@ -103,7 +103,7 @@ def launch_here(config: RunConfig) -> Iterator[Launched]:
                     )
                 )
             store = rendezvous(where, place, limit)
-            yield Launched(
+            yield LaunchedRanks(
                 place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children)
             )
         finally:
@@ -111,10 +111,10 @@ def launch_here(config: RunConfig) -> Iterator[Launched]:
 
 
 @contextmanager
-def over_loopback() -> Iterator[None]:
+def gloo_on_loopback() -> Iterator[None]:
     """Gloo of this process, and of those it starts, talks over the loopback unless told otherwise."""
     before = os.environ.get(INTERFACE)
-    os.environ.setdefault(INTERFACE, loopback())
+    os.environ.setdefault(INTERFACE, loopback_interface())
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ def over_loopback() -> Iterator[None]:
             del os.environ[INTERFACE]
 
 
-def loopback() -> str:
+def loopback_interface() -> str:
     """Name of its interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])

@@ -95,7 +95,7 @@ class Dims:
 
 
 @cache
-def known() -> dict[str, dict[str, Any]]:
+def known_models() -> dict[str, dict[str, Any]]:
     """Names that ship with us -> {"hub_id", "source", "config": fields of its config.json}."""
     folder = files("onepolicy.plan") / "models"
     found = sorted(
@@ -107,16 +107,18 @@ def known() -> dict[str, dict[str, Any]]:
     }
 
 
-def config_of(model: ModelConfig) -> PreTrainedConfig:
+def read_hf_config(model: ModelConfig) -> PreTrainedConfig:
     """Of a name that ships with us (or its hub id), a folder or any other hub id. UsageError if there is none."""
-    for name, entry in known().items():
+    for name, entry in known_models().items():
         if model.path.lower() in (name.lower(), entry["hub_id"].lower()):
             fields = dict(entry["config"])
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
     try:
         return read_config(model)
     except UsageError as error:
-        raise UsageError(f"{error} (known without a download: {', '.join(known())})") from error
+        raise UsageError(
+            f"{error} (known without a download: {', '.join(known_models())})"
+        ) from error
 
 
 def read_dims(model: PreTrainedModel, name: str) -> Dims:
@@ -199,7 +201,7 @@ def route_bytes(dims: Dims) -> int:
     return dims.moe_layers * dims.top_k * (1 if dims.experts <= 256 else 2)
 
 
-def billions(count: float) -> str:
+def format_count(count: float) -> str:
     return (
         f"{count / 1e9:.1f}B"
         if count >= 1e9

@@ -11,27 +11,40 @@ import torch
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.plan.dims import Dims, config_of, read_dims
-from onepolicy.plan.dry import DryModel, Held, Micro
-from onepolicy.plan.engine import EngineMemory, Weights, engine_memory, weights_of
+from onepolicy.plan.dims import Dims, read_dims, read_hf_config
+from onepolicy.plan.dry_run import DryRunModel, MicroBatchMemory, MicroBatchShape
+from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import (
+from onepolicy.plan.learner_memory import (
+    CheckpointCost,
     LearnerMemory,
-    Save,
     StartMemory,
+    checkpoint_cost,
     compute_dtype,
     learner_memory,
-    save_of,
     start_memory,
 )
-from onepolicy.plan.times import Learning, Rollout, learning, rollout, sync, sync_way
-from onepolicy.plan.work import Work, devices_per_replica, in_process, replicated, work_of
+from onepolicy.plan.step_work import (
+    StepWork,
+    devices_per_replica,
+    in_process,
+    replicated,
+    step_work,
+)
+from onepolicy.plan.times import (
+    LearningTime,
+    RolloutTime,
+    default_sync_method,
+    learning_time,
+    rollout_time,
+    sync_seconds,
+)
 
 PARALLEL = (1, 2, 4, 8, 16, 32, 64)  # devices of one engine that are tried
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class DeviceSplit:
     """Devices that learn, and engines of `tensor_parallel` devices that sample. In one process they share a device."""
 
     learners: int
@@ -40,17 +53,17 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PlanOption:
     """A split, what it holds and how long it takes."""
 
-    split: Split
+    split: DeviceSplit
     learner: LearnerMemory
     engine: EngineMemory
-    rollout: Rollout
-    learning: Learning
+    rollout: RolloutTime
+    learning: LearningTime
     sync: float
     start: StartMemory
-    save: Save
+    save: CheckpointCost
     learner_room: float  # bytes a rank may use
     host_room: float  # bytes of a node's own memory
     engine_on_learner: bool
@@ -120,27 +133,27 @@ class Planner:
         *,
         prompt: int | None = None,
         response: int | None = None,
-        way: str | None = None,
+        sync_method: str | None = None,
     ) -> None:
         """model: config.model with its path resolved. way: how weights reach the engines, unset: as the engine does."""
         _refuse_unplanned(config, cluster)
         self.config, self.cluster = config, cluster
-        self._hf_config = config_of(model)
-        self._models: dict[str, DryModel] = {}  # by the dtype that layers compute in
+        self._hf_config = read_hf_config(model)
+        self._models: dict[str, DryRunModel] = {}  # by the dtype that layers compute in
         self.dims: Dims = read_dims(self._model(compute_dtype(config)).model, config.model.path)
-        self.work: Work = work_of(config, self.dims.context, prompt=prompt, response=response)
-        self.way = way or sync_way(config)
-        self._held: dict[tuple[str, int, bool, bool], Held] = {}
+        self.work: StepWork = step_work(config, self.dims.context, prompt=prompt, response=response)
+        self.sync_method = sync_method or default_sync_method(config)
+        self._held: dict[tuple[str, int, bool, bool], MicroBatchMemory] = {}
 
-    def option(self, split: Split, config: RunConfig | None = None) -> Option:
+    def option(self, split: DeviceSplit, config: RunConfig | None = None) -> PlanOption:
         """This split, with these settings of train instead of the recipe's."""
         config = config or self.config
         engine = self.engine(split.tensor_parallel)
-        return Option(
+        return PlanOption(
             split,
             self.learner(split.learners, config),
             engine,
-            rollout(
+            rollout_time(
                 self.dims,
                 config,
                 self.cluster,
@@ -150,19 +163,19 @@ class Planner:
                 tensor_parallel=split.tensor_parallel,
                 capacity=max(1, engine.sequences),
             ),
-            learning(self.dims, config, self.cluster, self.work, split.learners),
-            sync(
+            learning_time(self.dims, config, self.cluster, self.work, split.learners),
+            sync_seconds(
                 self.dims,
                 config,
                 self.cluster,
                 self.weights,
                 split.learners,
-                self.way,
+                self.sync_method,
                 engines=split.engines,
                 tensor_parallel=split.tensor_parallel,
             ),
             start_memory(self.dims, config, self.cluster, split.learners),
-            save_of(self.dims, config, self.cluster, split.learners),
+            checkpoint_cost(self.dims, config, self.cluster, split.learners),
             self.room,
             float("inf") if self.cluster.is_cpu else self.cluster["host_memory"],
             in_process(config),
@@ -175,8 +188,8 @@ class Planner:
         )
 
     @cached_property
-    def weights(self) -> Weights:
-        return weights_of(self.dims, self.config, self._hf_config)
+    def weights(self) -> EngineWeights:
+        return engine_weights(self.dims, self.config, self._hf_config)
 
     def micro_slots(self, ranks: int) -> int:
         """Slots of the fullest micro-batch."""
@@ -197,17 +210,17 @@ class Planner:
             cpu=self.cluster.is_cpu,
         )
 
-    def _held_by(self, samples: int, config: RunConfig, *, exact: bool) -> Held:
+    def _held_by(self, samples: int, config: RunConfig, *, exact: bool) -> MicroBatchMemory:
         """A micro-batch of so many samples. exact: run with its own number, and with the gradients it makes."""
         if exact:
             return self._dry(samples, config, True)
         return self._dry(1, config, False).at(samples, self._dry(2, config, False))
 
-    def _dry(self, samples: int, config: RunConfig, first: bool) -> Held:
+    def _dry(self, samples: int, config: RunConfig, first: bool) -> MicroBatchMemory:
         checkpointing = config.train.activation_checkpointing
         key = (compute_dtype(config), samples, checkpointing, first)
         if key not in self._held:
-            micro = Micro((self.work.slots,) * samples, (self.work.response,) * samples)
+            micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
             how = {
                 "checkpointing": checkpointing,
                 "entropy_graph": config.objective.entropy_coef > 0,
@@ -216,9 +229,9 @@ class Planner:
             self._held[key] = self._model(key[0]).held(micro, **how)
         return self._held[key]
 
-    def _model(self, dtype: str) -> DryModel:
+    def _model(self, dtype: str) -> DryRunModel:
         if dtype not in self._models:
-            self._models[dtype] = DryModel(
+            self._models[dtype] = DryRunModel(
                 self._hf_config,
                 dtype=getattr(torch, dtype),
                 cpu=self.cluster.is_cpu,
@@ -232,7 +245,7 @@ class Planner:
         learners: int | None = None,
         tensor_parallel: int | None = None,
         engines: int | None = None,
-    ) -> list[Split]:
+    ) -> list[DeviceSplit]:
         """Those to choose from. A cluster of several nodes is divided by nodes. UsageError if nothing is possible."""
         count, kind = self.cluster.count, self.config.rollout.engine.kind
         ranks = learners or self.config.train.ranks
@@ -251,7 +264,8 @@ class Planner:
                     f"--learners: {ranks} of {most} devices this engine's process can have; lower it"
                 )
             return [
-                Split(n, 1, 1) for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))
+                DeviceSplit(n, 1, 1)
+                for n in ([ranks] if ranks else _counts(most, self.cluster.per_node))
             ]
         if replicated(self.config):
             return self._placed(ranks, engines)
@@ -268,7 +282,10 @@ class Planner:
         tried = [ranks] if ranks else _counts(count - 1, self.cluster.per_node)
         engines, sizes = engines or 1, (tensor_parallel,) if tensor_parallel else PARALLEL
         found = [
-            Split(n, engines, size) for n in tried for size in sizes if n + engines * size <= count
+            DeviceSplit(n, engines, size)
+            for n in tried
+            for size in sizes
+            if n + engines * size <= count
         ]
         if not found:
             raise UsageError(
@@ -276,7 +293,7 @@ class Planner:
             )
         return found
 
-    def _placed(self, ranks: int, engines: int | None) -> list[Split]:
+    def _placed(self, ranks: int, engines: int | None) -> list[DeviceSplit]:
         """What Ray places: the learner's ranks, or the driver that learns alone, and replicas."""
         assert isinstance(self.config.cluster, RayCluster)
         engines = engines or self.config.cluster.replicas
@@ -287,7 +304,7 @@ class Planner:
                 f"--cluster: {self.cluster}, but train.ranks = {ranks} and {engines} replicas of {each:g} need "
                 f"{needed} devices; give more, or lower cluster.replicas"
             )
-        return [Split(max(1, ranks), engines, 1)]
+        return [DeviceSplit(max(1, ranks), engines, 1)]
 
     @property
     def room_share(self) -> float:
@@ -314,7 +331,7 @@ def _counts(most: int, per_node: int) -> list[int]:
     )
 
 
-def best(options: list[Option]) -> Option:
+def best_option(options: list[PlanOption]) -> PlanOption:
     """The fastest of those that fit; if none does, of those whose learner lacks about the least."""
     fitting = [option for option in options if option.fits]
     if fitting:

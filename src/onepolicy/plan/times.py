@@ -9,14 +9,14 @@ from onepolicy.config import FromRollout, RunConfig, ServerEngineConfig
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.plan.dims import Dims
-from onepolicy.plan.engine import Weights, cache_bytes, sent_dtype
+from onepolicy.plan.engine_memory import EngineWeights, sent_dtype, sequence_cache_bytes
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import BYTES, FLOAT32, gather_dtype, kept_per_token
-from onepolicy.plan.work import Work, in_process, slots_of
+from onepolicy.plan.learner_memory import BYTES, FLOAT32, gather_dtype, kept_per_token
+from onepolicy.plan.step_work import StepWork, in_process, sequences_per_engine
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class CommunicationVolume:
     route_bytes_per_token: (
         int  # as the learner keeps them: MoE layers only, one byte up to 256 experts
     )
@@ -26,13 +26,15 @@ class Traffic:
     gathered: float  # per rank: layers gathered for forward and backward, gradients summed
 
 
-def traffic_of(dims: Dims, config: RunConfig, work: Work, ranks: int) -> Traffic:
+def communication_volume(
+    dims: Dims, config: RunConfig, work: StepWork, ranks: int
+) -> CommunicationVolume:
     replayed = isinstance(config.replay, FromRollout)
     own = kept_per_token(dims, config) if replayed else 0
     rounds = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
     size = BYTES[gather_dtype(config)]
     per_round = dims.total * (ranks - 1) / ranks * (size * (2 + config.scores_old) + FLOAT32)
-    return Traffic(
+    return CommunicationVolume(
         route_bytes_per_token=own,
         routes=own * work.all_slots,
         routes_sent=sent_per_token(dims, config) * work.all_slots if replayed else 0.0,
@@ -50,7 +52,7 @@ def sent_per_token(dims: Dims, config: RunConfig) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class DecodeStepTime:
     """Seconds of one decode step of one engine, by what takes them."""
 
     weights: float  # read
@@ -78,16 +80,16 @@ class Decode:
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
-def decode(
+def decode_step_time(
     dims: Dims,
     config: RunConfig,
     cluster: Cluster,
-    weights: Weights,
+    weights: EngineWeights,
     *,
     batch: float,
     context: float,
     tensor_parallel: int,
-) -> Decode:
+) -> DecodeStepTime:
     """One token each for `batch` sequences with `context` tokens behind them.
 
     Weights: all that every token meets, and of the routed experts those that a batch is expected to touch.
@@ -104,9 +106,9 @@ def decode(
             * dims.layers
             * (cluster["collective_latency"] + one / cluster.collective(tensor_parallel))
         )
-    return Decode(
+    return DecodeStepTime(
         weights=read / tensor_parallel / speed,
-        cache=batch * cache_bytes(dims, config, cluster, context, tensor_parallel) / speed,
+        cache=batch * sequence_cache_bytes(dims, config, cluster, context, tensor_parallel) / speed,
         flops=flops / (cluster["flops"] * cluster["prefill_efficiency"]),
         tensor_parallel=sent,
         overhead=dims.layers * cluster["decode_overhead"],
@@ -114,32 +116,32 @@ def decode(
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class RolloutTime:
     prefill: float
     decode: float
     batch: float  # sequences an engine decodes at once
-    step: Decode  # of one token, at half of the response
+    step: DecodeStepTime  # of one token, at half of the response
 
     @property
     def seconds(self) -> float:
         return self.prefill + self.decode
 
 
-def rollout(
+def rollout_time(
     dims: Dims,
     config: RunConfig,
     cluster: Cluster,
-    work: Work,
-    weights: Weights,
+    work: StepWork,
+    weights: EngineWeights,
     *,
     engines: int,
     tensor_parallel: int,
     capacity: int,
-) -> Rollout:
+) -> RolloutTime:
     """capacity: sequences one engine's cache holds. A finished sequence makes room for the next."""
     slower = cluster["on_policy_rollout"] if config.numerics == ON_POLICY else 1.0
-    batch = max(1, min(slots_of(config, work, engines), capacity))
-    step = decode(
+    batch = max(1, min(sequences_per_engine(config, work, engines), capacity))
+    step = decode_step_time(
         dims,
         config,
         cluster,
@@ -152,11 +154,11 @@ def rollout(
     devices = engines * tensor_parallel
     flops = work.prefilled * (2 * dims.multiplied + dims.attention_flops(work.prompt) / work.prompt)
     prefill = flops / (devices * cluster["flops"] * cluster["prefill_efficiency"])
-    return Rollout(slower * prefill, slower * turns * work.response * step.seconds, batch, step)
+    return RolloutTime(slower * prefill, slower * turns * work.response * step.seconds, batch, step)
 
 
 @dataclass(frozen=True, slots=True)
-class Learning:
+class LearningTime:
     """score and update are seconds; the rest says what takes them, over both."""
 
     score: float
@@ -175,7 +177,9 @@ class Learning:
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
-def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks: int) -> Learning:
+def learning_time(
+    dims: Dims, config: RunConfig, cluster: Cluster, work: StepWork, ranks: int
+) -> LearningTime:
     """A forward is 2 FLOPs per parameter a token is multiplied with, and its attention; a backward twice that."""
     head = (
         2 * dims.head * work.sequences * (work.slots - work.response)
@@ -196,19 +200,19 @@ def learning(dims: Dims, config: RunConfig, cluster: Cluster, work: Work, ranks:
     passes = (
         3 + config.train.activation_checkpointing - (scored and config.train.reuse_scoring_forward)
     )
-    score = Pass(forward, moved * low, launch).times(float(scored))
+    score = PassTime(forward, moved * low, launch).times(float(scored))
     if config.objective.kl.coef:
-        score = score.plus(Pass(forward, moved * low, launch))
+        score = score.plus(PassTime(forward, moved * low, launch))
     gathers = 1 + (not config.train.reuse_scoring_forward)
-    update = Pass(passes * forward, moved * (gathers * low + FLOAT32), passes * launch)
+    update = PassTime(passes * forward, moved * (gathers * low + FLOAT32), passes * launch)
     if config.objective.critic is not None:
-        score, update = score.plus(Pass(forward, moved * low, launch)), update.times(2)
+        score, update = score.plus(PassTime(forward, moved * low, launch)), update.times(2)
     both = score.plus(update)
-    return Learning(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
+    return LearningTime(score.seconds, update.seconds, both.compute, both.gather, both.overhead)
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassTime:
     compute: float
     gather: float
     overhead: float
@@ -217,22 +221,22 @@ class Pass:
     def seconds(self) -> float:
         return max(self.compute + self.overhead, self.gather)
 
-    def times(self, factor: float) -> Pass:
-        return Pass(self.compute * factor, self.gather * factor, self.overhead * factor)
+    def times(self, factor: float) -> PassTime:
+        return PassTime(self.compute * factor, self.gather * factor, self.overhead * factor)
 
-    def plus(self, other: Pass) -> Pass:
-        return Pass(
+    def plus(self, other: PassTime) -> PassTime:
+        return PassTime(
             self.compute + other.compute, self.gather + other.gather, self.overhead + other.overhead
         )
 
 
-def sync(
+def sync_seconds(
     dims: Dims,
     config: RunConfig,
     cluster: Cluster,
-    weights: Weights,
+    weights: EngineWeights,
     ranks: int,
-    way: str,
+    sync_method: str,
     *,
     engines: int = 1,
     tensor_parallel: int = 1,
@@ -247,7 +251,7 @@ def sync(
     gather = (
         0.0 if ranks == 1 else dims.total * BYTES[config.model.dtype] / cluster.collective(ranks)
     )
-    if way == "memory":
+    if sync_method == "memory":
         return (
             gather + (dims.total * BYTES[config.model.dtype] + weights.total) / cluster["bandwidth"]
         )
@@ -260,10 +264,10 @@ def sync(
         "stream": written + broadcast,
         "nccl": sent / cluster.point_to_point(),
     }
-    return gather + seconds[way]
+    return gather + seconds[sync_method]
 
 
-def sync_way(config: RunConfig) -> str:
+def default_sync_method(config: RunConfig) -> str:
     """How this engine gets its weights."""
     engine = config.rollout.engine
     if isinstance(engine, ServerEngineConfig):

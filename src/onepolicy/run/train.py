@@ -22,8 +22,8 @@ from onepolicy.envs.multiturn.render import decode
 from onepolicy.files import write_text
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import digest
-from onepolicy.launch.launcher import HERE, Hosts, started_ranks
-from onepolicy.launch.place import effective
+from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher, started_ranks
+from onepolicy.launch.rank_info import apply_torchrun_ranks
 from onepolicy.run import run_folder
 from onepolicy.run.evaluate import attempts, evaluate
 from onepolicy.run.hooks import is_probe
@@ -43,14 +43,17 @@ if TYPE_CHECKING:
 
 
 def start(
-    config: RunConfig, progress: Progress, origin: Origin = START, hosts: Hosts = HERE
+    config: RunConfig,
+    progress: Progress,
+    origin: Origin = START,
+    launcher: Launcher = LOCAL_LAUNCHER,
 ) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
     if isinstance(config.task, PromptsTask):
         raise UsageError(
             "task.kind: prompts have no answers, so nothing can be learned from them; give another task"
         )
-    config = effective(config)
+    config = apply_torchrun_ranks(config)
     out = Path(config.out)
     check_new(out)
     if origin.step >= config.steps:
@@ -60,9 +63,9 @@ def start(
     tokens, turns = config.longest
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
-    with started_ranks(config, hosts.launch) as others:
+    with started_ranks(config, launcher.launch_ranks) as others:
         parts, tokenizer = components.build_parts(
-            config, origin.weights, others, hosts.build_engine
+            config, origin.weights, others, launcher.build_engine
         )
         sizes = parts.engine.caps.sizes
         if sizes is not None:
@@ -83,7 +86,7 @@ def resume(
     progress: Progress,
     steps: int | None = None,
     count: int | None = None,
-    hosts: Hosts = HERE,
+    launcher: Launcher = LOCAL_LAUNCHER,
     config: RunConfig | None = None,
 ) -> Json:
     """Continue a run from its newest complete checkpoint; the next steps are those of an uninterrupted run.
@@ -92,7 +95,7 @@ def resume(
     change (where its processes and servers are); None: as they are in its folder. A run that was killed between its
     last step and its summary gets its summary and report.
     """
-    config = effective(config or read_config(run), count, resuming=True)
+    config = apply_torchrun_ranks(config or read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
     with run_folder.held(run):
@@ -104,9 +107,9 @@ def resume(
         if origin.step == config.steps:
             return _finish(config, run, origin)
         asyncio.run(wait_for_server(config, progress.note))
-        with started_ranks(config, hosts.launch) as others:
+        with started_ranks(config, launcher.launch_ranks) as others:
             parts, tokenizer = components.build_parts(
-                config, origin.weights, others, hosts.build_engine
+                config, origin.weights, others, launcher.build_engine
             )
             with run_folder.writing(run):
                 run_folder.write_config(run, config)
@@ -148,9 +151,9 @@ async def _train(
     await calibrate(config, parts.engine, parts.environment, parts.stop, out)
     await checked_push(learner, parts.engine, vocab=learner.scorer.vocabulary)
     await push_weights(learner, *parts.samplers[1:])
-    from onepolicy.engine_check.checks import checked_probabilities  # for the start alone
+    from onepolicy.engine_check.checks import require_correct_logprobs  # for the start alone
 
-    await checked_probabilities(parts.engine, learner.scorer, tokenizer, config)
+    await require_correct_logprobs(parts.engine, learner.scorer, tokenizer, config)
     checked()
     if not parts.engine.caps.seeded:
         progress.note(

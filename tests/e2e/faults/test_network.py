@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from onepolicy.config import TrainingError, load
-from onepolicy.launch.launcher import Hosts
-from onepolicy.launch.ranks import launch_here
+from onepolicy.launch.launcher import Launcher
+from onepolicy.launch.ranks import launch_local_ranks
 from onepolicy.run import train
 from onepolicy.train.sharded.channel import advertised, read_advertised
 from support.faulty_runs import (
@@ -114,19 +114,19 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
 
         @contextmanager
         def launch(config):
-            with launch_here(config) as launched:
+            with launch_local_ranks(config) as launched:
 
-                def tell(where):
+                def publish_address(where):
                     relay.target, token = read_advertised(where)
-                    launched.tell(advertised(relay.address, token))
+                    launched.publish_address(advertised(relay.address, token))
 
-                yield replace(launched, tell=tell)
+                yield replace(launched, publish_address=publish_address)
 
         stalling = StallsAfter(3, relay, out)
         with pytest.raises(
             TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"
         ):
-            train.start(config, stalling, hosts=Hosts(launch))
+            train.start(config, stalling, launcher=Launcher(launch))
         stalling.fault.ended()
     stalling.fault.resumed()
     assert_complete(out, 6)

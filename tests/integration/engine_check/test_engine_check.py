@@ -11,7 +11,7 @@ from onepolicy.build.components import build_pair, open_tokenizer
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
-from onepolicy.engine_check.checks import checked_probabilities
+from onepolicy.engine_check.checks import require_correct_logprobs
 from onepolicy.engine_check.command import NAMES, check_pair
 from onepolicy.models.load import load_model
 from onepolicy.rollout.hf.engine import HFEngine
@@ -221,7 +221,7 @@ def checked(sound, kind=Faulty, *, live=False):
 def test_a_sound_engine_passes_every_check(sound):
     found = checked(sound)
     assert all(check.passed for check in found.values()), found
-    assert not any(check.mend for check in found.values())
+    assert not any(check.fix for check in found.values())
 
 
 OUTPUT = [
@@ -258,7 +258,7 @@ def test_a_fault_of_the_output_fails_its_own_check_alone(sound, kind, name, word
     found = checked(sound, kind)
     assert [n for n in NAMES if found[n].passed is False] == [name], found
     assert words in found[name].measured
-    assert found[name].mend
+    assert found[name].fix
 
 
 @pytest.mark.parametrize(("kind", "words"), WEIGHTS, ids=names)
@@ -283,7 +283,7 @@ def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, 
         else contextlib.nullcontext()
     )
     with stops:
-        asyncio.run(checked_probabilities(engine, pair.scorer, tokenizer, pair.config))
+        asyncio.run(require_correct_logprobs(engine, pair.scorer, tokenizer, pair.config))
     assert not pair.engine._driver.batch.rows.length.any()  # nothing stays cached
 
 

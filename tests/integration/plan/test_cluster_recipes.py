@@ -9,7 +9,7 @@ from onepolicy.cli import main
 from onepolicy.config import load
 from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.plan.hardware import parse_cluster
-from onepolicy.plan.planner import Planner, best
+from onepolicy.plan.planner import Planner, best_option
 from onepolicy.tiny.model import make_tokenizer
 from support.metrics import rows
 from support.models import CONFIGS
@@ -52,7 +52,7 @@ def test_every_recipe_is_tested():
 def test_a_recipe_fits_where_it_says(name):
     made = planned(name)
     options = [made.option(split) for split in made.splits()]
-    chosen = best(options)
+    chosen = best_option(options)
     assert chosen.fits
     assert chosen.seconds == min(option.seconds for option in options if option.fits)
     assert chosen.learner_used < 0.92 * chosen.learner_room

@@ -9,14 +9,13 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, load, resolve
 from onepolicy.models import experts
-from onepolicy.plan import dry
-from onepolicy.plan import dry as stand_ins
-from onepolicy.plan.dims import config_of, read_dims, route_bytes
-from onepolicy.plan.dry import DryModel, Micro
-from onepolicy.plan.engine import slab_bytes, weights_of
+from onepolicy.plan import dry_run
+from onepolicy.plan.dims import read_dims, read_hf_config, route_bytes
+from onepolicy.plan.dry_run import DryRunModel, MicroBatchShape
+from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
 from onepolicy.plan.hardware import parse_cluster
-from onepolicy.plan.mends import mends
-from onepolicy.plan.planner import Planner, best
+from onepolicy.plan.planner import Planner, best_option
+from onepolicy.plan.suggestions import suggestions
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
 from support.engine_runs import prompts, ragged, run
@@ -42,7 +41,7 @@ FACTS = {
 def test_known_models_are_counted_exactly(name):
     facts, model = (
         FACTS[name],
-        DryModel(config_of(ModelConfig(path=name)), dtype=torch.bfloat16, cpu=False).model,
+        DryRunModel(read_hf_config(ModelConfig(path=name)), dtype=torch.bfloat16, cpu=False).model,
     )
     dims = read_dims(model, name)
     assert dims.total == facts["total"]
@@ -52,17 +51,21 @@ def test_known_models_are_counted_exactly(name):
 
 
 def test_hub_ids_of_shipped_models_need_no_download():
-    assert config_of(ModelConfig(path="deepseek-ai/DeepSeek-V3")).num_hidden_layers == 61
+    assert read_hf_config(ModelConfig(path="deepseek-ai/DeepSeek-V3")).num_hidden_layers == 61
 
 
 def test_windows_of_a_family_that_alternates():
-    dims = read_dims(DryModel(CONFIGS["gpt_oss"], dtype=torch.float32, cpu=True).model, "gpt_oss")
+    dims = read_dims(
+        DryRunModel(CONFIGS["gpt_oss"], dtype=torch.float32, cpu=True).model, "gpt_oss"
+    )
     assert [a.window for a in dims.attention] == [8, None, 8]
     assert dims.kv_elements(100) == 2 * 2 * 16 * (8 + 100 + 8)
 
 
 def test_a_dense_model_has_no_experts():
-    dims = read_dims(DryModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=True).model, "dense")
+    dims = read_dims(
+        DryRunModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=True).model, "dense"
+    )
     assert (dims.experts, dims.routed, dims.active) == (0, 0, dims.total)
 
 
@@ -73,12 +76,12 @@ def test_a_dense_model_has_no_experts():
 def test_first_layers_tell_what_all_of_them_hold(name, layers, checkpointing, monkeypatch):
     changes = {"num_hidden_layers": layers, "layer_types": None}
     config = type(CONFIGS[name])(**CONFIGS[name].to_dict() | changes)
-    micro = Micro((30, 30), (20, 20))
-    whole = DryModel(config, dtype=torch.bfloat16, cpu=False).held(
+    micro = MicroBatchShape((30, 30), (20, 20))
+    whole = DryRunModel(config, dtype=torch.bfloat16, cpu=False).held(
         micro, checkpointing=checkpointing
     )
-    monkeypatch.setattr(dry, "ALL_LAYERS", 2)
-    part = DryModel(config, dtype=torch.bfloat16, cpu=False).held(
+    monkeypatch.setattr(dry_run, "ALL_LAYERS", 2)
+    part = DryRunModel(config, dtype=torch.bfloat16, cpu=False).held(
         micro, checkpointing=checkpointing
     )
     assert part.saved == whole.saved
@@ -86,31 +89,31 @@ def test_first_layers_tell_what_all_of_them_hold(name, layers, checkpointing, mo
 
 
 def test_a_dry_run_leaves_the_model_as_it_was():
-    model = DryModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
+    model = DryRunModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
     how = {"checkpointing": True, "entropy_graph": False, "first": False}
-    first = model._run_anew(Micro((10,), (5,)), 1, **how)
+    first = model._run_anew(MicroBatchShape((10,), (5,)), 1, **how)
     assert len(model._list) == 3
-    assert experts.layout is stand_ins.LAYOUT
+    assert experts.layout is dry_run.LAYOUT
     assert not model.model.is_gradient_checkpointing
-    assert model._run_anew(Micro((10,), (5,)), 1, **how) == first
+    assert model._run_anew(MicroBatchShape((10,), (5,)), 1, **how) == first
 
 
 def test_samples_add_up_and_only_projected_slots_make_logits():
-    model = DryModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
+    model = DryRunModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
     one, two, three = (
-        model.held(Micro((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3)
+        model.held(MicroBatchShape((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3)
     )
     assert one.at(3, two).saved == pytest.approx(three.saved)
     assert one.at(3, two).peak == pytest.approx(three.peak, rel=0.02)
-    assert model.held(Micro((40,), (1,)), checkpointing=False).logits == 0
+    assert model.held(MicroBatchShape((40,), (1,)), checkpointing=False).logits == 0
 
 
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight", "simulated"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_quantised_weights_take_what_the_engine_says(name, quant):
     own = resolve(TREE, [f"rollout.quant={quant}"])
-    dims = read_dims(DryModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
-    weights = weights_of(dims, own, CONFIGS[name])
+    dims = read_dims(DryRunModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
+    weights = engine_weights(dims, own, CONFIGS[name])
     sizes = quantise_policy(make(name, dtype=torch.bfloat16), own.rollout.quant).sizes()
     parts = {part.part: part for part in sizes.parts}
     assert weights.total == sum(part.bytes_after for part in parts.values())
@@ -120,10 +123,10 @@ def test_quantised_weights_take_what_the_engine_says(name, quant):
 
 def test_vllms_int8_is_of_experts_only():
     dims = read_dims(
-        DryModel(CONFIGS["qwen3_moe"], dtype=torch.bfloat16, cpu=True).model, "qwen3_moe"
+        DryRunModel(CONFIGS["qwen3_moe"], dtype=torch.bfloat16, cpu=True).model, "qwen3_moe"
     )
     own = resolve(TREE, ["rollout.quant=int8", "rollout.engine.kind=vllm"])
-    weights = weights_of(dims, own, CONFIGS["qwen3_moe"])
+    weights = engine_weights(dims, own, CONFIGS["qwen3_moe"])
     assert weights.total - weights.routed == 2 * (dims.total - dims.routed)
     assert weights.routed < 1.4 * dims.routed
 
@@ -137,18 +140,18 @@ def test_the_slab_takes_what_was_predicted(name):
     slab = engine.batch.forward.slab
     found = sum(t.nbytes for t in (*slab.keys.values(), *slab.values.values(), slab.routes))
     own = resolve(TREE, ["rollout.engine.slots=3", "rollout.engine.max_len=40"])
-    dims = read_dims(DryModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
-    assert slab_bytes(dims, own, parse_cluster("1xcpu")) == found
+    dims = read_dims(DryRunModel(CONFIGS[name], dtype=torch.bfloat16, cpu=True).model, name)
+    assert embedded_cache_bytes(dims, own, parse_cluster("1xcpu")) == found
 
 
 def test_families_that_name_their_dimensions_otherwise():
     gemma = read_dims(
-        DryModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma"
+        DryRunModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma"
     )
     assert [a.cached for a in gemma.attention] == [2 * 2 * 8, 2 * 2 * 512, 2 * 2 * 512]
     assert (gemma.experts, gemma.top_k) == (8, 3)
     aria = read_dims(
-        DryModel(TABLE["aria_text"].config(), dtype=torch.float32, cpu=False).model, "aria"
+        DryRunModel(TABLE["aria_text"].config(), dtype=torch.float32, cpu=False).model, "aria"
     )
     assert (aria.experts, aria.top_k, aria.moe_layers) == (8, 3, 3)
 
@@ -158,8 +161,8 @@ def test_families_that_name_their_dimensions_otherwise():
 )
 def test_families_that_cannot_be_run_dry_are_refused(name, words):
     with pytest.raises(UsageError, match=words):
-        DryModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(
-            Micro((9,), (4,)), checkpointing=False
+        DryRunModel(TABLE[name].config(), dtype=torch.float32, cpu=True).held(
+            MicroBatchShape((9,), (4,)), checkpointing=False
         )
 
 
@@ -218,9 +221,9 @@ def planner(cluster, *overrides):
 def test_a_recipe_that_does_not_fit_is_told_what_would():
     made = planner("64xH100", "train.tokens_per_micro_batch=65536")
     options = [made.option(split) for split in made.splits(learners=32)]
-    chosen = best(options)
+    chosen = best_option(options)
     assert not chosen.learner_fits
-    lines = mends(made, chosen)
+    lines = suggestions(made, chosen)
     assert lines[0].startswith("train.activation_checkpointing=true: ")
     changed = planner(
         "64xH100", "train.tokens_per_micro_batch=65536", "train.activation_checkpointing=true"
@@ -258,6 +261,6 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
 
 def test_the_callers_config_stays_as_it_is():
     before = CONFIGS["qwen3_moe"].to_dict()
-    DryModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
+    DryRunModel(CONFIGS["qwen3_moe"], dtype=torch.float32, cpu=True)
     assert CONFIGS["qwen3_moe"].to_dict() == before
     assert CONFIGS["qwen3_moe"]._attn_implementation != "onepolicy_packed"

@@ -8,7 +8,7 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.correct.live import centered_score
 from onepolicy.correct.presets import preset
-from onepolicy.engine_check.checks import HOT, support, temperature
+from onepolicy.engine_check.checks import HOT, check_support, check_temperature
 from onepolicy.models import prepare
 from onepolicy.train.forward import entropy_of
 from support.learner_steps import batch_of, learner_of, one_step
@@ -125,8 +125,10 @@ def sound():
 def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
     learner, batch = sound()
     drawn = batch.replace(entropy=-batch.logp_old)  # the tokens are exactly as likely as draws
-    assert temperature(learner.scorer, drawn, limit=1.0).passed
-    broken = temperature(learner.scorer, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0)
+    assert check_temperature(learner.scorer, drawn, limit=1.0).passed
+    broken = check_temperature(
+        learner.scorer, drawn.replace(entropy=drawn.entropy * math.nan), limit=1.0
+    )
     assert broken.passed is False
     assert "nan" in broken.measured
 
@@ -135,12 +137,12 @@ def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
 def test_the_test_of_the_temperature_fails_on_a_trainer_that_is_nan(limit):
     learner, batch = sound()
     learner.model.lm_head.weight.data[7] = math.nan
-    found = temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
+    found = check_temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
     assert found.passed is False
 
 
 def test_the_test_of_the_support_fails_on_a_trainer_that_is_nan():
     learner, batch = sound()
-    assert support(learner.scorer, (batch,)).passed is not False
+    assert check_support(learner.scorer, (batch,)).passed is not False
     learner.model.lm_head.weight.data[7] = math.nan
-    assert support(learner.scorer, (batch,)).passed is False
+    assert check_support(learner.scorer, (batch,)).passed is False

@@ -9,7 +9,7 @@ import onepolicy.correct.slots as slots_module
 from onepolicy.correct.live import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.plan.dry import Peak
+from onepolicy.plan.dry_run import PeakMemory
 
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])
@@ -21,7 +21,10 @@ def test_less_than_ten_fields_of_the_batch(name):
     given = [old, rollout, torch.rand(count) < 0.9]
     segment = torch.arange(count) // 1000
     more = {"segment": segment, "turn": torch.zeros_like(segment), "advantage": torch.randn(count)}
-    with mock.patch.object(slots_module, "CHUNK", 2048), Peak([*given, *more.values()]) as peak:
+    with (
+        mock.patch.object(slots_module, "CHUNK", 2048),
+        PeakMemory([*given, *more.values()]) as peak,
+    ):
         if (live := config.live_part) is not None:
             live_weights(*given, live, **more)
         else:

@@ -13,13 +13,36 @@ from hypothesis import strategies as st
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.plan import hardware
-from onepolicy.plan.dims import Attention, Dims, known, route_bytes
-from onepolicy.plan.dry import Held
-from onepolicy.plan.engine import Weights, cache_bytes, engine_memory, slab_bytes
+from onepolicy.plan.dims import Attention, Dims, known_models, route_bytes
+from onepolicy.plan.dry_run import MicroBatchMemory
+from onepolicy.plan.engine_memory import (
+    EngineWeights,
+    embedded_cache_bytes,
+    engine_memory,
+    sequence_cache_bytes,
+)
 from onepolicy.plan.hardware import Constant, parse_cluster
-from onepolicy.plan.memory import gathered, learner_memory, save_of, start_memory
-from onepolicy.plan.times import decode, learning, rollout, sync, sync_way, traffic_of
-from onepolicy.plan.work import Work, in_process, replicated, slots_of, work_of
+from onepolicy.plan.learner_memory import (
+    checkpoint_cost,
+    gathered_bytes,
+    learner_memory,
+    start_memory,
+)
+from onepolicy.plan.step_work import (
+    StepWork,
+    in_process,
+    replicated,
+    sequences_per_engine,
+    step_work,
+)
+from onepolicy.plan.times import (
+    communication_volume,
+    decode_step_time,
+    default_sync_method,
+    learning_time,
+    rollout_time,
+    sync_seconds,
+)
 from support.paths import ROOT
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
@@ -40,9 +63,9 @@ DIMS = Dims(
     moe_layers=2,
     attention=(FULL, NEAR),
 )
-WORK = Work(prompts=2, group=4, prompt=6, response=10, shared=True)
-WEIGHTS = Weights(total=4000, routed=1600, embedding=1000)  # bfloat16
-HELD = Held(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
+WORK = StepWork(prompts=2, group=4, prompt=6, response=10, shared=True)
+WEIGHTS = EngineWeights(total=4000, routed=1600, embedding=1000)  # bfloat16
+HELD = MicroBatchMemory(saved=70.0, peak=100.0, logits=30.0, layer=6.0, tail=5.0)
 HOW = {"slots": 30, "graphs": 1, "first": False, "cpu": True}
 ON_POLICY = ["numerics=on-policy", "rollout.engine.dtype=float32", "model.path=Qwen3-30B-A3B"]
 
@@ -165,7 +188,7 @@ def test_one_micro_batch_makes_the_gradients_while_its_activations_go():
 
 
 def test_autocast_keeps_a_copy_of_every_matrix():
-    assert gathered(DIMS, config(train={"autocast": "bfloat16"}), 1, 0.0, cpu=True) == 4000
+    assert gathered_bytes(DIMS, config(train={"autocast": "bfloat16"}), 1, 0.0, cpu=True) == 4000
 
 
 def test_graphs_kept_for_the_update_add_up():
@@ -195,9 +218,11 @@ def test_cache_of_a_server_is_what_weights_leave():
     two = engine_memory(DIMS, config(rollout=SERVER), own, WORK, WEIGHTS, 2)
     assert (two.weights, two.cache) == (2000, 6000)
     assert (
-        cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400
+        sequence_cache_bytes(DIMS, config(rollout=SERVER), own, 16, 2) == 400
     )  # two key-value heads, one on each device
-    assert cache_bytes(DIMS, config(rollout=SERVER), own, 16, 4) == 400  # no more than that
+    assert (
+        sequence_cache_bytes(DIMS, config(rollout=SERVER), own, 16, 4) == 400
+    )  # no more than that
 
 
 def test_embedded_engine_takes_its_slab_whatever_is_used():
@@ -214,15 +239,15 @@ def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_but_no_latents():
         config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}),
         parse_cluster("1xcpu"),
     )
-    assert slab_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
+    assert embedded_cache_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
     latent = dataclasses.replace(FULL, latent=True)
-    assert slab_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (
+    assert embedded_cache_bytes(dataclasses.replace(DIMS, attention=(latent,)), own, cpu) == 3 * (
         2 * 64 * 20 + 32 * 2
     )
     weighted = config(
         rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"}
     )
-    assert slab_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
+    assert embedded_cache_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
 
 
 def test_another_engine_evaluates_unquantised_weights():
@@ -241,7 +266,7 @@ def test_another_engine_evaluates_unquantised_weights():
 
 def test_weights_read_by_a_forward():
     assert WEIGHTS.read(0.25, converts=True) == 4000 - 1000 - 1600 * 0.75
-    codes = Weights(total=2500, routed=800, embedding=1000, converted=900)
+    codes = EngineWeights(total=2500, routed=800, embedding=1000, converted=900)
     assert codes.read(0.25, converts=False) == 2500 - 1000 - 800 * 0.75
     assert (
         codes.read(0.25, converts=True) == 2500 - 1000 + 8 * 900
@@ -264,13 +289,13 @@ def test_on_policy_numerics_take_as_long_as_measured():
         for mode in ("fast", "on-policy")
     ]
     cpu = parse_cluster("1xcpu", ["on_policy_rollout=2", "on_policy_train=3"])
-    fast, slow = (learning(DIMS, own, cpu, WORK, 1) for own in both)
+    fast, slow = (learning_time(DIMS, own, cpu, WORK, 1) for own in both)
     assert (slow.score, slow.update) == (
         pytest.approx(3 * fast.score),
         pytest.approx(3 * fast.update),
     )
     how = {"engines": 1, "tensor_parallel": 1, "capacity": 8}
-    fast, slow = (rollout(DIMS, own, cpu, WORK, WEIGHTS, **how) for own in both)
+    fast, slow = (rollout_time(DIMS, own, cpu, WORK, WEIGHTS, **how) for own in both)
     assert (slow.prefill, slow.decode) == (
         pytest.approx(2 * fast.prefill),
         pytest.approx(2 * fast.decode),
@@ -278,7 +303,7 @@ def test_on_policy_numerics_take_as_long_as_measured():
 
 
 def test_decoding_reads_weights_and_cache_while_it_multiplies():
-    step = decode(
+    step = decode_step_time(
         DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
     )
     read = 2000 - 800 - 500 + 800 * (1 - 0.75**2)
@@ -291,10 +316,10 @@ def test_decoding_reads_weights_and_cache_while_it_multiplies():
 
 
 def test_tensor_parallel_divides_reading_and_adds_all_reduces():
-    step = decode(
+    step = decode_step_time(
         DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=2
     )
-    alone = decode(
+    alone = decode_step_time(
         DIMS, config(rollout=SERVER), cluster(), WEIGHTS, batch=2, context=10, tensor_parallel=1
     )
     assert step.weights == alone.weights / 2
@@ -306,8 +331,12 @@ def test_tensor_parallel_divides_reading_and_adds_all_reduces():
 
 def test_rollout_takes_turns_where_the_cache_is_small():
     own = config(rollout=SERVER)
-    whole = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=8)
-    half = rollout(DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=4)
+    whole = rollout_time(
+        DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=8
+    )
+    half = rollout_time(
+        DIMS, own, cluster(), WORK, WEIGHTS, engines=1, tensor_parallel=1, capacity=4
+    )
     assert (whole.batch, half.batch) == (8, 4)
     assert whole.decode == pytest.approx(10 * whole.step.seconds)
     assert half.decode == pytest.approx(2 * 10 * half.step.seconds)
@@ -316,7 +345,7 @@ def test_rollout_takes_turns_where_the_cache_is_small():
 
 def test_learning_counts_forwards():
     plain, ck, reused, bypass = (
-        learning(DIMS, config(**sections), cluster(train_overhead=1e-9), WORK, 1)
+        learning_time(DIMS, config(**sections), cluster(train_overhead=1e-9), WORK, 1)
         for sections in (
             {},
             {"train": {"activation_checkpointing": True}},
@@ -334,12 +363,12 @@ def test_learning_counts_forwards():
 
 
 def test_ranks_wait_for_layers_where_they_compute_little():
-    slow = learning(DIMS, config(), cluster(link=1e-3), WORK, 4)
+    slow = learning_time(DIMS, config(), cluster(link=1e-3), WORK, 4)
     moved = 2000 * 3 / 4 / (1e-3 * 0.5)
     assert slow.score == pytest.approx(moved * 4)
     assert slow.update == pytest.approx(moved * 12)
     assert slow.bound == "gathering layers between ranks"
-    fast = learning(DIMS, config(), cluster(link=1e9), WORK, 4)
+    fast = learning_time(DIMS, config(), cluster(link=1e9), WORK, 4)
     assert fast.score < slow.score / 100
 
 
@@ -356,38 +385,43 @@ def test_ray_replicas_have_devices_of_their_own():
     own = config(cluster=RAY, rollout={"engine": {"kind": "hf", "slots": 4, "max_len": 32}})
     assert replicated(own)
     assert not in_process(own)
-    assert slots_of(own, WORK, 3) == 3  # of 8 sequences
-    assert slots_of(own, WORK, 1) == 4  # a replica's own slots
-    assert slots_of(config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3) == 1
+    assert sequences_per_engine(own, WORK, 3) == 3  # of 8 sequences
+    assert sequences_per_engine(own, WORK, 1) == 4  # a replica's own slots
+    assert (
+        sequences_per_engine(
+            config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3
+        )
+        == 1
+    )
     memory = engine_memory(
         DIMS, own, cluster(memory=10_000.0, engine_reserve=1000.0), WORK, WEIGHTS, 1
     )
     assert memory.room == 4000  # half a device
-    assert sync_way(own) == "stream"
-    assert sync_way(config(cluster=RAY | {"weights": "disk"})) == "files"
+    assert default_sync_method(own) == "stream"
+    assert default_sync_method(config(cluster=RAY | {"weights": "disk"})) == "files"
 
 
 @pytest.mark.parametrize(("sync", "way"), [("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")])
 def test_ways_to_servers_are_those_of_the_recipe(sync, way):
     for kind in ("vllm-server", "sglang"):
-        assert sync_way(config(rollout={"engine": {"kind": kind, "sync": sync}})) == way
+        assert default_sync_method(config(rollout={"engine": {"kind": kind, "sync": sync}})) == way
 
 
 def test_sync_by_way():
     own = config(rollout=SERVER)
-    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
-    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "gloo") == 4000 / 10
-    assert sync(DIMS, own, cluster(), WEIGHTS, 1, "nccl") == 4000 / 25
+    assert sync_seconds(DIMS, own, cluster(), WEIGHTS, 1, "files") == 4000 / 10
+    assert sync_seconds(DIMS, own, cluster(), WEIGHTS, 1, "gloo") == 4000 / 10
+    assert sync_seconds(DIMS, own, cluster(), WEIGHTS, 1, "nccl") == 4000 / 25
     assert (
-        sync(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5
+        sync_seconds(DIMS, own, cluster(16), WEIGHTS, 1, "nccl") == 4000 / 2.5
     )  # to another node: one adapter
     assert (
-        sync(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25
+        sync_seconds(DIMS, own, cluster(), WEIGHTS, 2, "nccl") == 4000 / 25 + 8000 / 25
     )  # gathered in float32 before
-    assert sync(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
+    assert sync_seconds(DIMS, config(), cluster(), WEIGHTS, 1, "memory") == (8000 + 4000) / 100
     codes = dataclasses.replace(WEIGHTS, total=2500)
     assert (
-        sync(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory")
+        sync_seconds(DIMS, config(rollout={"quant": "int8"}), cluster(), codes, 1, "memory")
         == (8000 + 2500) / 100
     )
 
@@ -397,7 +431,7 @@ def test_sync_to_several_engines():
     own = config(rollout=SERVER)
 
     def seconds(way, engines, tensor_parallel=1):
-        return sync(
+        return sync_seconds(
             DIMS,
             own,
             cluster(16),
@@ -417,53 +451,55 @@ def test_sync_to_several_engines():
 
 def test_saving_a_checkpoint():
     """2000 parameters: 12 bytes each in float32, 2 + 8 + 4 in bfloat16 with masters; 20 bytes a second."""
-    save = save_of(DIMS, config(train={"ranks": 16, "rank_timeout": 1200.0}), cluster(16), 16)
+    save = checkpoint_cost(
+        DIMS, config(train={"ranks": 16, "rank_timeout": 1200.0}), cluster(16), 16
+    )
     assert (save.size, save.staged) == (24_000, 12_000)  # 8 ranks on a node
     assert (save.written, save.counts) == (1200, 1200 + 1200 + 800)
     assert save.in_time
-    assert not save_of(
+    assert not checkpoint_cost(
         DIMS, config(train={"ranks": 16, "rank_timeout": 1199.0}), cluster(16), 16
     ).in_time
-    alone = save_of(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
+    alone = checkpoint_cost(DIMS, config(model={"path": "m", "dtype": "bfloat16"}), cluster(), 1)
     assert (alone.size, alone.staged, alone.written, alone.counts) == (28_000, 0, 1400, 2800)
     assert alone.in_time
     critic = config(objective={"baseline": "critic", "normalise": "none"})
-    assert save_of(DIMS, critic, cluster(), 1).size == 48_000
+    assert checkpoint_cost(DIMS, critic, cluster(), 1).size == 48_000
 
 
 def test_routes_as_engines_send_them():
     qwen = dataclasses.replace(DIMS, experts=128, top_k=8, moe_layers=48, attention=(FULL,) * 48)
-    vllm = traffic_of(qwen, config(rollout=SERVER), WORK, 1)
-    sglang = traffic_of(qwen, config(rollout={"engine": {"kind": "sglang"}}), WORK, 1)
+    vllm = communication_volume(qwen, config(rollout=SERVER), WORK, 1)
+    sglang = communication_volume(qwen, config(rollout={"engine": {"kind": "sglang"}}), WORK, 1)
     assert vllm.route_bytes_per_token == 384
     assert vllm.routes == 384 * 120
     assert vllm.routes_sent == pytest.approx(512 * 120)
     assert sglang.routes_sent == pytest.approx(2048 * 120)
     assert vllm.weights == 2 * 2000
     assert (
-        traffic_of(qwen, config(rollout={"quant": "int8"}), WORK, 1).weights == 4 * 2000
+        communication_volume(qwen, config(rollout={"quant": "int8"}), WORK, 1).weights == 4 * 2000
     )  # it quantises unrounded ones
-    off = traffic_of(qwen, config(rollout=SERVER, replay={"mode": "off"}), WORK, 1)
+    off = communication_volume(qwen, config(rollout=SERVER, replay={"mode": "off"}), WORK, 1)
     assert (off.routes, off.routes_sent) == (0, 0)
 
 
 def test_layers_gathered_by_every_rank():
-    found = traffic_of(DIMS, config(rollout=SERVER), WORK, 4)
+    found = communication_volume(DIMS, config(rollout=SERVER), WORK, 4)
     assert found.gathered == 2000 * 3 / 4 * (4 * 3 + 4)
-    assert traffic_of(DIMS, config(rollout=SERVER), WORK, 1).gathered == 0
+    assert communication_volume(DIMS, config(rollout=SERVER), WORK, 1).gathered == 0
 
 
 def test_lengths_are_checked_against_the_context():
     own = config(rollout={"sampling": {"max_tokens": 40}})
-    assert work_of(own, 64, prompt=None, response=None).prompt == 24
-    assert work_of(own, 4096, prompt=None, response=None).prompt == 512
-    assert work_of(own, 64, prompt=3, response=5).length == 8
+    assert step_work(own, 64, prompt=None, response=None).prompt == 24
+    assert step_work(own, 4096, prompt=None, response=None).prompt == 512
+    assert step_work(own, 64, prompt=3, response=5).length == 8
     with pytest.raises(UsageError, match="max_tokens: 40 leaves no room"):
-        work_of(own, 40, prompt=None, response=None)
+        step_work(own, 40, prompt=None, response=None)
     with pytest.raises(UsageError, match="--response-tokens: 64 leaves no room"):
-        work_of(own, 64, prompt=None, response=64)
+        step_work(own, 64, prompt=None, response=64)
     with pytest.raises(UsageError, match="--prompt-tokens: 60 and 40"):
-        work_of(own, 64, prompt=60, response=None)
+        step_work(own, 64, prompt=60, response=None)
 
 
 @pytest.mark.parametrize(
@@ -516,8 +552,8 @@ def test_every_constant_says_where_it_is_from():
 
 
 def test_shipped_models_say_where_their_dimensions_come_from():
-    assert set(known()) == {"Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"}
-    assert all(entry["source"].startswith("https://") for entry in known().values())
+    assert set(known_models()) == {"Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"}
+    assert all(entry["source"].startswith("https://") for entry in known_models().values())
 
 
 def test_a_bad_cluster_is_refused_before_torch_is_loaded():

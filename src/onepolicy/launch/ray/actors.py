@@ -17,12 +17,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from onepolicy.config import NotThere, QuantFormat, RunConfig, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
-from onepolicy.launch.launcher import Hosts
-from onepolicy.launch.place import Launched, Place
-from onepolicy.launch.ranks import INTERFACE, loopback, over_loopback
-from onepolicy.launch.ray.placement import Needs, Room, Where, table
-from onepolicy.launch.ray.rank_actor import RankProcess, about
-from onepolicy.launch.ray.remote_engine import RemoteEngine, told
+from onepolicy.launch.launcher import Launcher
+from onepolicy.launch.rank_info import LaunchedRanks, RankInfo
+from onepolicy.launch.ranks import INTERFACE, gloo_on_loopback, loopback_interface
+from onepolicy.launch.ray.placement import PlacementGroup, ProcessInfo, ResourceRequest, table
+from onepolicy.launch.ray.rank_actor import RankProcess, process_info_json
+from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
 from onepolicy.models.load import device_of
 from onepolicy.models.quant.parts import PartSize, Sizes
@@ -39,14 +39,14 @@ CALLS = 100
 
 
 @contextmanager
-def hosts_of(config: RunConfig, cluster: RayCluster, progress: Progress) -> Iterator[Hosts]:
+def ray_launcher(config: RunConfig, cluster: RayCluster, progress: Progress) -> Iterator[Launcher]:
     """Ray is connected. All processes are placed here and now, and start when the run asks for them."""
     cuda = device_of(config.train.device).type == "cuda"
-    room = Room(Needs.of(config, cuda=cuda), cluster)
+    room = PlacementGroup(ResourceRequest.from_config(config, cuda=cuda), cluster)
     try:
         processes = _Processes(config, cluster, room, cuda)
         progress.note(table(processes.where))
-        yield Hosts(processes.launch, processes.build_engine)
+        yield Launcher(processes.launch_ranks, processes.build_engine)
     finally:
         room.close()
 
@@ -54,13 +54,15 @@ def hosts_of(config: RunConfig, cluster: RayCluster, progress: Progress) -> Iter
 class _Processes:
     """Actors of a run, one in every bundle."""
 
-    def __init__(self, config: RunConfig, cluster: RayCluster, room: Room, cuda: bool) -> None:
+    def __init__(
+        self, config: RunConfig, cluster: RayCluster, room: PlacementGroup, cuda: bool
+    ) -> None:
         self.config, self.cluster, self.cuda = config, cluster, cuda
         needs = room.needs
         self.local_rank = _take_gpu(room) if needs.driver else 0
         self.address = ray.util.get_node_ip_address()
         self._own_loopback = self.address.startswith("127.")
-        environment = {INTERFACE: loopback()} if self._own_loopback else {}
+        environment = {INTERFACE: loopback_interface()} if self._own_loopback else {}
         replica: Any = ray.remote(ReplicaProcess)
         rank: Any = ray.remote(RankProcess)
         self.replicas = [
@@ -75,14 +77,20 @@ class _Processes:
             rank.options(**room.options(needs.rank(i))).remote(environment)
             for i in range(1, len(needs.ranks) + 1)
         ]
-        self.where = [Where.told("driver" + ", rank 0" * bool(config.train.ranks), about())]
+        self.where = [
+            ProcessInfo.from_json(
+                "driver" + ", rank 0" * bool(config.train.ranks), process_info_json()
+            )
+        ]
         named: list[tuple[str, Any]] = [
             (f"rank {i}", actor) for i, actor in enumerate(self.ranks, start=1)
         ]
         named += [(f"replica {i}", actor) for i, actor in enumerate(self.replicas)]
         for name, actor in named:
             self.where.append(
-                Where.told(name, _get(name, actor.about.remote(), cluster.start_timeout))
+                ProcessInfo.from_json(
+                    name, _get(name, actor.process_info_json.remote(), cluster.start_timeout)
+                )
             )
         if (
             cluster.weights == "disk"
@@ -95,13 +103,13 @@ class _Processes:
             )
 
     @contextmanager
-    def launch(self, config: RunConfig) -> Iterator[Launched]:
+    def launch_ranks(self, config: RunConfig) -> Iterator[LaunchedRanks]:
         """The learner's ranks, which meet at a store of this process and hear of its token from Ray."""
-        with over_loopback() if self._own_loopback else nullcontext():
+        with gloo_on_loopback() if self._own_loopback else nullcontext():
             store = open_store(self.address, config.train.rank_timeout)
             serving: list[Any] = []
 
-            def tell(driver: str) -> None:
+            def publish_address(driver: str) -> None:
                 for i, actor in enumerate(self.ranks, start=1):
                     serving.append(
                         actor.serve.remote(
@@ -109,8 +117,10 @@ class _Processes:
                         )
                     )
 
-            place = Place(0, config.train.ranks, self.local_rank, False)
-            yield Launched(place, store, self.address, tell, partial(_alive, serving))
+            place = RankInfo(0, config.train.ranks, self.local_rank, False)
+            yield LaunchedRanks(
+                place, store, self.address, publish_address, partial(_alive, serving)
+            )
 
     def build_engine(self, spec: EngineSpec) -> RolloutEngine:
         """All replicas' engines, built at the same time. Ray gives each its own device, not the learner's."""
@@ -175,7 +185,7 @@ def _get(name: str, reference: Any, limit: float) -> Any:
             f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs"
         ) from None
     except RayTaskError as error:
-        raise told(name, error) from None
+        raise remote_error(name, error) from None
     except RayActorError as error:
         raise TrainingError(f"{name} ended while it started: {_last(error)}") from None
 
@@ -194,11 +204,11 @@ def _last(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _take_gpu(room: Room) -> int:
+def _take_gpu(room: PlacementGroup) -> int:
     """The GPU in the driver's bundle, as torch numbers it here; it stays reserved while the placement group lives."""
     reservation: Any = ray.remote(Reservation)
     reserved = reservation.options(**room.options(0)).remote()
-    (name,) = json.loads(ray.get(reserved.about.remote()))["gpus"]
+    (name,) = json.loads(ray.get(reserved.process_info_json.remote()))["gpus"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     number = visible.index(name) if name in visible else int(name)
     torch.cuda.set_device(number)
@@ -208,5 +218,5 @@ def _take_gpu(room: Room) -> int:
 class Reservation:
     """A Ray actor that stands for this process."""
 
-    def about(self) -> str:
-        return about()
+    def process_info_json(self) -> str:
+        return process_info_json()

@@ -22,7 +22,7 @@ from onepolicy.rollout.servers.token import checked
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
-    from onepolicy.launch.launcher import Hosts
+    from onepolicy.launch.launcher import Launcher
 
 QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or it warns of what it will not do one day
@@ -36,7 +36,7 @@ OBJECTS = 2**30
 
 
 @contextmanager
-def opened(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
+def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
     """Ray with the room that the run needs; its processes end with it. UsageError if there is no Ray, or no room."""
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
@@ -47,15 +47,15 @@ def opened(config: RunConfig, progress: Progress) -> Iterator[Hosts]:
             "cluster.kind: ray starts the learner's ranks itself; start this without torchrun"
         )
     with _connected(cluster):
-        from onepolicy.launch.ray.actors import hosts_of
+        from onepolicy.launch.ray.actors import ray_launcher
 
-        with hosts_of(config, cluster, progress) as hosts:
-            yield hosts
+        with ray_launcher(config, cluster, progress) as launcher:
+            yield launcher
 
 
 @contextmanager
 def _connected(cluster: RayCluster) -> Iterator[None]:
-    prepare(own=cluster.address is None)
+    prepare_environment(own=cluster.address is None)
     if cluster.address is not None:
         check_address(cluster.address, cluster.auth)
         _refuse_silence(cluster.address)
@@ -107,7 +107,7 @@ def _without_api_server() -> Iterator[None]:
         services.start_api_server = started
 
 
-def prepare(*, own: bool) -> None:
+def prepare_environment(*, own: bool) -> None:
     """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here.
 
     UsageError, which does not repeat it, for a token that Ray could not send and would show in its error.

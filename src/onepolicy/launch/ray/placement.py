@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup as RayPlacementGroup
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from onepolicy.config import NotThere, RunConfig
@@ -19,7 +20,7 @@ STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class ResourceRequest:
     """Of every process: what Ray reserves for it. In the order of the placement group's bundles."""
 
     driver: Bundle | None  # of the learner's first rank, which lives in the driver; None: nothing
@@ -27,7 +28,7 @@ class Needs:
     replicas: tuple[Bundle, ...]
 
     @classmethod
-    def of(cls, config: RunConfig, *, cuda: bool) -> Needs:
+    def from_config(cls, config: RunConfig, *, cuda: bool) -> ResourceRequest:
         """cuda: the learner computes on GPUs. Then the driver's is reserved too, on its own node."""
         cluster = config.cluster
         assert isinstance(cluster, RayCluster)
@@ -51,15 +52,15 @@ class Needs:
         return (self.driver is not None) + len(self.ranks) + replica
 
 
-class Room:
+class PlacementGroup:
     """A placement group that is there. `close` gives it back."""
 
-    def __init__(self, needs: Needs, cluster: RayCluster) -> None:
+    def __init__(self, needs: ResourceRequest, cluster: RayCluster) -> None:
         """NotThere, with what is missing, if Ray does not find it within cluster.start_timeout."""
         own = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         labels = [own if needs.driver and i == 0 else {} for i in range(len(needs.bundles))]
         self.needs = needs
-        self.group: PlacementGroup = placement_group(
+        self.group: RayPlacementGroup = placement_group(
             needs.bundles, strategy=STRATEGIES[cluster.placement], bundle_label_selector=labels
         )
         if not self.group.wait(cluster.start_timeout):
@@ -87,7 +88,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class ProcessInfo:
     """Of one process."""
 
     name: str
@@ -97,12 +98,12 @@ class Where:
     gpus: tuple[str, ...]
 
     @classmethod
-    def told(cls, name: str, text: str) -> Where:
+    def from_json(cls, name: str, text: str) -> ProcessInfo:
         about = json.loads(text)
         return cls(name, about["pid"], about["address"], about["node"], tuple(about["gpus"]))
 
 
-def table(where: Sequence[Where]) -> str:
+def table(where: Sequence[ProcessInfo]) -> str:
     rows = [("", "process", "node", "GPU")]
     rows += [
         (each.name, str(each.pid), f"{each.address} ({each.node[:6]})", ",".join(each.gpus))
@@ -117,7 +118,7 @@ def _bundle(cpus: int, gpus: float) -> Bundle:
     return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
 
 
-def _listed(needs: Needs) -> str:
+def _listed(needs: ResourceRequest) -> str:
     kinds = {
         "the learner in this process": [needs.driver] if needs.driver else [],
         "learner ranks": needs.ranks,

@@ -11,7 +11,7 @@ import ray
 from onepolicy.no_statistics import turn_off
 
 
-def about() -> str:
+def process_info_json() -> str:
     """JSON: process, node and GPUs that Ray gave it."""
     context = ray.get_runtime_context()
     return json.dumps(
@@ -33,16 +33,16 @@ class RankProcess:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.update(environment)
 
-    def about(self) -> str:
-        return about()
+    def process_info_json(self) -> str:
+        return process_info_json()
 
     def serve(self, rank: int, ranks: int, store: tuple[str, int], driver: str) -> None:
         """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
         token it wants (channel.advertised)."""
-        from onepolicy.launch.place import Place
-        from onepolicy.launch.rank_main import JOIN_LIMIT, serve_as
+        from onepolicy.launch.rank_info import RankInfo
+        from onepolicy.launch.rank_main import JOIN_LIMIT, run_rank
         from onepolicy.sync.group import join_store
         from onepolicy.train.sharded.channel import RankLost
 
         with suppress(RankLost):  # the driver knows, and says why
-            serve_as(Place(rank, ranks, 0, False), join_store(*store, JOIN_LIMIT), driver)
+            run_rank(RankInfo(rank, ranks, 0, False), join_store(*store, JOIN_LIMIT), driver)

@@ -28,20 +28,20 @@ from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps
 from onepolicy.launch.ray.replica_actor import NotBuilt
-from onepolicy.launch.ray.wire import Request, decode_answers, encode_requests
+from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.weight_files import Written
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
-GONE = (RayActorError, ObjectLostError, NodeDiedError, NotBuilt, TimeoutError)
+PROCESS_LOST = (RayActorError, ObjectLostError, NodeDiedError, NotBuilt, TimeoutError)
 """What a process that is not there, or does not answer, looks like."""
-POLL = 5.0
+COLLECT_TIMEOUT_S = 5.0
 """Seconds after which a replica answers even if no request has ended: it is alive."""
-AGAIN = 0.5
+REBUILD_INTERVAL_S = 0.5
 """Seconds between two looks at whether a replica is back."""
-LOOKS = 10
+REPLY_CHECKS = 10
 """At an answer that does not come, before it is given up."""
 
 
@@ -55,15 +55,15 @@ class RemoteEngine:
         self.name, self.caps, self.version = name, caps, 0
         self._actor, self._text, self._config, self._host = actor, text, config, host
         self._numbers = itertools.count()
-        self._asked: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._asked: dict[int, tuple[GenerateRequest, asyncio.Future[Completion]]] = {}
         self._unsent: list[int] = []
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._life = 0  # of the process that requests are sent to
+        self._incarnation = 0  # of the process that requests are sent to
         self._builds = itertools.count(1)
         self._taken: list[int] = []  # answers that the process does not know to have arrived
         self._loading = 0
-        self._mending = asyncio.Lock()
+        self._recovery_lock = asyncio.Lock()
         self._weights: Written | None = None  # of load_files; None: those it was built with
         self._restarts = self._repeated = 0
 
@@ -73,7 +73,7 @@ class RemoteEngine:
         """EngineLost if its process is gone for good."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
-        self._asked[number] = (Request(prompt, sampling, seed), future)
+        self._asked[number] = (GenerateRequest(prompt, sampling, seed), future)
         self._unsent.append(number)
         self._more.set()
         if (
@@ -88,19 +88,21 @@ class RemoteEngine:
     async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
         """See rollout.replicas.Replica."""
         self.version, self._weights = -1, written
-        if self._mending.locked():  # a new process is being given them, perhaps after older ones
+        if (
+            self._recovery_lock.locked()
+        ):  # a new process is being given them, perhaps after older ones
             if shared is not None:
                 shared.give_up()
             shared = None
-            async with self._mending:
+            async with self._recovery_lock:
                 pass
         while self.version != written.version:
-            life = self._life
+            life = self._incarnation
             try:
                 self.version = await self._load(written, shared)
                 return
-            except GONE as error:
-                await self._mend(life, error)
+            except PROCESS_LOST as error:
+                await self._recover(life, error)
             except TrainingError as error:
                 if shared is None:
                     raise
@@ -108,7 +110,9 @@ class RemoteEngine:
             shared = None
 
     async def reset_cache(self) -> None:
-        await self._insist(lambda: self._call("reset_cache", limit=self._config.reply_timeout))
+        await self._retry_on_loss(
+            lambda: self._call("reset_cache", limit=self._config.reply_timeout)
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """What was lost and repeated since the last call; {} if nothing."""
@@ -126,10 +130,10 @@ class RemoteEngine:
     async def _exchange(self) -> None:
         """Send what is asked, take answers, until nothing is left to wait for."""
         while self._asked:
-            life = self._life
+            life = self._incarnation
             collecting: asyncio.Task[None] | None = None
             try:
-                while self._asked and life == self._life:
+                while self._asked and life == self._incarnation:
                     if self._unsent:
                         await self._send()
                     collecting = collecting or asyncio.create_task(self._collect(life))
@@ -139,14 +143,14 @@ class RemoteEngine:
                     if collecting.done():
                         done, collecting = collecting, None
                         done.result()
-            except GONE as error:
-                await self._mend(life, error)
+            except PROCESS_LOST as error:
+                await self._recover(life, error)
             finally:
                 if collecting is not None:
                     collecting.cancel()
 
     async def _send(self) -> None:
-        life = self._life
+        life = self._incarnation
         self._more.clear()
         requests = {
             number: self._asked[number][0] for number in self._unsent if number in self._asked
@@ -154,7 +158,7 @@ class RemoteEngine:
         await self._call(
             "submit", life, encode_requests(requests), limit=self._config.reply_timeout
         )
-        if life == self._life:  # a new process has been asked nothing yet
+        if life == self._incarnation:  # a new process has been asked nothing yet
             self._unsent = [
                 number
                 for number in self._unsent
@@ -163,8 +167,8 @@ class RemoteEngine:
 
     async def _collect(self, life: int) -> None:
         limit, taken = self._config.reply_timeout, list(self._taken)
-        answers = decode_answers(
-            await self._call("collect", life, min(POLL, limit / 2), taken, limit=limit)
+        answers = decode_replies(
+            await self._call("collect", life, min(COLLECT_TIMEOUT_S, limit / 2), taken, limit=limit)
         )
         self._taken = list(answers)
         self._settle(answers)
@@ -195,22 +199,22 @@ class RemoteEngine:
         self._asked.clear()
         self._unsent.clear()
 
-    async def _insist(self, act: Any) -> None:
+    async def _retry_on_loss(self, act: Any) -> None:
         """Do it, with a new process if need be."""
         while True:
-            life = self._life
+            life = self._incarnation
             try:
                 return await act()
-            except GONE as error:
-                await self._mend(life, error)
+            except PROCESS_LOST as error:
+                await self._recover(life, error)
 
-    async def _mend(self, life: int, error: Exception) -> None:
+    async def _recover(self, life: int, error: Exception) -> None:
         """A process with the model, the current weights and nothing to do; all that is asked will be sent again.
 
         EngineLost if Ray has given it up, or it takes too long.
         """
-        async with self._mending:
-            if life != self._life:
+        async with self._recovery_lock:
+            if life != self._incarnation:
                 return  # somebody else saw it first
             LOG.warning("%s is gone (%s); waiting for Ray to restart it", self.name, _words(error))
             begun = time.monotonic()
@@ -218,7 +222,7 @@ class RemoteEngine:
                 ray.kill(self._actor, no_restart=False)
             try:
                 async with asyncio.timeout(self._config.restart_timeout):
-                    self._life = await self._come_back(error)
+                    self._incarnation = await self._rebuild(error)
             except TimeoutError:
                 ray.kill(self._actor)
                 raise EngineLost(
@@ -236,7 +240,7 @@ class RemoteEngine:
                 len(self._asked),
             )
 
-    async def _come_back(self, error: Exception) -> int:
+    async def _rebuild(self, error: Exception) -> int:
         """The new process's life: requests under it are taken from now on."""
         while True:
             if isinstance(error, ActorDiedError):
@@ -252,9 +256,9 @@ class RemoteEngine:
                         self.version = version
                         break
                 return life
-            except GONE as again:
+            except PROCESS_LOST as again:
                 error = again
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(REBUILD_INTERVAL_S)
 
     async def _load(self, written: Written, shared: Broadcast | None = None) -> int:
         """From files: read by the replica, or read here and sent. shared: to others too. The version it then holds."""
@@ -282,14 +286,14 @@ class RemoteEngine:
         answer = asyncio.ensure_future(getattr(self._actor, method).remote(*args))
         asking = method in ("submit", "collect")
         try:
-            return await heard(answer, limit, lambda: asking and self._loading > 0)
+            return await wait_for_reply(answer, limit, lambda: asking and self._loading > 0)
         except RayTaskError as error:
             if isinstance(error.cause, NotBuilt):
                 raise error.cause from None
-            raise told(self.name, error) from None
+            raise remote_error(self.name, error) from None
 
 
-async def heard(
+async def wait_for_reply(
     answer: asyncio.Future[Any], limit: float, excused: Callable[[], bool] = lambda: False
 ) -> Any:
     """Its result. TimeoutError if there is none after `limit` seconds in which this event loop could have seen it.
@@ -297,19 +301,21 @@ async def heard(
     What holds the event loop up, for however long, takes one of LOOKS parts of the limit. excused(): this one does not
     count.
     """
-    left = LOOKS
+    left = REPLY_CHECKS
     try:
         while not answer.done():
             if left == 0:
                 raise TimeoutError
-            await asyncio.wait((answer,), timeout=None if limit == math.inf else limit / LOOKS)
+            await asyncio.wait(
+                (answer,), timeout=None if limit == math.inf else limit / REPLY_CHECKS
+            )
             left -= not excused()
         return answer.result()
     finally:
         answer.cancel()
 
 
-def told(name: str, error: RayTaskError) -> Exception:
+def remote_error(name: str, error: RayTaskError) -> Exception:
     """What a method raised in its own process, as it would be here."""
     cause = error.cause
     if isinstance(cause, TrainingError | UsageError):

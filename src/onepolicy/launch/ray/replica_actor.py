@@ -12,17 +12,17 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from onepolicy.launch.ray.rank_actor import about
+from onepolicy.launch.ray.rank_actor import process_info_json
 from onepolicy.no_statistics import turn_off
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import RolloutEngine
-    from onepolicy.launch.ray.wire import Request
+    from onepolicy.launch.ray.wire import GenerateRequest
     from onepolicy.sync.checksum import Sums
     from onepolicy.types import Completion
 
 
-AGAIN = 0.05
+WEIGHTS_POLL_S = 0.05
 """Seconds between two looks at whether an engine has whole weights again."""
 
 
@@ -38,24 +38,24 @@ class ReplicaProcess:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None
-        self._life = 0
+        self._incarnation = 0
         self._running: set[asyncio.Task[None]] = set()
         self._done: dict[
             int, Completion | BaseException
         ] = {}  # until the driver says that it has them
         self._some = asyncio.Event()
 
-    async def about(self) -> str:
-        return about()
+    async def process_info_json(self) -> str:
+        return process_info_json()
 
     async def build(self, text: str, life: int) -> str:
         """With the model's own weights. Asked again, it keeps its engine and drops what it was doing.
 
         life: the driver counts them up; what comes under another one from now on was sent earlier, and is refused.
         """
-        if life < self._life:
+        if life < self._incarnation:
             raise NotBuilt
-        self._life = life
+        self._incarnation = life
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -80,7 +80,7 @@ class ReplicaProcess:
 
         They stay here until they are in `taken`: nobody can say whether what is returned arrives.
         """
-        from onepolicy.launch.ray.wire import encode_answers
+        from onepolicy.launch.ray.wire import encode_replies
 
         self._of(life)
         for number in taken:
@@ -90,7 +90,7 @@ class ReplicaProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await self._some.wait()
-        return encode_answers(self._done)
+        return encode_replies(self._done)
 
     async def load(self, folder: str, version: int, key: bytes, sums: Sums) -> int:
         """Files that this process sees, too, whose checksums with `key` are `sums`. The version it holds afterwards."""
@@ -120,7 +120,7 @@ class ReplicaProcess:
         await self._built.reset_cache()
 
     def _of(self, life: int) -> RolloutEngine:
-        if life != self._life:
+        if life != self._incarnation:
             raise NotBuilt
         return self._built
 
@@ -130,7 +130,7 @@ class ReplicaProcess:
             raise NotBuilt
         return self._engine
 
-    async def _run(self, engine: RolloutEngine, number: int, request: Request) -> None:
+    async def _run(self, engine: RolloutEngine, number: int, request: GenerateRequest) -> None:
         prompt = request.prompt_ids.tolist()
         while True:
             asked = engine.generate(prompt, request.sampling, seed=request.seed)
@@ -140,7 +140,7 @@ class ReplicaProcess:
             while (
                 engine.version < 0
             ):  # a broadcast broke off half-way; the weights are sent once more, alone
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(WEIGHTS_POLL_S)
         self._done[number] = answer
         self._some.set()
 

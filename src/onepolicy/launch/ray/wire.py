@@ -30,13 +30,13 @@ TRACE = ("ids", "valid", "weights")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class GenerateRequest:
     prompt_ids: Tensor  # [P] int64
     sampling: Sampling
     seed: int
 
 
-def encode_requests(requests: Mapping[int, Request]) -> bytes:
+def encode_requests(requests: Mapping[int, GenerateRequest]) -> bytes:
     """In this order, under their numbers."""
     about = [
         {"number": number, "seed": each.seed, "sampling": dataclasses.asdict(each.sampling)}
@@ -56,10 +56,10 @@ class RequestAbout(TypedDict):
     sampling: dict[str, Any]
 
 
-def decode_requests(data: bytes) -> dict[int, Request]:
+def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
     """TrainingError for bytes that are no requests."""
     message = Message.decode(data)
-    requests: dict[int, Request] = {}
+    requests: dict[int, GenerateRequest] = {}
     for each in read_as(list[RequestAbout], message.header.get("requests"), "a batch of requests"):
         prompt = message.tensors.get(str(each["number"]))
         if (
@@ -72,11 +72,11 @@ def decode_requests(data: bytes) -> dict[int, Request]:
                 f"request {each['number']} is malformed: its prompt or its sampling is none"
             )
         sampling = read_as(Sampling, each["sampling"], f"request {each['number']}")
-        requests[each["number"]] = Request(prompt, sampling, each["seed"])
+        requests[each["number"]] = GenerateRequest(prompt, sampling, each["seed"])
     return requests
 
 
-def encode_answers(answers: Mapping[int, Completion | BaseException]) -> bytes:
+def encode_replies(answers: Mapping[int, Completion | BaseException]) -> bytes:
     """What became of requests, by their numbers."""
     header: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ class Done(TypedDict):
     spans: NotRequired[list[tuple[int, int, RouteSource, int]]]
 
 
-def decode_answers(data: bytes) -> dict[int, Completion | Exception]:
+def decode_replies(data: bytes) -> dict[int, Completion | Exception]:
     """TrainingError for bytes that are no answers."""
     message = Message.decode(data)
     answers: dict[int, Completion | Exception] = {}

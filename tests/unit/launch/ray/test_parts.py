@@ -9,17 +9,17 @@ import torch
 from onepolicy.launch.ray import connect
 from onepolicy.types import NumericsContract
 
-connect.prepare(own=True)  # for tests in this process that start Ray
+connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
 from onepolicy.launch.ray.actors import contract_of  # noqa: E402
-from onepolicy.launch.ray.placement import Needs  # noqa: E402
+from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.wire import (  # noqa: E402
-    Request,
-    decode_answers,
+    GenerateRequest,
+    decode_replies,
     decode_requests,
-    encode_answers,
+    encode_replies,
     encode_requests,
 )
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
@@ -85,13 +85,13 @@ def test_room():
     config = settings(
         "cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2"
     )
-    needs = Needs.of(config, cuda=False)
+    needs = ResourceRequest.from_config(config, cuda=False)
     assert needs.bundles == [{"CPU": 2.0}] * 2 + [{"CPU": 3.0}] * 2
     assert [needs.rank(1), needs.rank(2), needs.replica(0), needs.replica(1)] == [0, 1, 2, 3]
-    needs = Needs.of(config, cuda=True)  # the driver's GPU is reserved as well
+    needs = ResourceRequest.from_config(config, cuda=True)  # the driver's GPU is reserved as well
     assert needs.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 3 + [{"CPU": 3.0, "GPU": 1.0}] * 2
     assert [needs.rank(1), needs.replica(0)] == [1, 3]
-    needs = Needs.of(settings("cluster.gpus_per_replica=0.5"), cuda=True)
+    needs = ResourceRequest.from_config(settings("cluster.gpus_per_replica=0.5"), cuda=True)
     assert needs.replicas == ({"CPU": 1.0, "GPU": 0.5},)
 
 
@@ -114,12 +114,12 @@ def completion(weights=False):
 @pytest.mark.parametrize("weights", [False, True])
 def test_messages_keep_every_field(weights):
     requests = {
-        3: Request(
+        3: GenerateRequest(
             torch.tensor([1, 2]),
             Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1),
             2**53 + 1,
         ),
-        1: Request(torch.tensor([4]), Sampling(0.0, 1), 0),
+        1: GenerateRequest(torch.tensor([4]), Sampling(0.0, 1), 0),
     }
     found = decode_requests(encode_requests(requests))
     assert list(found) == [3, 1]
@@ -130,8 +130,8 @@ def test_messages_keep_every_field(weights):
     bare = Completion(
         whole.token_ids, whole.logp, whole.version, "stop", top_ids=torch.ones(2, 1).int()
     )
-    answers = decode_answers(
-        encode_answers({0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what")})
+    answers = decode_replies(
+        encode_replies({0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what")})
     )
     assert_equal(answers[0], whole)
     assert_equal(answers[1], bare)

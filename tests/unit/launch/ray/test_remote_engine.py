@@ -10,7 +10,7 @@ import torch
 
 from onepolicy.launch.ray import connect
 
-connect.prepare(own=True)  # for tests in this process that start Ray
+connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
 from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
@@ -18,7 +18,7 @@ from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.launch.ray import remote_engine as remote  # noqa: E402
 from onepolicy.launch.ray import replica_actor  # noqa: E402
 from onepolicy.launch.ray.remote_engine import RemoteEngine  # noqa: E402
-from onepolicy.launch.ray.wire import Request, decode_answers, encode_requests  # noqa: E402
+from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
 from onepolicy.rollout.fleet.replicas import Replicas  # noqa: E402
 from onepolicy.rollout.servers.http import EngineLost  # noqa: E402
 from onepolicy.sync.checksum import Checksums  # noqa: E402
@@ -38,7 +38,7 @@ def engines(monkeypatch):
         return built[-1]
 
     monkeypatch.setattr(replica_actor, "build_engine", build)
-    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(remote, "REBUILD_INTERVAL_S", 0.01)
     monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart=True: actor.die())
     return built
 
@@ -276,7 +276,7 @@ def test_an_error_of_one_request_is_its_own(engines):
 @pytest.mark.parametrize("lossy", [False, True])
 def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines, monkeypatch):
     """Requests at random moments, many given up at once, while messages and answers get lost and processes die."""
-    monkeypatch.setattr(remote, "POLL", 0.05)
+    monkeypatch.setattr(remote, "COLLECT_TIMEOUT_S", 0.05)
 
     async def trial(seed):
         chance = random.Random(seed)
@@ -312,11 +312,11 @@ def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 0)
         await process.submit(
-            0, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+            0, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
         )
         first, second = await process.collect(0, 5, []), await process.collect(0, 5, [])
-        assert list(decode_answers(first)) == list(decode_answers(second)) == [7]
-        assert decode_answers(await process.collect(0, 0.01, [7])) == {}
+        assert list(decode_replies(first)) == list(decode_replies(second)) == [7]
+        assert decode_replies(await process.collect(0, 0.01, [7])) == {}
 
     asyncio.run(run())
 
@@ -327,7 +327,7 @@ def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
         await process.build("{}", 2)
         with pytest.raises(replica_actor.NotBuilt):
             await process.submit(
-                1, encode_requests({7: Request(torch.tensor([1]), Sampling(1.0, 1), 0)})
+                1, encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
             )
         with pytest.raises(replica_actor.NotBuilt):
             await process.collect(1, 0.01, [])
@@ -339,7 +339,7 @@ def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
 
 
 def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
-    """Each turn of the event loop, however long it takes, is at most one of the LOOKS at an answer."""
+    """Each turn of the event loop, however long it takes, is at most one of the REPLY_CHECKS of an answer."""
 
     async def run(after):
         answer = asyncio.get_running_loop().create_future()
@@ -351,7 +351,7 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
             answer.set_result("here")
 
         held = asyncio.create_task(hold_up())
-        assert await remote.heard(answer, 1.0) == "here"
+        assert await remote.wait_for_reply(answer, 1.0) == "here"
         await held
 
     asyncio.run(run(after=0))
@@ -361,19 +361,19 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
 def test_silence_has_its_limit():
     async def run():
         with pytest.raises(TimeoutError):
-            await remote.heard(asyncio.get_running_loop().create_future(), 0.05)
+            await remote.wait_for_reply(asyncio.get_running_loop().create_future(), 0.05)
 
     asyncio.run(run())
 
 
 def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, written, monkeypatch):
     """A process says nothing to requests while it takes weights over."""
-    looks, heard = [], remote.heard
+    looks, wait_for_reply = [], remote.wait_for_reply
 
     def counting(answer, limit, excused):
-        return heard(answer, limit, lambda: looks.append(excused()) or looks[-1])
+        return wait_for_reply(answer, limit, lambda: looks.append(excused()) or looks[-1])
 
-    monkeypatch.setattr(remote, "heard", counting)
+    monkeypatch.setattr(remote, "wait_for_reply", counting)
 
     class Busy(Actor):
         async def run(self, method, args, answer):
@@ -390,7 +390,7 @@ def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, writt
         engines[0].may_load.clear()
         loading = asyncio.ensure_future(engine.load_files(written))
         await until(
-            lambda: looks.count(True) > 2 * remote.LOOKS
+            lambda: looks.count(True) > 2 * remote.REPLY_CHECKS
         )  # of one request at the least more than it has
         assert not waiting.done()
         engines[0].may_load.set()

@@ -8,7 +8,7 @@ import pytest
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.engine import ServeConfig
-from onepolicy.launch.ray.connect import prepare
+from onepolicy.launch.ray.connect import prepare_environment
 from onepolicy.rollout.servers import token
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.token import forget, left_for, made_for
@@ -40,7 +40,7 @@ def asked(_):
 
 def clustered(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", os.environ["ENGINE_TOKEN"])
-    prepare(own=True)
+    prepare_environment(own=True)
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError, UsageError, resolve
-from onepolicy.launch.place import effective
+from onepolicy.launch.rank_info import apply_torchrun_ranks
 from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
@@ -201,7 +201,7 @@ def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(m
 
 
 class Stopped(Exception):
-    from onepolicy.launch.place import effective
+    from onepolicy.launch.rank_info import apply_torchrun_ranks
 
 
 def suppressed(call, *args):
@@ -355,17 +355,17 @@ def test_settings_that_cannot_take_effect(settings, words):
 def test_torchrun_says_how_many_ranks(monkeypatch):
 
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
-    assert effective(plain).train.ranks == 0
-    assert effective(set_to_three, 1, resuming=True).train.ranks == 1
+    assert apply_torchrun_ranks(plain).train.ranks == 0
+    assert apply_torchrun_ranks(set_to_three, 1, resuming=True).train.ranks == 1
     assert (
-        effective(
+        apply_torchrun_ranks(
             resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"]), 0, resuming=True
         ).train.ranks
         == 0
     )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert effective(plain).train.ranks == 2
-    assert effective(set_to_three, resuming=True).train.ranks == 2
+    assert apply_torchrun_ranks(plain).train.ranks == 2
+    assert apply_torchrun_ranks(set_to_three, resuming=True).train.ranks == 2
     with pytest.raises(UsageError, match="torchrun started 2 processes"):
-        effective(set_to_three)
+        apply_torchrun_ranks(set_to_three)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from onepolicy.config import FromRollout, RunConfig, WeightsReplay
 from onepolicy.plan.dims import Dims, route_bytes
-from onepolicy.plan.dry import Held
+from onepolicy.plan.dry_run import MicroBatchMemory
 from onepolicy.plan.hardware import Cluster
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class CheckpointCost:
     size: float  # bytes: parameters, AdamW, masters; a critic counts as a second policy
     staged: float  # bytes of a node's own memory that its ranks' shards are copied to, until they are written
     written: float  # seconds; ranks write at the same time, into one folder
@@ -24,17 +24,17 @@ class Save:
         return self.limit is None or self.written <= self.limit
 
 
-def save_of(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) -> Save:
+def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) -> CheckpointCost:
     """All ranks share the bandwidth of one folder (`disk`). One rank writes from where its tensors are."""
     own = BYTES[config.model.dtype]
     each = own + 2 * FLOAT32 + FLOAT32 * (config.model.dtype == "bfloat16")
     size = dims.total * each * (1 + (config.objective.critic is not None))
     written, disk = size / cluster["disk"], cluster["disk"]
     if ranks == 1:
-        return Save(size, 0.0, written, 2 * written, None)
+        return CheckpointCost(size, 0.0, written, 2 * written, None)
     again = 2 * dims.total * own / disk
     staged = size * min(ranks, cluster.per_node) / ranks
-    return Save(size, staged, written, 2 * written + again, config.train.rank_timeout)
+    return CheckpointCost(size, staged, written, 2 * written + again, config.train.rank_timeout)
 
 
 FLOAT32 = 4
@@ -75,7 +75,7 @@ def learner_memory(
     dims: Dims,
     config: RunConfig,
     ranks: int,
-    held: Held,
+    held: MicroBatchMemory,
     *,
     slots: int,
     graphs: int,
@@ -94,7 +94,7 @@ def learner_memory(
     )
     reference = own * size if config.objective.kl.coef else 0.0
     again = dims.total * BYTES[config.rollout.engine.dtype] if from_reprefill(config) else 0.0
-    layers = gathered(dims, config, ranks, held.layer, cpu=cpu)
+    layers = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
     working = held.peak + (graphs - 1) * held.saved
     if first:
         working = max(working - own * size, held.tail)
@@ -116,7 +116,9 @@ def learner_memory(
     )
 
 
-def gathered(dims: Dims, config: RunConfig, ranks: int, activations: float, *, cpu: bool) -> float:
+def gathered_bytes(
+    dims: Dims, config: RunConfig, ranks: int, activations: float, *, cpu: bool
+) -> float:
     """What exists of layers beside their shards.
 
     Autocast keeps a bfloat16 copy of every matrix until the backward is over. FSDP2: what is outside the layers stays

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from onepolicy.config import RunConfig
-from onepolicy.plan.dims import billions
-from onepolicy.plan.planner import PARALLEL, Option, Planner, Split
+from onepolicy.plan.dims import format_count
+from onepolicy.plan.planner import PARALLEL, DeviceSplit, Planner, PlanOption
 
 MOST = 2**14  # devices looked for
 
 
-def mends(planner: Planner, chosen: Option) -> list[str]:
+def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
     """One line each; none if the option fits."""
     found = []
     if not chosen.learner_fits:
@@ -31,7 +31,7 @@ def mends(planner: Planner, chosen: Option) -> list[str]:
     return found
 
 
-def _of_learner(planner: Planner, chosen: Option) -> list[str]:
+def _of_learner(planner: Planner, chosen: PlanOption) -> list[str]:
     split, lines, tried = chosen.split, [], planner.config
     for name, value in (("activation_checkpointing", True), ("compute", "bfloat16")):
         changed = _with(tried, name, value, ranks=split.learners)
@@ -74,7 +74,7 @@ def _with(config: RunConfig, name: str, value: object, *, ranks: int = 1) -> Run
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
-def _setting(name: str, value: object, split: Split, config: RunConfig) -> str:
+def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) -> str:
     also = ""
     if name == "compute":
         also = f" with train.ranks={split.learners}" + " instead of train.autocast" * (
@@ -83,7 +83,9 @@ def _setting(name: str, value: object, split: Split, config: RunConfig) -> str:
     return f"train.{name}={str(value).lower()}{also}"
 
 
-def _smaller(planner: Planner, split: Split, config: RunConfig) -> tuple[int, Option] | None:
+def _smaller(
+    planner: Planner, split: DeviceSplit, config: RunConfig
+) -> tuple[int, PlanOption] | None:
     """The largest micro-batch of whole sequences that fits, else the smallest there is; None if it is that already."""
     slots = planner.work.slots
     most = len(planner.work.micro(config.train.tokens_per_micro_batch, split.learners).slots)
@@ -97,7 +99,7 @@ def _smaller(planner: Planner, split: Split, config: RunConfig) -> tuple[int, Op
     return found
 
 
-def _more(planner: Planner, split: Split, config: RunConfig) -> int | None:
+def _more(planner: Planner, split: DeviceSplit, config: RunConfig) -> int | None:
     lacking, ranks = split.learners, 2 * split.learners
     while planner.learner(ranks, config).total > planner.room:
         if ranks > MOST:
@@ -118,14 +120,14 @@ def _too_large(planner: Planner, config: RunConfig) -> str:
     working = memory.activations + memory.logits
     device = (memory.gathered + working) / planner.room_share
     return (
-        f"every rank gathers a layer of {billions(dims.largest_layer)} parameters whole, "
+        f"every rank gathers a layer of {format_count(dims.largest_layer)} parameters whole, "
         f"{memory.gathered / 1e9:.0f} GB with its gradients, beside {working / 1e9:.0f} GB of activations and logits; "
         f"devices of {math.ceil(device / 1e9)} GB would do, or experts divided over devices (expert parallelism), "
         "which onepolicy does not have"
     )
 
 
-def _of_engine(planner: Planner, chosen: Option) -> list[str]:
+def _of_engine(planner: Planner, chosen: PlanOption) -> list[str]:
     engine = chosen.engine
     if engine.room < math.inf:
         return [
@@ -145,7 +147,7 @@ def _of_engine(planner: Planner, chosen: Option) -> list[str]:
     ]
 
 
-def _verdict(option: Option) -> str:
+def _verdict(option: PlanOption) -> str:
     verdict = "fits" if option.learner_fits else "not enough yet"
     return (
         f"{option.learner_used / 1e9:.1f} of {option.learner_room / 1e9:.1f} GB per rank, {verdict}"

@@ -18,7 +18,7 @@ from onepolicy.models.load import device_of
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """Where this process stands among the ranks."""
 
     rank: int
@@ -27,7 +27,7 @@ class Place:
     local: bool  # all ranks are on this machine
 
     @classmethod
-    def of_environment(cls) -> Place | None:
+    def from_environment(cls) -> RankInfo | None:
         """As torchrun says, or who started this rank; None in a process that nobody started as a rank."""
         env = os.environ
         if not {"RANK", "WORLD_SIZE"} <= env.keys():
@@ -62,12 +62,14 @@ class Place:
         return init_device_mesh(device.type, (self.ranks,))
 
 
-def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = False) -> RunConfig:
+def apply_torchrun_ranks(
+    config: RunConfig, ranks: int | None = None, *, resuming: bool = False
+) -> RunConfig:
     """The settings with `train.ranks` = ranks (None: unchanged), which under torchrun is the number of its processes.
 
     Resuming, torchrun may start another number than the run has had; else UsageError if both are set and differ.
     """
-    place = Place.of_environment()
+    place = RankInfo.from_environment()
     stated = config.train.ranks if ranks is None else ranks
     if place is not None:
         if stated not in (0, place.ranks) and (ranks is not None or not resuming):
@@ -85,16 +87,16 @@ def effective(config: RunConfig, ranks: int | None = None, *, resuming: bool = F
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedRanks:
     """The processes of the other ranks, on their way."""
 
-    place: Place  # of this process
+    place: RankInfo  # of this process
     store: dist.Store  # that all ranks share until they know each other
     host: str  # what this machine is called by theirs
-    tell: Callable[
+    publish_address: Callable[
         [str], None
     ]  # them, where it listens and the token it wants (channel.advertised)
-    alive: Callable[[], None]  # RankLost if one of them will never come
+    check_alive: Callable[[], None]  # RankLost if one of them will never come
 
 
-Launch: TypeAlias = Callable[[RunConfig], AbstractContextManager[Launched]]
+LaunchRanks: TypeAlias = Callable[[RunConfig], AbstractContextManager[LaunchedRanks]]

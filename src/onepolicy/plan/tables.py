@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from onepolicy.plan.dims import billions
-from onepolicy.plan.planner import Option, Planner, Split
-from onepolicy.plan.times import Traffic
-from onepolicy.plan.work import in_process
+from onepolicy.plan.dims import format_count
+from onepolicy.plan.planner import DeviceSplit, Planner, PlanOption
+from onepolicy.plan.step_work import in_process
+from onepolicy.plan.times import CommunicationVolume
 
 Tree = dict[str, Any]
 LEARNER = {
@@ -28,7 +28,7 @@ LEARNER = {
     "routes": "routes",
     "others": "critic, reference, re-prefill",
 }
-WAYS = {
+SYNC_METHODS = {
     "memory": "copied",
     "files": "files, written once",
     "gloo": "one gloo broadcast to all",
@@ -38,15 +38,19 @@ WAYS = {
 SPLITS = 5
 
 
-def render(
-    planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic
+def render_plan(
+    planner: Planner,
+    chosen: PlanOption,
+    options: list[PlanOption],
+    lines: list[str],
+    traffic: CommunicationVolume,
 ) -> Iterator[RenderableType]:
     yield _head(planner, chosen)
     yield _memory(chosen)
     yield _time(chosen)
     if len(options) > 1:
         yield _splits(options, chosen)
-    yield _traffic(traffic, planner.way)
+    yield _traffic(traffic, planner.sync_method)
     yield _saved(chosen)
     if lines:
         yield Text(
@@ -56,8 +60,12 @@ def render(
     yield _constants(planner)
 
 
-def tree(
-    planner: Planner, chosen: Option, options: list[Option], lines: list[str], traffic: Traffic
+def plan_tree(
+    planner: Planner,
+    chosen: PlanOption,
+    options: list[PlanOption],
+    lines: list[str],
+    traffic: CommunicationVolume,
 ) -> Tree:
     dims = asdict(planner.dims)
     attention = dims.pop("attention")
@@ -70,14 +78,14 @@ def tree(
         "options": [_option_tree(option) for option in sorted(options, key=_order)],
         "mends": lines,
         "traffic": asdict(traffic),
-        "sync": planner.way,
+        "sync": planner.sync_method,
         "constants": {
             name: asdict(value) for name, value in sorted(planner.cluster.constants.items())
         },
     }
 
 
-def _option_tree(option: Option) -> Tree:
+def _option_tree(option: PlanOption) -> Tree:
     learner = asdict(option.learner) | {"total": option.learner_used, "room": option.learner_room}
     return {
         "split": asdict(option.split),
@@ -93,16 +101,16 @@ def _option_tree(option: Option) -> Tree:
     }
 
 
-def _order(option: Option) -> tuple[bool, float]:
+def _order(option: PlanOption) -> tuple[bool, float]:
     return not option.fits, option.seconds
 
 
-def _head(planner: Planner, chosen: Option) -> Text:
+def _head(planner: Planner, chosen: PlanOption) -> Text:
     dims, work, split = planner.dims, planner.work, chosen.split
     experts = f", {dims.experts} experts, {dims.top_k} active" if dims.experts else ", dense"
     return Text.assemble(
         (f"{dims.name}", "bold"),
-        f": {billions(dims.total)} parameters, {billions(dims.active)} active, {dims.layers} layers{experts}\n",
+        f": {format_count(dims.total)} parameters, {format_count(dims.active)} active, {dims.layers} layers{experts}\n",
         f"one step: {work.prompts} prompts x {work.group} completions of {work.prompt} + {work.response} tokens, ",
         f"{work.all_slots / 1e6:.2f}M slots, micro-batches of {planner.micro_slots(split.learners):,} slots\n",
         (f"{planner.cluster}", "bold"),
@@ -111,7 +119,7 @@ def _head(planner: Planner, chosen: Option) -> Text:
     )
 
 
-def _split_text(split: Split, shared: bool) -> str:
+def _split_text(split: DeviceSplit, shared: bool) -> str:
     learners = f"{split.learners} learner rank{'s' * (split.learners > 1)}"
     if shared:
         return f"{learners}, the engine on the first one's device"
@@ -127,7 +135,7 @@ def size(count: float) -> str:
     return f"{count / 1e6:.2f} MB"
 
 
-def _memory(option: Option) -> Table:
+def _memory(option: PlanOption) -> Table:
     table = _table("memory", "learner rank", "bytes", "engine device", "bytes ")
     engine = option.engine
     left = [(LEARNER[name], value) for name, value in asdict(option.learner).items() if value]
@@ -162,7 +170,7 @@ def _memory(option: Option) -> Table:
     return table
 
 
-def _time(option: Option) -> Table:
+def _time(option: PlanOption) -> Table:
     table = _table("time of a step", "part", "seconds", "share")
     for name, seconds in option.parts.items():
         table.add_row(name, _seconds(seconds), f"{seconds / sum(option.parts.values()):.0%}")
@@ -180,7 +188,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
 
 
-def _splits(options: list[Option], chosen: Option) -> Table:
+def _splits(options: list[PlanOption], chosen: PlanOption) -> Table:
     table = _table(
         "splits", "learner ranks", "engines", "devices each", "step, s", "learner rank", "fits"
     )
@@ -198,20 +206,20 @@ def _splits(options: list[Option], chosen: Option) -> Table:
     return table
 
 
-def _traffic(traffic: Traffic, way: str) -> Table:
+def _traffic(traffic: CommunicationVolume, sync_method: str) -> Table:
     table = _table("sent per step", "what", "bytes")
     if traffic.route_bytes_per_token:
         table.add_row(
             f"routes, {traffic.route_bytes_per_token:,} bytes a token", size(traffic.routes)
         )
         table.add_row("  as the engine sends them", size(traffic.routes_sent))
-    table.add_row(f"weights to each engine ({WAYS[way]})", size(traffic.weights))
+    table.add_row(f"weights to each engine ({SYNC_METHODS[sync_method]})", size(traffic.weights))
     if traffic.gathered:
         table.add_row("layers and gradients, to and from each rank", size(traffic.gathered))
     return table
 
 
-def _saved(option: Option) -> Table:
+def _saved(option: PlanOption) -> Table:
     save = option.save
     table = _table("a checkpoint, in the background" if save.staged else "a checkpoint", "what", "")
     table.add_row("bytes", size(save.size))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
-from onepolicy.plan.dry import Micro
+from onepolicy.plan.dry_run import MicroBatchShape
 
 PROMPT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """One RL step, all sequences alike."""
 
     prompts: int
@@ -49,14 +49,16 @@ class Work:
         packed = max(1, budget // self.slots)
         return math.ceil(math.ceil(self.sequences / packed) / ranks)
 
-    def micro(self, budget: int, ranks: int) -> Micro:
+    def micro(self, budget: int, ranks: int) -> MicroBatchShape:
         """The fullest micro-batch: samples are spread evenly over the rounds there must be."""
         rounds = self.micro_batches(budget, ranks) * ranks
         samples = min(max(1, budget // self.slots), math.ceil(self.sequences / rounds))
-        return Micro((self.slots,) * samples, (self.response,) * samples)
+        return MicroBatchShape((self.slots,) * samples, (self.response,) * samples)
 
 
-def work_of(config: RunConfig, context: int, *, prompt: int | None, response: int | None) -> Work:
+def step_work(
+    config: RunConfig, context: int, *, prompt: int | None, response: int | None
+) -> StepWork:
     """prompt, response: tokens; unset: 512, or what the context leaves, and rollout.sampling.max_tokens."""
     rollout = config.rollout
     most = rollout.engine.max_len or context
@@ -75,10 +77,10 @@ def work_of(config: RunConfig, context: int, *, prompt: int | None, response: in
             "have; give fewer, or raise rollout.engine.max_len"
         )
     shared = getattr(rollout.engine, "prefix_reuse", True)
-    return Work(rollout.prompts_per_step, rollout.group_size, prompt, response, shared)
+    return StepWork(rollout.prompts_per_step, rollout.group_size, prompt, response, shared)
 
 
-def slots_of(config: RunConfig, work: Work, engines: int) -> int:
+def sequences_per_engine(config: RunConfig, work: StepWork, engines: int) -> int:
     """Sequences one engine decodes at once. rollout.engine.slots are a replica's own, else those of all engines."""
     slots, own = config.rollout.engine.slots, -(-work.sequences // engines)
     return min(slots, own) if replicated(config) else max(1, min(slots, work.sequences) // engines)

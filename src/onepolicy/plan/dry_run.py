@@ -44,22 +44,22 @@ LAYOUT, FEW_TOKENS = experts.layout, mode.few_tokens
 
 
 @contextmanager
-def stand_ins(*, cpu: bool) -> Iterator[None]:
+def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
     """cpu: of our CPU functions; else of a GPU's kernels."""
     with ExitStack() as stack:
         if cpu:
             for module in (experts, invariant_experts):
-                stack.enter_context(replaced(module, "layout", _even_layout))
-            stack.enter_context(replaced(mode, "few_tokens", _real_packing))
+                stack.enter_context(patched(module, "layout", _even_layout))
+            stack.enter_context(patched(mode, "few_tokens", _real_packing))
         else:
-            stack.enter_context(replaced(packed_attention, "scaled_dot_product_attention", _flash))
-        stack.enter_context(replaced(torch.nn.functional, "grouped_mm", _grouped_mm))
-        stack.enter_context(replaced(install, "_check_forward", lambda model: None))
+            stack.enter_context(patched(packed_attention, "scaled_dot_product_attention", _flash))
+        stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
+        stack.enter_context(patched(install, "_check_forward", lambda model: None))
         yield
 
 
 @contextmanager
-def replaced(module: Any, name: str, stand_in: Any) -> Iterator[None]:
+def patched(module: Any, name: str, stand_in: Any) -> Iterator[None]:
     own = getattr(module, name)
     setattr(module, name, stand_in)
     try:
@@ -131,7 +131,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     return _Flash.apply(query, key, value)
 
 
-class Peak(TorchDispatchMode):
+class PeakMemory(TorchDispatchMode):
     """Bytes of tensor storage made inside the block that are alive at once."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
@@ -177,7 +177,7 @@ ALL_LAYERS = 16  # a deeper model is run with its first layers only
 
 
 @dataclass(frozen=True, slots=True)
-class Micro:
+class MicroBatchShape:
     """A micro-batch: slots and trainable slots of each sample (the last ones of it)."""
 
     slots: tuple[int, ...]
@@ -185,7 +185,7 @@ class Micro:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MicroBatchMemory:
     """Bytes of tensors beside parameters and the gradients there were before."""
 
     saved: float  # after the forward: the graph
@@ -194,9 +194,9 @@ class Held:
     layer: float  # of saved: what one more layer adds
     tail: float  # the most once the backward has left the layers
 
-    def at(self, samples: float, other: Held) -> Held:
+    def at(self, samples: float, other: MicroBatchMemory) -> MicroBatchMemory:
         """Of another number of samples of the same length: self has one, `other` has two."""
-        return Held(
+        return MicroBatchMemory(
             *(
                 a + (samples - 1) * (b - a)
                 for a, b in zip(astuple(self), astuple(other), strict=True)
@@ -204,7 +204,7 @@ class Held:
         )
 
 
-class DryModel:
+class DryRunModel:
     """cpu: run our CPU functions, else what a GPU runs. dtype: what layers compute in. invariant: on-policy mode."""
 
     def __init__(
@@ -228,7 +228,7 @@ class DryModel:
             if cpu:
                 linear.prepare(self.model, torch.device("cpu"))
             if invariant:
-                with stand_ins(cpu=cpu):
+                with kernel_stand_ins(cpu=cpu):
                     mode.install(self.model)
         self._list = decoder_layers(self.model)
         self._layers = list(self._list)
@@ -236,8 +236,13 @@ class DryModel:
         self._run = cache(self._run_anew)
 
     def held(
-        self, micro: Micro, *, checkpointing: bool, entropy_graph: bool = False, first: bool = False
-    ) -> Held:
+        self,
+        micro: MicroBatchShape,
+        *,
+        checkpointing: bool,
+        entropy_graph: bool = False,
+        first: bool = False,
+    ) -> MicroBatchMemory:
         """first: the first micro-batch of an optimiser step, whose backward makes the gradients, so they count."""
         how = {"checkpointing": checkpointing, "entropy_graph": entropy_graph}
         short, growth = len(self._layers), dict[Any, float]()
@@ -254,9 +259,11 @@ class DryModel:
         layer = growth.get(self._kinds[-1], 0.0)
         if not growth and short > 1:
             layer = self._saved(micro, 2, how) - one.saved
-        return Held(run.saved + rest, max(run.early + rest, late), logits, layer, one.late)
+        return MicroBatchMemory(
+            run.saved + rest, max(run.early + rest, late), logits, layer, one.late
+        )
 
-    def _growth(self, micro: Micro, how: dict[str, bool]) -> tuple[int, dict[Any, float]]:
+    def _growth(self, micro: MicroBatchShape, how: dict[str, bool]) -> tuple[int, dict[Any, float]]:
         """Layers to run so that every kind is met, twice if it can be; bytes a layer of each kind adds to the graph."""
         grown: dict[Any, float] = {}
         found: Counter[Any] = Counter()
@@ -268,15 +275,21 @@ class DryModel:
                 return depth, grown
         raise AssertionError("every kind is met by the last layer")
 
-    def _saved(self, micro: Micro, depth: int, how: dict[str, bool]) -> float:
+    def _saved(self, micro: MicroBatchShape, depth: int, how: dict[str, bool]) -> float:
         return self._run(micro, depth, **how, first=False).saved
 
     def _run_anew(
-        self, micro: Micro, depth: int, *, checkpointing: bool, entropy_graph: bool, first: bool
+        self,
+        micro: MicroBatchShape,
+        depth: int,
+        *,
+        checkpointing: bool,
+        entropy_graph: bool,
+        first: bool,
     ) -> _Run:
         places = _places(micro, self._multiple)
         parameters = list(self.model.parameters())
-        with self.fake, self._first_layers(depth), stand_ins(cpu=self.cpu):
+        with self.fake, self._first_layers(depth), kernel_stand_ins(cpu=self.cpu):
             batch = _batch(micro)
             for parameter in parameters:
                 parameter.grad = None if first else torch.empty_like(parameter)
@@ -286,7 +299,7 @@ class DryModel:
                     gradient_checkpointing_kwargs={"use_reentrant": False}
                 )
             try:
-                with Peak(given) as peak, _marking(self._layers[depth - 1], peak) as marks:
+                with PeakMemory(given) as peak, _marking(self._layers[depth - 1], peak) as marks:
                     scored = forward(self.model, batch, places, entropy_graph=entropy_graph)
                     saved = peak.now
                     loss = scored.logp.sum() + (scored.entropy.sum() if entropy_graph else 0)
@@ -333,7 +346,7 @@ def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
 
 
-def _places(micro: Micro, multiple: int) -> Places:
+def _places(micro: MicroBatchShape, multiple: int) -> Places:
     """What a forward reads of a batch's values: real, where the batch is fake."""
     bounds = torch.tensor([0, *micro.slots]).cumsum(0, dtype=torch.int32)
     own = [torch.arange(n) >= n - new for n, new in zip(micro.slots, micro.trainable, strict=True)]
@@ -342,7 +355,7 @@ def _places(micro: Micro, multiple: int) -> Places:
     )
 
 
-def _batch(micro: Micro) -> TokenBatch:
+def _batch(micro: MicroBatchShape) -> TokenBatch:
     ids, floats = torch.zeros(sum(micro.slots), dtype=torch.int64), torch.zeros(len(micro.slots))
     return TokenBatch(
         input_ids=ids,
@@ -361,7 +374,7 @@ def _batch(micro: Micro) -> TokenBatch:
 
 
 @contextmanager
-def _marking(last: nn.Module, peak: Peak) -> Iterator[list[float]]:
+def _marking(last: nn.Module, peak: PeakMemory) -> Iterator[list[float]]:
     """[most bytes until the backward of the last layer was done]; from there the peak counts anew."""
     marks: list[float] = []
     watched: list[Any] = []

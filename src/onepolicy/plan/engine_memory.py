@@ -14,16 +14,16 @@ from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineC
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.models.decode_attention import BLOCK
 from onepolicy.plan.dims import Dims
-from onepolicy.plan.dry import stand_ins
+from onepolicy.plan.dry_run import kernel_stand_ins
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.memory import BYTES, FLOAT32, kept_per_token
-from onepolicy.plan.work import Work, devices_per_replica, replicated
+from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
+from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.vllm.quant import imitation
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class EngineWeights:
     """An engine's copy of them, in bytes, over all its devices."""
 
     total: float
@@ -38,7 +38,7 @@ class Weights:
         return self.total - self.embedding - self.routed * (1 - touched)
 
 
-def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> Weights:
+def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> EngineWeights:
     engine, quant = config.rollout.engine, config.rollout.quant
     size = BYTES[engine.dtype]
     head = (
@@ -48,7 +48,7 @@ def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> We
     )  # a copy
     embedding: float = dims.embedding * size
     if quant is None:
-        return Weights(dims.total * size + head, dims.routed * size, embedding)
+        return EngineWeights(dims.total * size + head, dims.routed * size, embedding)
     experts_only = not isinstance(engine, HFEngineConfig) and imitation(quant)[1]
     parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
     experts, parameters = parts.pop("experts", (0.0, 0))
@@ -57,7 +57,7 @@ def weights_of(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> We
         dims.total - sum(count for _, count in parts.values())
     )
     embedding = parts["embeddings"][0] if embedding else 0.0
-    return Weights(total, experts * dims.routed / max(1, parameters), embedding, converted)
+    return EngineWeights(total, experts * dims.routed / max(1, parameters), embedding, converted)
 
 
 def quantised_parts(
@@ -67,7 +67,7 @@ def quantised_parts(
 
     experts_only: as vLLM's int8 does.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), stand_ins(cpu=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), kernel_stand_ins(cpu=True):
         model = AutoModelForCausalLM.from_config(
             deepcopy(config), dtype=getattr(torch, dtype)
         ).eval()
@@ -93,8 +93,8 @@ def engine_memory(
     dims: Dims,
     config: RunConfig,
     cluster: Cluster,
-    work: Work,
-    weights: Weights,
+    work: StepWork,
+    weights: EngineWeights,
     tensor_parallel: int,
 ) -> EngineMemory:
     """A cache: of a server what the weights leave, of the embedded engine its slab, of vLLM in this process as said."""
@@ -106,24 +106,24 @@ def engine_memory(
             - cluster["engine_reserve"]
         )
     if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
-        evaluator = dims.total * BYTES[engine.dtype] + slab_bytes(dims, config, cluster)
+        evaluator = dims.total * BYTES[engine.dtype] + embedded_cache_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
         tokens = engine.slots * (engine.max_len or dims.context)
         return EngineMemory(
-            own, slab_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator
+            own, embedded_cache_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator
         )
     if isinstance(engine, VLLMEngineConfig):
         cache = engine.cache_gib * 2**30
     else:
         cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
-    per_sequence = cache_bytes(dims, config, cluster, work.length, tensor_parallel)
+    per_sequence = sequence_cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
     return EngineMemory(
         own, cache, max(0.0, cache / per_sequence * work.length), sequences, room, evaluator
     )
 
 
-def slab_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
+def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
     """The embedded engine's keys, values and routes: whole rows for every slot and layer, whatever a layer's window."""
     engine = config.rollout.engine
     length = engine.max_len or dims.context
@@ -140,7 +140,7 @@ def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
     return FLOAT32 if wide else BYTES[config.rollout.engine.dtype]
 
 
-def cache_bytes(
+def sequence_cache_bytes(
     dims: Dims, config: RunConfig, cluster: Cluster, length: float, tensor_parallel: int
 ) -> float:
     """Keys and values of one sequence on one device. MLA's latent is on all of them."""
