@@ -29,9 +29,9 @@ os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive")
 import torch  # noqa: E402
 
 from onepolicy.config.correction import presets  # noqa: E402
-from onepolicy.correct.live import live_weights  # noqa: E402
+from onepolicy.correct.current_policy import live_weights  # noqa: E402
 from onepolicy.correct.presets import preset  # noqa: E402
-from onepolicy.correct.receipt import report  # noqa: E402
+from onepolicy.correct.report import report  # noqa: E402
 from onepolicy.correct.weights import reweight  # noqa: E402
 from onepolicy.plan.dry_run import PeakMemory  # noqa: E402
 

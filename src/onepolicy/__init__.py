@@ -13,10 +13,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # the same names as below, for type checkers and editors
     from onepolicy.config import CorrectionConfig, RunConfig, UsageError
-    from onepolicy.correct.live import live_weights
+    from onepolicy.correct.current_policy import live_weights
     from onepolicy.correct.predict import predict
     from onepolicy.correct.presets import preset
-    from onepolicy.correct.receipt import combine
+    from onepolicy.correct.report import combine
     from onepolicy.correct.slots import slots
     from onepolicy.correct.weights import finish, partials, reweight
     from onepolicy.divergence.logprob import mismatch
@@ -34,10 +34,10 @@ _PUBLIC = {
     "RunConfig": "onepolicy.config",
     "UsageError": "onepolicy.config",
     "diagnose": "onepolicy.verdict.bug_signatures",
-    "live_weights": "onepolicy.correct.live",
+    "live_weights": "onepolicy.correct.current_policy",
     "predict": "onepolicy.correct.predict",
     "preset": "onepolicy.correct.presets",
-    "combine": "onepolicy.correct.receipt",
+    "combine": "onepolicy.correct.report",
     "slots": "onepolicy.correct.slots",
     "finish": "onepolicy.correct.weights",
     "partials": "onepolicy.correct.weights",

@@ -264,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: op.diagnose(A, B, M, segment=SEGMENT[1:]),
         r"segment has shape \[99\]",
     ),
-    "diagnose without segment": (lambda: op.diagnose(A, B, M), "need the `segment`"),
+    "diagnose without segment": (lambda: op.diagnose(A, B, M), "need `segment`"),
     "diagnose with short entropy": (
         lambda: op.diagnose(A, B, M, segment=SEGMENT, entropy=A[1:]),
         "entropy has shape",

@@ -1,4 +1,6 @@
-"""Quantiles of a ratio that merge across micro-batches and ranks: counts over fixed bins of log rho."""
+"""Histograms of log rho over fixed bins: they add up over micro-batches and ranks, and give
+quantiles.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ import torch
 from torch import Tensor
 
 SMALLEST, GROWTH = 1e-6, 1.02
-"""|log rho| below SMALLEST counts as 0; a bin is 2% wide in |log rho|, so a quantile of log rho is within 1%."""
+"""|log rho| below SMALLEST counts as 0; a bin is 2% wide in |log rho|, so a quantile of log rho is
+within 1%.
+"""
 BINS_PER_SIGN = math.ceil(math.log(80.0 / SMALLEST) / math.log(GROWTH)) + 1
 BINS = 2 * BINS_PER_SIGN + 1
 
 
 def histogram(log_ratio: Tensor) -> Tensor:
-    """[BINS] int64 counts of the finite entries of [n]. Histograms of parts add up to that of the whole."""
-    values = log_ratio.float()  # a copy, or the next lines would change the argument
+    """Return [BINS] int64, counts of the finite entries of [n]. Histograms of parts add up."""
+    values = log_ratio.float()  # a copy, because the next lines work in place
     values = values[values.isfinite()]
     sign = values.sign()
     values.abs_().clamp_(min=SMALLEST / GROWTH).div_(SMALLEST).log_().div_(
@@ -26,7 +30,10 @@ def histogram(log_ratio: Tensor) -> Tensor:
 
 
 def quantiles(counts: Tensor, shares: tuple[float, ...]) -> Tensor:
-    """[len(shares)] float64 of rho: the middle of the bin where each share of the count is reached; NaN if empty."""
+    """Return [len(shares)] float64, quantiles of rho; NaN if the histogram is empty.
+
+    A quantile is the middle of the bin in which its share of the count is reached.
+    """
     cumulative = counts.cumsum(0)
     wanted = torch.tensor(shares, dtype=torch.float64, device=counts.device) * cumulative[-1]
     index = (

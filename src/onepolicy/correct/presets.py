@@ -1,4 +1,4 @@
-"""Corrections by name, their equation, and what means the same elsewhere. Loads no torch."""
+"""Corrections by name, their equations, and their settings in other trainers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ _MEANING = {
 
 
 def preset(name: str, **override: Any) -> CorrectionConfig:
-    """The named correction, with single settings replaced: `preset("tis", weight={"high": 3.0})`."""
+    """Return the named correction with single settings replaced.
+
+    For example `preset("tis", weight={"high": 3.0})`. Raises UsageError if no correction has the
+    name or a setting is wrong.
+    """
     if not isinstance(name, str) or ALIASES.get(name, name) not in presets():
         known = f"{', '.join(presets())}{did_you_mean(name, presets())}"
         raise UsageError(f"preset: no correction is called {name!r}; there are {known}")
@@ -43,44 +47,57 @@ def preset(name: str, **override: Any) -> CorrectionConfig:
 
 
 def check_config(caller: str, config: object) -> None:
-    """UsageError if what was given as a correction is none."""
+    """Raise UsageError if `config` is not a correction.
+
+    `caller` is the public function that was given it.
+    """
     if isinstance(config, CorrectionConfig):
         return
     if isinstance(config, str):
         raise UsageError(
-            f"{caller}: config is the text {config!r}, expected a correction; pass op.preset({config!r})"
+            f"{caller}: config is the text {config!r}, expected a correction; pass "
+            f"op.preset({config!r})"
         )
     if config is None:
         raise UsageError(
-            f"{caller}: config is None, expected a correction; one without a live part has none to give "
-            "(correction.live says whether it has), and op.preset('recompute') corrects nothing"
+            f"{caller}: config is None, expected a correction. A correction without a live part "
+            "has live_part None (check correction.live); op.preset('recompute') corrects nothing"
         )
     raise UsageError(
-        f"{caller}: config is {type(config).__name__}, expected a correction as op.preset(name) gives one"
+        f"{caller}: config is {type(config).__name__}, expected a correction; op.preset(name) "
+        "gives one"
     )
 
 
 def equation(config: CorrectionConfig) -> list[str]:
-    """The correction as formulas, one a line. l_t is the log-ratio of slot t; N the original count of slots."""
-    new = "new" if config.ratio == "new/rollout" else "old"
-    lines = [f"rho_t = pi_{new}(a_t) / pi_rollout(a_t)"]
+    """Return the correction as formulas, one a line. N is the original count of slots."""
+    numerator = config.ratio.removesuffix("/rollout")
+    lines = [f"rho_t = pi_{numerator}(a_t) / pi_rollout(a_t)"]
     lines += [f"keep {_gate(gate)}" for gate in config.gates]
     if config.weight.level != "none":
         lines.append(f"w_t = {_weight(config.weight)}")
     if config.normalise == "self":
         lines.append("w_t <- w_t N / sum of kept w")
-    w = "w_t " if config.weight.level != "none" or config.normalise == "self" else ""
-    total = "sum of kept slots" if config.gates or config.weight.rejects else "sum of slots"
-    count = "N_kept" if config.denominator == "kept" else "N"
-    match config.surrogate:
-        case "any":
-            body = f"{w}surrogate_t"
-        case "ppo":
-            body = "surrogate_t(r = rho_t)"
-        case "pg":
-            centre = "" if config.centering == "none" else " - E_rollout[w log pi_new]"
-            body = f"-A_t ({w}log pi_new(a_t){centre})" if centre else f"-A_t {w}log pi_new(a_t)"
-    return [*lines, f"loss = {total} {body} / {count}"]
+    total, count = "sum of slots", "N"
+    if config.gates or config.weight.rejects:
+        total = "sum of kept slots"
+    if config.denominator == "kept":
+        count = "N_kept"
+    return [*lines, f"loss = {total} {_summand(config)} / {count}"]
+
+
+def _summand(config: CorrectionConfig) -> str:
+    """Return one slot's term of the loss."""
+    w = ""
+    if config.weight.level != "none" or config.normalise == "self":
+        w = "w_t "
+    if config.surrogate == "any":
+        return f"{w}surrogate_t"
+    if config.surrogate == "ppo":
+        return "surrogate_t(r = rho_t)"
+    if config.centering == "none":
+        return f"-A_t {w}log pi_new(a_t)"
+    return f"-A_t ({w}log pi_new(a_t) - E_rollout[w log pi_new])"
 
 
 def _weight(weight: Weight) -> str:
@@ -97,7 +114,9 @@ def _weight(weight: Weight) -> str:
         return f"{body} where {_between('it', low, high)}, else rejected"
     if low is None:
         return f"min({body}, {high:g})"
-    return f"max({body}, {low:g})" if high is None else f"clip({body}, {low:g}, {high:g})"
+    if high is None:
+        return f"max({body}, {low:g})"
+    return f"clip({body}, {low:g}, {high:g})"
 
 
 def _gate(gate: Gate) -> str:
@@ -107,27 +126,32 @@ def _gate(gate: Gate) -> str:
         )
     else:
         value = _MEANING[gate.statistic]
-        value = value if gate.aggregate in ("none", "budget") else f"{gate.aggregate} of {value}"
+        if gate.aggregate not in ("none", "budget"):
+            value = f"{gate.aggregate} of {value}"
     if gate.aggregate == "budget":
         return f"the slots of smallest {value} whose mean <= {gate.high:g}"
-    live = " with pi_new as trainer" if gate.ratio == "new/rollout" else ""
+    numerator = {"new/rollout": " with pi_new as trainer"}.get(gate.ratio, "")
     when = {
         "always": "",
         "negative": " (only where A < 0)",
         "positive": " (only where A > 0)",
         "toward": " (upper bound where A > 0, lower where A < 0)",
     }[gate.when]
-    where = "slots where" if gate.scope == "token" else f"{gate.scope}s where"
-    return f"{where} {_between(value, gate.low, gate.high)}{when}{live}"
+    units = {"token": "slots"}.get(gate.scope, f"{gate.scope}s")
+    return f"{units} where {_between(value, gate.low, gate.high)}{when}{numerator}"
 
 
 def _between(value: str, low: float | None, high: float | None) -> str:
-    left = "" if low is None else f"{low:g} <= "
-    return f"{left}{value}" + ("" if high is None else f" <= {high:g}")
+    text = value
+    if low is not None:
+        text = f"{low:g} <= {text}"
+    if high is not None:
+        text = f"{text} <= {high:g}"
+    return text
 
 
 def show(name: str) -> str:
-    """What `onepolicy config preset NAME` prints."""
+    """Return the text that `onepolicy config preset NAME` prints."""
     config = preset(name)
     assert config.preset is not None
     row = presets()[config.preset]
@@ -150,15 +174,16 @@ def show(name: str) -> str:
 
 
 def _foreign(text: str) -> str:
+    if not text.startswith("cannot"):
+        return text
     reason = text.removeprefix("cannot").removeprefix(":").strip()
-    return (
-        text
-        if not text.startswith("cannot")
-        else "cannot express it" + (f": {reason}" if reason else "")
-    )
+    if not reason:
+        return "cannot express it"
+    return f"cannot express it: {reason}"
 
 
 def show_all() -> str:
+    """Return all presets with their sources, one a line."""
     width = max(map(len, presets()))
     return "\n".join(f"{name:{width}}  {row['source']}" for name, row in presets().items())
 
@@ -166,11 +191,8 @@ def show_all() -> str:
 def _toml(value: Any) -> str:
     match value:
         case dict():
-            return (
-                "{ "
-                + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
-                + " }"
-            )
+            fields = ", ".join(f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
+            return f"{{ {fields} }}"
         case list() | tuple():
             return "[" + ", ".join(map(_toml, value)) + "]"
         case str():
@@ -180,7 +202,7 @@ def _toml(value: Any) -> str:
 
 
 def markdown_table() -> str:
-    """The preset table of docs/corrections.md."""
+    """Return the preset table of docs/corrections.md."""
     lines = [
         "| preset | correction | surrogate | same in verl | source |",
         "| --- | --- | --- | --- | --- |",
@@ -188,9 +210,11 @@ def markdown_table() -> str:
     for name, row in presets().items():
         config = preset(name)
         parts = equation(config)[1:-1]
-        parts += ["r = new / rollout in the surrogate"] if config.surrogate == "ppo" else []
-        parts += ["minus the rollout's mean score"] if config.centering != "none" else []
-        what = "; ".join(parts) or "no weights, no gates"
-        cells = [f"`{name}`", what, config.surrogate, _foreign(row["verl"]), row["source"]]
+        if config.surrogate == "ppo":
+            parts.append("r = new / rollout in the surrogate")
+        if config.centering != "none":
+            parts.append("minus the rollout's mean score")
+        formula = "; ".join(parts) or "no weights, no gates"
+        cells = [f"`{name}`", formula, config.surrogate, _foreign(row["verl"]), row["source"]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

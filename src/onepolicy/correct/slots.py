@@ -1,4 +1,4 @@
-"""The trainable slots of a batch, packed: all correction math runs on these."""
+"""The trainable slots of a batch, packed. All correction maths runs on these."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from onepolicy.config import UsageError
 from onepolicy.layout import Layout, arguments
 
 LOG_RATIO_LIMIT = 80.0
-"""|log rho| of a slot or unit beyond this is taken as this: exp stays finite in float32, far above any bound."""
+"""Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
+it is far beyond any bound.
+"""
 
 CHUNK = 1 << 15
-"""Slots that are worked on at once, so that what a correction holds at a time does not grow with the batch."""
+"""Slots in one chunk. It bounds the memory of a correction, whatever the size of the batch."""
 
 
 Result = TypeVar("Result")
@@ -26,28 +28,30 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """n trainable slots in batch order. What stood in the other slots is gone before any arithmetic."""
+    """n trainable slots in batch order.
 
-    where: Tensor  # [n] int64, index of each among the size slots of the batch
-    size: int  # T
-    log_ratio: (
-        Tensor  # [n] float64, log(pi_trainer / pi_rollout), clamped; NaN where it is not finite
-    )
+    Values of the other slots are dropped before any arithmetic.
+    """
+
+    where: Tensor  # [n] int64, index of each slot in the batch
+    size: int  # T, slots of the batch
+    log_ratio: Tensor  # [n] float64, log(pi_trainer / pi_rollout), clamped; NaN if not finite
     logp_trainer: Tensor  # [n], numerator
     logp_rollout: Tensor  # [n], denominator
     segment: Tensor | None  # [n] int64, sequence of each slot
     turn: Tensor | None  # [n] int64, turn of each slot, from 0 in every sequence
     advantage: Tensor | None  # [n]
-    sequences: int  # rows of everything that is per sequence
-    turns: int = 1  # at most so many turns in a sequence
-    units: int | None = None  # if known, `turn` numbers so many turns of all sequences together
+    sequences: int  # number of sequences
+    turns: int = 1  # largest number of turns in a sequence
+    units: int | None = None  # number of turns of all sequences, if `turn` numbers them together
 
     @property
     def count(self) -> int:
+        """Number of trainable slots, n."""
         return len(self.log_ratio)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[n] -> [T]; 0 or False in the slots that are not trainable."""
+        """Return [T] from [n], with 0 or False in the slots that are not trainable."""
         return values.new_zeros(self.size).index_copy_(0, self.where, values)
 
 
@@ -62,9 +66,10 @@ def slots(
     sequences: int | None = None,  # in the whole batch, if these slots are only a chunk of it
     turns: int | None = None,  # most turns of a sequence in the whole batch, likewise
 ) -> Slots:
-    """Return the trainable slots. UsageError if shapes differ, or if an id is below 0 or not below what was given.
+    """Return the trainable slots.
 
-    Without `sequences` the ids are numbers of this part alone, and may be large: nothing grows with them.
+    Without `sequences` the ids may be any numbers from 0 on; memory does not grow with them. Raises
+    UsageError if shapes differ, or if an id is below 0 or not below the given number.
     """
     given = Fields(logp_trainer, logp_rollout, mask, segment, turn, advantage)
     given.check()
@@ -76,13 +81,14 @@ def slots(
         largest = given.extent(name) - 1
         if largest >= limit:
             raise UsageError(
-                f"slots: the largest {name} is {largest}, but the batch was said to have {limit}; they count from 0"
+                f"slots: the largest {name} is {largest}, but the argument {name}s is {limit}; "
+                "ids count from 0"
             )
     return _slots(given, _Extent(sequences, turns))
 
 
 class _Extent(NamedTuple):
-    """Of the whole batch, see `Slots`."""
+    """Numbers of the whole batch, see `Slots`."""
 
     sequences: int
     turns: int
@@ -93,25 +99,25 @@ def _slots(given: Fields, most: _Extent) -> Slots:
     where = given.mask.nonzero()[:, 0]
     trainer, rollout = given.logp_trainer.detach()[where], given.logp_rollout.detach()[where]
     log_ratio = trainer.double() - rollout.double()
-    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan).clamp(
-        -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT
-    )
-    return Slots(
-        where,
-        given.mask.numel(),
-        log_ratio,
-        trainer,
-        rollout,
-        None if given.segment is None else given.segment[where].long(),
-        None if given.turn is None else given.turn[where].long(),
-        None if given.advantage is None else given.advantage.detach()[where],
-        *most,
-    )
+    log_ratio = torch.where(log_ratio.isfinite(), log_ratio, torch.nan)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    segment = turn = advantage = None
+    if given.segment is not None:
+        segment = given.segment[where].long()
+    if given.turn is not None:
+        turn = given.turn[where].long()
+    if given.advantage is not None:
+        advantage = given.advantage.detach()[where]
+    size = given.mask.numel()
+    return Slots(where, size, log_ratio, trainer, rollout, segment, turn, advantage, *most)
 
 
 def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a function of [T] fields be called with any layout: the first three are both sides and the mask, and its
-    `segment`, which it needs, may come from the rows of [B, T] or the items of a list."""
+    """Decorate a function of [T] fields so that it takes any layout.
+
+    Its first three arguments are the two log-probabilities and the mask. Its `segment` is optional
+    for [B, T] and lists, whose rows and items are the sequences.
+    """
     signature, name = inspect.signature(function), function.__name__
 
     @functools.wraps(function)
@@ -123,7 +129,7 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
         )
         if fields.segment is None:
             raise UsageError(
-                f"{name}: [T] fields need the `segment` of each slot, the sequence that it belongs to"
+                f"{name}: [T] fields need `segment`, the sequence that each slot belongs to"
             )
         numbered, _ = fields.numbered()
         return function(**{**given, "segment": numbered.segment})
@@ -132,7 +138,7 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class Fields(NamedTuple):
-    """A batch as it is given, see `slots`."""
+    """A batch as the caller gives it, see `slots`."""
 
     logp_trainer: Tensor  # [T]
     logp_rollout: Tensor  # [T]
@@ -143,7 +149,10 @@ class Fields(NamedTuple):
 
     @classmethod
     def of(cls, caller: str, given: Mapping[str, Layout], **more: Layout | None) -> Fields:
-        """From any layout. given: trainer, rollout and mask, under the names that the caller's user knows."""
+        """Flatten any layout.
+
+        `given` holds trainer, rollout and mask, by the names of the public function's arguments.
+        """
         flat = arguments(caller, {**given, **more})
         trainer, rollout, mask = (flat[name] for name in given)
         assert trainer is not None
@@ -154,7 +163,7 @@ class Fields(NamedTuple):
         )
 
     def check(self) -> None:
-        """Raises UsageError if shapes differ."""
+        """Raise UsageError if shapes differ."""
         shape, mask = self.logp_trainer.shape, self.mask
         for name in ("logp_rollout", "segment", "turn", "advantage"):
             field = getattr(self, name)
@@ -164,28 +173,33 @@ class Fields(NamedTuple):
                 )
         if mask.shape != shape or mask.dtype != torch.bool or mask.dim() != 1:
             raise UsageError(
-                f"log-probabilities {list(shape)} and mask {list(mask.shape)} {mask.dtype} must have one shape, the "
-                "mask bool"
+                f"log-probabilities have shape {list(shape)}, the mask {list(mask.shape)} and "
+                f"dtype {mask.dtype}; give one shape, and a bool mask"
             )
 
     def extent(self, name: str) -> int:
-        """One more than the largest segment or turn on the mask; 0 without any. UsageError if one is below 0."""
+        """Return one more than the largest segment or turn on the mask; 0 if there is none.
+
+        Raises UsageError if one is below 0.
+        """
         ids = getattr(self, name)
         if ids is None or not len(ids):
             return 0
-        parts = [(ids[p], self.mask[p]) for p in _places(len(ids))]
-        if int(torch.stack([torch.where(mask, own, 0).amin() for own, mask in parts]).amin()) < 0:
+        chunks = [(ids[place], self.mask[place]) for place in _places(len(ids))]
+        smallest = [torch.where(mask, some, 0).amin() for some, mask in chunks]
+        if int(torch.stack(smallest).amin()) < 0:
             slot = int((self.mask & (ids < 0)).nonzero()[0, 0])
             raise UsageError(
-                f"{name} is {int(ids[slot])} at slot {slot}, which the mask selects; they count from 0. Clear the mask "
-                f"there, or say which {name} the slot belongs to"
+                f"{name} is {int(ids[slot])} at slot {slot}, which the mask selects; ids count "
+                f"from 0. Clear the mask there, or give the {name} that the slot belongs to"
             )
-        return 1 + int(
-            torch.stack([torch.where(mask, own, -1).amax() for own, mask in parts]).amax()
-        )
+        largest = [torch.where(mask, some, -1).amax() for some, mask in chunks]
+        return 1 + int(torch.stack(largest).amax())
 
     def numbered(self) -> tuple[Fields, _Extent]:
-        """With sequences, and turns, numbered anew if their ids reach further than there are slots."""
+        """Renumber sequences and turns whose ids exceed the number of slots; return their numbers
+        too.
+        """
         fields, limit = self, max(1, len(self.mask))
         sequences, turns = self.extent("segment"), max(1, self.extent("turn"))
         if sequences > limit:
@@ -200,17 +214,17 @@ class Fields(NamedTuple):
         return fields._replace(turn=ids), _Extent(sequences, turns, units)
 
     def chunks(self) -> Iterator[tuple[slice, Slots]]:
-        """The trainable slots of CHUNK slots at a time, and where those lie. A sequence may span several."""
+        """Yield slices of CHUNK slots and their trainable slots. A sequence may span several."""
         self.check()
         numbered, most = self.numbered()
         trainer, rollout, mask, *more = numbered
         for place in _places(len(self.mask)):
-            rest = (None if x is None else x[place] for x in more)
+            rest = [field if field is None else field[place] for field in more]
             yield place, _slots(Fields(trainer[place], rollout[place], mask[place], *rest), most)
 
 
 def _ranked(ids: Tensor | None, mask: Tensor) -> tuple[Tensor, int]:
-    """[T] int64: each masked slot's id among all that occur, in order; and how many do."""
+    """Return [T] int64, the rank of each masked slot's id among all ids, and their number."""
     assert ids is not None
     found, index = ids[mask].unique(return_inverse=True)
     return torch.zeros_like(mask, dtype=torch.int64).masked_scatter_(mask, index), len(found)

@@ -1,4 +1,7 @@
-"""Statistics of a slot, and what a turn or sequence sums up to. No loops over sequences; sums of chunks add up."""
+"""Statistics of slots, and their sums over turns and sequences.
+
+Nothing loops over sequences, and sums of chunks add up to the sums of the whole.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,21 @@ from onepolicy.config.correction import CorrectionConfig, Gate
 from onepolicy.correct.slots import LOG_RATIO_LIMIT, Slots
 
 PROBABILITY_MARGIN = 1e-6
-"""Probabilities are kept this far from 0 and 1 inside a binary KL, so that its logarithms are finite (as OpenRLHF)."""
+"""Distance that a binary KL keeps its probabilities from 0 and 1, so that its logarithms are finite
+(as OpenRLHF does).
+"""
 
 
 class UnitSums(NamedTuple):
-    """Of each turn or sequence; NaN where some slot has no finite value. Chunks of a unit combine."""
+    """Sums of each unit (a turn or sequence); NaN where some slot of it has no finite value."""
 
     total: Tensor  # [U] float64
-    slots: Tensor  # [U] float64, how many
+    slots: Tensor  # [U] float64, number of slots
     largest: Tensor  # [U] float64
     smallest: Tensor  # [U] float64
 
     def aggregate(self, how: str) -> Tensor:
+        """Return [U] float64: the sum, mean, max or min of each unit."""
         match how:
             case "sum":
                 return self.total
@@ -42,7 +48,10 @@ Units = dict[str, UnitSums]
 
 
 def statistic(name: str, slots: Slots) -> Tensor:
-    """[n] float64 of a gate's statistic (see config.Gate); a ratio stays log rho, in which it is aggregated."""
+    """Return [n] float64: a gate's statistic (see config.Gate).
+
+    A ratio is returned as log rho, because it is aggregated in log space.
+    """
     log_ratio = slots.log_ratio
     match name:
         case "ratio":
@@ -71,13 +80,16 @@ def statistic(name: str, slots: Slots) -> Tensor:
 
 
 def _prob_diff(slots: Slots) -> Tensor:
-    """p - q = q (rho - 1), without cancellation."""
+    """Return p - q as q (rho - 1), which does not cancel."""
     return slots.logp_rollout.double().exp() * slots.log_ratio.expm1()
 
 
 def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
-    """KL(Bernoulli(p) || Bernoulli(other)): the sampled token against all others. NaN where the ratio is not finite,
-    which the margin would hide."""
+    """Return [n] float64: KL(Bernoulli(p) || Bernoulli(other)), the sampled token against all
+    others.
+
+    It is NaN where the ratio is not finite, which PROBABILITY_MARGIN would hide.
+    """
     p, q = (
         x.double().exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
         for x in (logp, logp_other)
@@ -87,7 +99,7 @@ def _binary_kl(slots: Slots, logp: Tensor, logp_other: Tensor) -> Tensor:
 
 
 def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
-    """[n] int64 index of the turn or sequence each slot belongs to, and how many there are."""
+    """Return [n] int64, the turn or sequence of each slot, and the number of these units."""
     if slots.segment is None:
         raise UsageError(
             f"correction: a statistic of a whole {scope} needs the `segment` of each slot"
@@ -102,10 +114,10 @@ def unit_index(slots: Slots, scope: str) -> tuple[Tensor, int]:
 
 
 def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
-    """Everything of the configured turns and sequences that is a sum, a maximum or a minimum over slots.
+    """Return the sums, maxima and minima over slots that the config needs of turns and sequences.
 
-    Slots of one sequence on several ranks (context parallelism): take this of each chunk, with `sequences` and
-    `turns` given, `combine_units`, and hand the result to `partials`.
+    If one sequence lies on several ranks (context parallelism), compute this for each chunk with
+    `sequences` and `turns` given, merge with `combine_units` and pass the result to `partials`.
     """
     units: Units = {}
     for key, name, scope in needed(config):
@@ -125,27 +137,30 @@ def unit_sums(config: CorrectionConfig, slots: Slots) -> Units:
 
 
 def combine_units(parts: Iterable[Units]) -> Units:
-    """Of all chunks. Every part must have come from the same config and the same `sequences`."""
+    """Merge the units of all chunks.
+
+    All must come from the same config and the same `sequences`.
+    """
     return functools.reduce(_combine_two, parts)
 
 
 def _combine_two(one: Units, other: Units) -> Units:
     return {
         key: UnitSums(
-            mine.total + other[key].total,
-            mine.slots + other[key].slots,
-            torch.maximum(mine.largest, other[key].largest),
-            torch.minimum(mine.smallest, other[key].smallest),
+            sums.total + other[key].total,
+            sums.slots + other[key].slots,
+            torch.maximum(sums.largest, other[key].largest),
+            torch.minimum(sums.smallest, other[key].smallest),
         )
-        for key, mine in one.items()
+        for key, sums in one.items()
     }
 
 
 def needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
-    """(key, statistic, scope) of the weight and of each gate that looks at more than one slot."""
+    """Return (key, statistic, scope) of the weight and of the gates that span several slots."""
     needed = []
     if config.weight.level not in ("none", "token"):
-        scope = "turn" if config.weight.level == "turn" else "sequence"
+        scope = weight_scope(config.weight.level)
         needed.append((f"ratio/{scope}", "ratio", scope))
     return needed + [
         (f"{g.statistic}/{g.scope}", g.statistic, g.scope)
@@ -154,79 +169,94 @@ def needed(config: CorrectionConfig) -> list[tuple[str, str, str]]:
     ]
 
 
+def weight_scope(level: str) -> str:
+    """Return the unit that a weight of this level is summed over."""
+    if level == "turn":
+        return "turn"
+    return "sequence"
+
+
 def _sums(values: Tensor, index: Tensor, count: int) -> UnitSums:
     zeros = values.new_zeros(count)
     low, high = values.new_full((count,), math.inf), values.new_full((count,), -math.inf)
     total = zeros.index_add(0, index, values)
+    # Adding 0 * total carries NaN over from a unit that has a slot without a finite value.
     return UnitSums(
         total,
         zeros.index_add(0, index, torch.ones_like(values)),
-        high.scatter_reduce(0, index, values, "amax")
-        + 0 * total,  # + 0 * total: NaN marks a unit with a bad slot
+        high.scatter_reduce(0, index, values, "amax") + 0 * total,
         low.scatter_reduce(0, index, values, "amin") + 0 * total,
     )
 
 
 def advantage_of(slots: Slots) -> Tensor:
+    """Return [n], the advantage. Raises UsageError if the slots have none."""
     if slots.advantage is None:
         raise UsageError("correction: a gate that looks at the advantage's sign needs `advantage`")
     return slots.advantage
 
 
 def value_of(gate: Gate, slots: Slots, units: Units) -> Tensor:
-    """[n] float64: what the gate compares at each slot; a ratio in log space."""
+    """Return [n] float64: the value that the gate bounds at each slot; a ratio in log space."""
     if gate.scope == "token":
         return statistic(gate.statistic, slots)
-    return units[f"{gate.statistic}/{gate.scope}"].aggregate(gate.aggregate)[
-        unit_index(slots, gate.scope)[0]
-    ]
+    per_unit = units[f"{gate.statistic}/{gate.scope}"].aggregate(gate.aggregate)
+    index, _ = unit_index(slots, gate.scope)
+    return per_unit[index]
 
 
 def weight_log_ratio(config: CorrectionConfig, slots: Slots, units: Units) -> Tensor:
-    """[n] float64: log of the weight before its bounds, clamped."""
+    """Return [n] float64: the log of the weight before its bounds, clamped to LOG_RATIO_LIMIT."""
     match config.weight.level:
         case "none":
             return 0 * slots.log_ratio  # NaN stays NaN
         case "token":
             return slots.log_ratio
         case level:
-            scope = "turn" if level == "turn" else "sequence"
-            values = units[f"ratio/{scope}"].aggregate("mean" if level == "geometric" else "sum")
+            scope = weight_scope(level)
+            how = {"geometric": "mean"}.get(level, "sum")
+            values = units[f"ratio/{scope}"].aggregate(how)
             return values.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[unit_index(slots, scope)[0]]
 
 
 def inside(values: Tensor, low: float | None, high: float | None, *, log: bool = False) -> Tensor:
-    """low <= values <= high, inclusive; False for NaN. `log`: the values are logarithms of what is bounded.
+    """Return where low <= values <= high, inclusive; False for NaN.
 
-    Compared in float32, the precision of log-probabilities: a value that equals its bound there is inside.
+    With `log` the values are logarithms, the bounds are not. The comparison is in float32, the
+    precision of log-probabilities, so a value that equals its bound in float32 is inside.
     """
     values, result = values.float(), ~values.isnan()
     for bound, compare in ((low, torch.ge), (high, torch.le)):
         if bound is not None:
-            edge = math.log(bound) if log else bound
+            edge = bound
+            if log:
+                edge = math.log(bound)
             result &= compare(values, torch.tensor(edge, dtype=torch.float32, device=values.device))
     return result
 
 
 Edges = dict[str, Tensor]
-"""Of each budget gate, by its label: the largest value that stays."""
+"""The largest value that stays, by the label of each budget gate."""
 
 
 def budget_edges(config: CorrectionConfig, parts: Callable[[], Iterable[Slots]]) -> Edges:
-    """`parts`: all slots of the step."""
+    """Return the edge of each budget gate. `parts` yields all slots of the step."""
     edges: Edges = {}
     for gate in config.gates:
         if gate.aggregate == "budget":
             assert gate.high is not None
-            edges[gate.label] = budget_edge(
-                torch.cat([statistic(gate.statistic, p) for p in parts()]), gate.high
-            )
+            values = torch.cat([statistic(gate.statistic, part) for part in parts()])
+            edges[gate.label] = budget_edge(values, gate.high)
     return edges
 
 
 def budget_edge(values: Tensor, budget: float) -> Tensor:
-    """Scalar: drop the largest of [n] values >= 0 until the mean of the rest is at most `budget` (M2PO), and this is
-    the largest that stays; -1 if none does. Equal values go together, values that are not finite go."""
+    """Return the largest of [n] values >= 0 that stays within the budget (M2PO), a scalar; -1 if
+    none does.
+
+    The largest values are dropped until the mean of the rest is at most `budget`. Equal values are
+    dropped together, and values that are not finite are always dropped.
+    """
     ordered = values.masked_fill(~values.isfinite(), torch.inf).sort().values
     means = ordered.cumsum(0).div_(torch.arange(1, len(ordered) + 1, device=values.device))
     last = (means <= budget).sum()  # means of ascending values never fall
@@ -236,12 +266,17 @@ def budget_edge(values: Tensor, budget: float) -> Tensor:
     edge = ordered[last - 1]
     if last < len(ordered) and ordered[last] == edge:  # do not split ties at the edge
         below = torch.searchsorted(ordered, edge)
-        return ordered[below - 1] if below > 0 else nothing
+        if below == 0:
+            return nothing
+        return ordered[below - 1]
     return edge
 
 
 def gate_keeps(gate: Gate, slots: Slots, units: Units, edges: Edges) -> Tensor:
-    """[n] bool: which slots pass. A slot or unit whose statistic is not finite does not."""
+    """Return [n] bool: the slots that pass.
+
+    Where the statistic is not finite, the slot or unit fails.
+    """
     values = value_of(gate, slots, units)
     if gate.aggregate == "budget":
         return values.isfinite() & (values <= edges[gate.label])
@@ -253,12 +288,12 @@ def gate_keeps(gate: Gate, slots: Slots, units: Units, edges: Edges) -> Tensor:
     if gate.when == "toward":
         passes_high = ~positive | inside(values, None, gate.high, log=log)
         return passes_high & (~negative | inside(values, gate.low, None, log=log))
-    applies = positive if gate.when == "positive" else negative
+    applies = {"positive": positive, "negative": negative}[gate.when]
     return ~applies | inside(values, gate.low, gate.high, log=log)
 
 
 def _sign(gate: Gate, slots: Slots, units: Units) -> Tensor:
-    """[n]: the advantage, or its mean over the slot's unit."""
+    """Return [n]: a number with the sign of the advantage, or of its sum over the slot's unit."""
     advantage = advantage_of(slots)
     if gate.scope == "token":
         return advantage

@@ -1,4 +1,4 @@
-"""Importance weights and rejections against rollout/trainer mismatch, once per step, over all slots of the step."""
+"""Importance weights and rejections against rollout/trainer mismatch, over all slots of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.presets import check_config
-from onepolicy.correct.receipt import Sums, combine, report, sums
+from onepolicy.correct.report import Sums, combine, report, sums
 from onepolicy.correct.slots import Fields, Slots
 from onepolicy.correct.statistics import (
     Edges,
@@ -27,13 +27,13 @@ from onepolicy.correct.statistics import (
 from onepolicy.layout import Layout, restore
 
 Average = Literal["slots", "sequences"]
-"""What the loss averages over: all slots (token mean), or sequences (mean over sequences of their token means)."""
+"""The loss is the mean over all slots, or the mean over sequences of their means over slots."""
 Shape = TypeVar("Shape")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied(Generic[Shape]):
-    """What the loss multiplies in: sum(keep * weight * surrogate) / denominator."""
+    """Weights for the loss: sum(keep * weight * surrogate) / denominator."""
 
     weight: Shape  # [T] float32, detached; 0 where not kept
     keep: Shape  # [T] bool, the mask minus rejected slots
@@ -43,7 +43,7 @@ class Applied(Generic[Shape]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partial:
-    """Weights of a part of the step, before what needs the whole step (see `finish`)."""
+    """Weights of a part of the step; `finish` adds the factor that needs the whole step."""
 
     slots: Slots
     weight: Tensor  # [n] float64, 0 where not kept
@@ -82,32 +82,38 @@ def reweight(
     mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,
     *,
-    segment: Layout
-    | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
+    segment: Layout | None = None,  # int64, sequence of each slot; [B, T] and lists need none
     turn: Layout | None = None,  # int64, turn of each slot
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
 ) -> Applied:
-    """Weight and rejection of every slot's surrogate, from rho = exp(logp_old - logp_rollout).
+    """Return weight and rejection of every slot's surrogate, from rho = exp(logp_old -
+    logp_rollout).
 
-    weight: rho of the slot, or of its turn or sequence, within the weight's bounds; gates reject slots on top (config
-    section `correction`, presets by name in config/corrections.toml). A slot whose log-ratio is not finite is rejected
-    with every unit it belongs to. normalise = self and denominator = kept are a factor on all weights, so the
-    denominator stays the original count. Raises UsageError on an empty mask, on too many slots that are not finite, and
-    if the config needs the policy that is being trained, which only the loss has (`live_weights`).
+    The weight is rho of the slot, or of its turn or sequence, within the weight's bounds. Gates
+    reject slots on top (settings section `correction`; presets are in config/corrections.toml). A
+    slot whose log-ratio is not finite is rejected with every unit it belongs to. `normalise = self`
+    and `denominator = kept` are factors on all weights, so the denominator stays the original
+    count.
+
+    Raises UsageError if the mask is empty, if too many slots are not finite, or if the config needs
+    the policy that is being trained, which only the loss has (`live_weights`).
     """
     check_config("reweight", config)
     if config.live:
         raise UsageError(
-            f"reweight: correction {config.name} needs the ratio of the policy that is being trained, which exists in "
-            "the loss only; give reweight its `fixed_part` and call live_weights with its `live_part` there"
+            f"reweight: correction {config.name} needs the ratio of the policy that is being "
+            "trained, which exists only in the loss; give reweight its `fixed_part` and call "
+            "live_weights with its `live_part` in the loss"
         )
     _check_average("reweight", average)
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = Fields.of("reweight", given, segment=segment, turn=turn, advantage=advantage)
-    if not (count := int(flat.mask.sum())):
+    count = int(flat.mask.sum())
+    if not count:
         raise UsageError(
-            f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to train on"
+            f"reweight: the mask selects none of {len(flat.mask)} slots; there is nothing to "
+            "train on"
         )
     found = evaluate(config, flat, average=average)
     numbers = _checked_report(config, found.sums)
@@ -116,7 +122,7 @@ def reweight(
 
 
 class Evaluated(NamedTuple):
-    """Of a whole batch, before what its sums scale."""
+    """Weights of a whole batch, before the factor that its sums give."""
 
     weight: Tensor  # [T] float32, float64 if the config scales it; 0 where not kept
     keep: Tensor  # [T] bool
@@ -125,22 +131,30 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(config: CorrectionConfig, fields: Fields, *, average: Average = "slots") -> Evaluated:
-    """Weights and gates of a whole step (live: of whole samples), a chunk of slots at a time."""
+    """Evaluate weights and gates of a whole step or of whole samples, chunk by chunk."""
     units: Units = {}
     if average == "sequences" or needed(config):
         units = combine_units(unit_sums(config, part) for _, part in fields.chunks())
     edges = budget_edges(config, lambda: (part for _, part in fields.chunks()))
     new = fields.logp_trainer.new_zeros
-    weight = new(len(fields.mask), dtype=torch.float64 if config.scales else torch.float32)
+    dtype = torch.float32
+    if config.scales:
+        dtype = torch.float64
+    weight = new(len(fields.mask), dtype=dtype)
     keep = torch.zeros_like(fields.mask)
-    passed = torch.zeros_like(fields.mask) if config.weight.rejects else keep
+    passed = keep
+    if config.weight.rejects:
+        passed = torch.zeros_like(fields.mask)
     total = None
     for place, part in fields.chunks():
         found = _evaluate(config, part, units, edges, average)
         weight[place][part.where] = found.weight.to(weight.dtype)
         keep[place][part.where], passed[place][part.where] = found.keep, found.passed
-        total = found.sums if total is None else combine([total, found.sums])
-    assert total is not None, "there is always a chunk, if an empty one"
+        if total is None:
+            total = found.sums
+        else:
+            total = combine([total, found.sums])
+    assert total is not None, "chunks() yields at least one chunk"
     return Evaluated(weight, keep, passed, total)
 
 
@@ -152,35 +166,42 @@ def partials(
     *,
     average: Average = "slots",
 ) -> Partial:
-    """Weights of a part of the step: whole sequences, or with `units` of the whole (`combine_units`) a chunk of some.
+    """Return the weights of a part of the step that holds whole sequences.
 
-    The step: `combine` the `sums` of all parts (add them up over ranks), then `finish` each part with the result.
+    With the `units` of the whole step (`combine_units`) a part may hold pieces of sequences. For
+    the step, `combine` the `sums` of all parts over micro-batches and ranks, then `finish` each
+    part with the result. Raises UsageError if the config has a budget gate, which ranks all slots
+    of the step.
     """
     check_config("partials", config)
     _check_average("partials", average)
     if not isinstance(slots, Slots):
         raise UsageError(
-            f"partials: slots is {type(slots).__name__}; pass op.slots(logp_old, logp_rollout, mask, segment=..)"
+            f"partials: slots is {type(slots).__name__}; pass op.slots(logp_old, logp_rollout, "
+            "mask, segment=..)"
         )
     if any(gate.aggregate == "budget" for gate in config.gates):
         raise UsageError(
             "partials: a budget gate ranks all slots of the step against each other; use reweight"
         )
-    return _evaluate(
-        config, slots, unit_sums(config, slots) if units is None else units, {}, average
-    )
+    if units is None:
+        units = unit_sums(config, slots)
+    return _evaluate(config, slots, units, {}, average)
 
 
 @torch.no_grad()
 def finish(
     config: CorrectionConfig, part: Partial, total: Sums
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """weight [T] float32 and keep [T] bool of this part, and the report of the step whose sums are `total`."""
+    """Return weight [T] float32 and keep [T] bool of this part, and the report of the whole step.
+
+    `total` is `combine` of the sums of all parts of the step.
+    """
     check_config("finish", config)
     if not isinstance(part, Partial) or not isinstance(total, Sums):
         raise UsageError(
-            f"finish: part is {type(part).__name__} and total {type(total).__name__}, expected what op.partials gave "
-            "and op.combine of the `sums` of all parts"
+            f"finish: part is {type(part).__name__} and total {type(total).__name__}, expected the "
+            "result of op.partials and op.combine of the `sums` of all parts"
         )
     numbers = _checked_report(config, total)
     weight = (part.weight * total.scale(config)).float()
@@ -189,18 +210,17 @@ def finish(
 
 def _check_average(caller: str, average: object) -> None:
     if average not in get_args(Average):
-        raise UsageError(
-            f"{caller}: average is {average!r}, expected {' or '.join(map(repr, get_args(Average)))}"
-        )
+        expected = " or ".join(map(repr, get_args(Average)))
+        raise UsageError(f"{caller}: average is {average!r}, expected {expected}")
 
 
 def _checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
     numbers = report(config, total)
     if numbers["correction/nonfinite"] > config.max_nonfinite:
         raise UsageError(
-            f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the slots, more than "
-            f"the correction's max_nonfinite = {config.max_nonfinite}; mend the engine that returned such "
-            "log-probabilities"
+            f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the "
+            f"slots, more than the correction's max_nonfinite = {config.max_nonfinite}; fix the "
+            "engine that returned such log-probabilities"
         )
     return numbers
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, TrainingError
-from onepolicy.correct.live import centered_score, live_weights
-from onepolicy.correct.receipt import Sums, combine, report
+from onepolicy.correct.current_policy import centered_score, live_weights
+from onepolicy.correct.report import Sums, combine, report
 from onepolicy.train.extra import Extra, Micro
 from onepolicy.types import TokenBatch
 

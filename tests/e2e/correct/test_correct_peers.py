@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
-from onepolicy.correct.live import live_weights
+from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import Applied, reweight
 from onepolicy.divergence.logprob import mismatch

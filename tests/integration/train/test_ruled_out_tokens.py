@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.correct.live import centered_score
+from onepolicy.correct.current_policy import centered_score
 from onepolicy.correct.presets import preset
 from onepolicy.engine_check.checks import HOT, check_support, check_temperature
 from onepolicy.models import prepare

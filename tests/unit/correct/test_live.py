@@ -10,9 +10,9 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import presets
-from onepolicy.correct.live import live_weights
+from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
-from onepolicy.correct.receipt import combine, report
+from onepolicy.correct.report import combine, report
 from onepolicy.correct.weights import reweight
 
 ONE = torch.ones(1, dtype=torch.bool)

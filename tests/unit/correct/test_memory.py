@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onepolicy.correct.slots as slots_module
-from onepolicy.correct.live import live_weights
+from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
 from onepolicy.plan.dry_run import PeakMemory

@@ -17,7 +17,7 @@ from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import presets
 from onepolicy.correct.histogram import histogram, quantiles
 from onepolicy.correct.presets import preset
-from onepolicy.correct.receipt import combine
+from onepolicy.correct.report import combine
 from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import combine_units, unit_sums
 from onepolicy.correct.weights import Applied, finish, partials, reweight

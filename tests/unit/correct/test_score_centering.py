@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, ObjectiveConfig
-from onepolicy.correct.live import centered_score, live_weights
+from onepolicy.correct.current_policy import centered_score, live_weights
 from onepolicy.correct.presets import preset
 from onepolicy.objective.loss import policy_loss
 from support.objective_batches import batch

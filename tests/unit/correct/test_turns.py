@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.config.correction import Gate, Weight
-from onepolicy.correct.live import live_weights
+from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import Applied, reweight
 
 NAN = math.nan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig, UsageError, resolve
 from onepolicy.config.objective import objective_presets
-from onepolicy.correct.live import live_weights
+from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import reweight
 from onepolicy.objective.loss import policy_loss, slot_shares
 from onepolicy.types import TokenBatch

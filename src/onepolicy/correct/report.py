@@ -1,4 +1,4 @@
-"""What a correction did in a step, as sums that add up over micro-batches and ranks, and as named numbers."""
+"""Statistics of a correction: sums that add up over micro-batches and ranks, and named numbers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Add up with `combine`; any split of a batch gives the sums of the whole. Scalars are float64 tensors."""
+    """Sums over slots; `combine` adds them up, and any split of a batch gives the sums of the
+    whole.
 
-    slots: Tensor  # trainable slots, before any rejection
+    Scalars are float64 tensors.
+    """
+
+    slots: Tensor  # number of trainable slots, before any rejection
     kept: Tensor
     nonfinite: Tensor  # slots whose ratio is not finite
-    rejected: Tensor  # [G] slots rejected by each gate on its own; last by the weight's bounds, if they reject
+    rejected: Tensor  # [G] slots rejected by each gate alone; last by the weight's bounds, if any
     weighted: Tensor  # kept slots whose weight is not 1
     clipped: Tensor  # kept slots whose weight was moved to a bound
     ratio: Tensor  # sum of rho over finite slots
     ratio_square: Tensor
     weight: Tensor  # sum of weights, rejected slots as 0
     weight_square: Tensor
-    mass: Tensor  # what the loss averages over: slots, or sequences as 1 / T_i a slot
+    mass: Tensor  # number of units that the loss averages over: 1 a slot, or 1 / T_i for sequences
     kept_mass: Tensor
     weight_mass: Tensor
     ratio_counts: Tensor  # [BINS] int64 histogram of log rho
@@ -40,7 +44,7 @@ class Sums:
     weight_min: Tensor  # of kept slots
 
     def scale(self, config: CorrectionConfig) -> Tensor:
-        """What all weights are multiplied by. 1 if nothing is kept, where there is nothing to scale."""
+        """Return the factor on all weights, a scalar; 1 if no slot is kept."""
         if config.normalise == "self":
             part = self.weight_mass
         elif config.denominator == "kept":
@@ -54,7 +58,10 @@ _NAMES = tuple(field.name for field in fields(Sums))
 
 
 def combine(parts: Iterable[Sums]) -> Sums:
-    """Sums of the whole from sums of its parts (micro-batches, ranks). UsageError without parts."""
+    """Return the sums of the whole from those of its parts (micro-batches, ranks).
+
+    Raises UsageError if there are no parts.
+    """
     parts = list(parts)
     if not parts or not all(isinstance(part, Sums) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -65,16 +72,11 @@ def combine(parts: Iterable[Sums]) -> Sums:
 
 
 def _combine_two(one: Sums, other: Sums) -> Sums:
+    how = {"max": torch.maximum, "min": torch.minimum}
     result = {}
     for name in _NAMES:
-        how = (
-            torch.maximum
-            if name.endswith("_max")
-            else torch.minimum
-            if name.endswith("_min")
-            else torch.add
-        )
-        result[name] = how(getattr(one, name), getattr(other, name))
+        combined = how.get(name.rpartition("_")[2], torch.add)
+        result[name] = combined(getattr(one, name), getattr(other, name))
     return Sums(**result)
 
 
@@ -87,44 +89,61 @@ def sums(
     gates: list[Tensor],  # [n] bool each, which slots pass
     mass: Tensor | None,  # [n] float64, None: 1 each
 ) -> Sums:
+    """Return the sums of n slots."""
     count = log_ratio.new_tensor
     finite = log_ratio.isfinite()
     rho = torch.where(finite, log_ratio, -torch.inf).exp_()
     kept = keep.sum().double()
-    empty = not len(weight)
+    rejected = [(~gate).sum() for gate in gates]
+    if mass is None:
+        masses = count(len(log_ratio)), kept, weight.sum()
+    else:
+        masses = mass.sum(), mass @ keep.double(), mass @ weight
+    lowest, highest = torch.where(keep, weight, torch.inf), torch.where(keep, weight, -torch.inf)
     return Sums(
         slots=count(len(log_ratio)),
         kept=kept,
         nonfinite=(~finite).sum().double(),
-        rejected=torch.stack([(~gate).sum() for gate in gates]).double()
-        if gates
-        else weight.new_zeros(0),
+        rejected=torch.stack([weight.new_zeros(()), *rejected])[1:].double(),
         weighted=(keep & (weight != 1)).sum().double(),
         clipped=clipped.double(),
         ratio=rho.sum(),
         ratio_square=rho @ rho,
         weight=weight.sum(),
         weight_square=weight @ weight,
-        mass=count(len(log_ratio)) if mass is None else mass.sum(),
-        kept_mass=kept if mass is None else mass @ keep.double(),
-        weight_mass=weight.sum() if mass is None else mass @ weight,
+        mass=masses[0],
+        kept_mass=masses[1],
+        weight_mass=masses[2],
         ratio_counts=histogram(log_ratio),
         weight_counts=histogram(torch.where(keep, weight.log(), torch.nan)),
-        ratio_max=count(-torch.inf) if empty else rho.max(),
-        weight_max=count(-torch.inf) if empty else torch.where(keep, weight, -torch.inf).max(),
-        weight_min=count(torch.inf) if empty else torch.where(keep, weight, torch.inf).min(),
+        ratio_max=_largest(rho),
+        weight_max=_largest(highest),
+        weight_min=-_largest(-lowest),
     )
 
 
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest of [n] as a scalar, -inf if there is none."""
+    if not len(values):
+        return values.new_tensor(-torch.inf)
+    return values.max()
+
+
 def report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
-    """The receipt: named numbers with a fixed set of names per config. Shares are of the trainable slots."""
+    """Return the metrics of a correction; a config always gives the same names.
+
+    Shares are of the trainable slots.
+    """
     n, scale = total.slots, total.scale(config)
     nan = torch.full_like(n, torch.nan)
     some = total.kept > 0
+    denominator = n
+    if config.denominator == "kept":
+        denominator = total.kept
     numbers = {
         "slots": n,
         "kept": total.kept,
-        "denominator": total.kept if config.denominator == "kept" else n,
+        "denominator": denominator,
         "rejected": 1 - total.kept / n,
         "nonfinite": total.nonfinite / n,
         "weighted": total.weighted / n,

@@ -1,4 +1,4 @@
-"""What needs the policy that is being trained: ratios, gates and score centering, evaluated in the loss."""
+"""Corrections of the policy that is being trained: ratios, gates and centering in the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.config.correction import Weight
 from onepolicy.correct.presets import check_config
-from onepolicy.correct.receipt import Sums
+from onepolicy.correct.report import Sums
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import evaluate
@@ -21,14 +21,19 @@ from onepolicy.layout import Layout, restore
 Shape = TypeVar("Shape")
 
 SMALLEST_TAIL = 1e-5
-"""Probability outside the head, of float32 log-probabilities whose sum is only known to about 1e-6."""
+"""Smallest probability outside the head that counts.
+
+Sums of float32 log-probabilities are known to 1e-6.
+"""
 
 
 class Live(NamedTuple, Generic[Shape]):
+    """Weights and gates of one micro-batch under the policy that is being trained."""
+
     weight: Shape  # [T] float32, detached; 0 where not kept; multiply into the weight of `reweight`
-    keep: Shape  # [T] bool, and it with that of `reweight`
-    centred: Shape  # [T] bool, where `centered_score` is subtracted: kept, or rejected by nothing but weight bounds
-    sums: Sums  # of this micro-batch: `combine` over the step, then `report(config.live_part, ...)`
+    keep: Shape  # [T] bool; combine it with that of `reweight` by &
+    centred: Shape  # [T] bool, where to subtract `centered_score`: kept, or out of weight bounds
+    sums: Sums  # of this micro-batch; `combine` them over the step
 
 
 @overload
@@ -54,20 +59,21 @@ def live_weights(
 ) -> Live[list[Tensor]]: ...
 @torch.no_grad()
 def live_weights(
-    logp_new: Layout,  # [T] float32, the policy being trained, its graph is not used; or [B, T], or a list of [T_i]
+    logp_new: Layout,  # [T] float32, policy being trained, detached; or [B, T], or a list of [T_i]
     logp_rollout: Layout,  # the same, rollout engine
     mask: Layout,  # bool, trainable slots; the other slots may hold anything
     config: CorrectionConfig,  # `correction.live_part`
     *,
-    segment: Layout
-    | None = None,  # int64, sequence of each slot; rows of [B, T] and lists need none
+    segment: Layout | None = None,  # int64, sequence of each slot; [B, T] and lists need none
     turn: Layout | None = None,  # int64
     advantage: Layout | None = None,  # float32
 ) -> Live:
-    """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole samples.
+    """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole
+    samples.
 
-    With weights, the loss is -weight * advantage * logp_new (they carry no gradient). Denominators stay the driver's.
-    An empty mask gives empty sums. Raises UsageError if the config is not a `live_part`.
+    The loss is -weight * advantage * logp_new; weights carry no gradient. Denominators stay those
+    of `reweight`. An empty mask gives empty sums. Raises UsageError if the config is not a
+    `live_part`.
     """
     check_config("live_weights", config)
     if config.ratio != "new/rollout":
@@ -85,17 +91,18 @@ def live_weights(
 
 
 def centered_score(
-    logp_head: Tensor,  # [n, H] float32, new policy, carries the graph: the sampler's H recorded tokens
-    logp_head_rollout: Tensor,  # [n, H] float32, rollout engine, normalised over the whole vocabulary; may be -inf
+    logp_head: Tensor,  # [n, H] float32, new policy, with its graph: the engine's H recorded tokens
+    logp_head_rollout: Tensor,  # [n, H] float32, engine, of the whole vocabulary; may be -inf
     config: CorrectionConfig,
 ) -> Tensor:
-    """[n]: a value whose gradient is mu = E_q[f(rho) s], the mean weighted score of the rollout policy.
+    """Return [n], a value whose gradient is mu = E_q[f(rho) s], the rollout's mean weighted score.
 
-    Score centering (arXiv 2609.20807) subtracts it: loss = -A (f(rho_a) log p_a - centered_score), f the config's
-    weight of the ratio (1 without one). centering = head: outside the head the rollout is taken as proportional to the
-    new policy, q = alpha p with alpha = (1 - Q_H) / (1 - P_H). Scores of a whole vocabulary add up to 0 under p, so the
-    tail's share folds into the head: mu = sum_H [q f(p / q) - alpha f(1 / alpha) p] s. support: there is no tail.
-    A tail of less than SMALLEST_TAIL on either side is rounding, and left out.
+    Score centering (arXiv 2609.20807) subtracts it: loss = -A (f(rho_a) log p_a - centered_score).
+    f is the config's weight of the ratio, 1 if it has none. `centering = head` takes the rollout
+    outside the head as proportional to the new policy: q = alpha p with alpha = (1 - Q_H) / (1 -
+    P_H). Scores of the whole vocabulary add up to 0 under p, so the tail folds into the head: mu =
+    sum_H [q f(p / q) - alpha f(1 / alpha) p] s. `centering = support` has no tail. A tail below
+    SMALLEST_TAIL on either side is rounding and is left out.
     """
     p, q = logp_head.detach().double().exp(), logp_head_rollout.double().exp()
     coefficient = torch.where(q > 0, q * _weight_of(p / q, config.weight), 0.0)
@@ -104,10 +111,9 @@ def centered_score(
         alpha = tail_q / tail_p
         folded = alpha * _weight_of(1 / alpha, config.weight) * p
         coefficient -= torch.where(torch.minimum(tail_p, tail_q) > SMALLEST_TAIL, folded, 0.0)
-    able = logp_head.masked_fill(
-        logp_head == -math.inf, 0.0
-    )  # a token that the head rules out has no score
-    return (coefficient.to(logp_head.dtype) * able).sum(-1)
+    # A token with probability 0 has no score.
+    scored = logp_head.masked_fill(logp_head == -math.inf, 0.0)
+    return (coefficient.to(logp_head.dtype) * scored).sum(-1)
 
 
 def _weight_of(rho: Tensor, weight: Weight) -> Tensor:
@@ -115,4 +121,6 @@ def _weight_of(rho: Tensor, weight: Weight) -> Tensor:
         return torch.ones_like(rho)
     if weight.rejects:
         return torch.where(inside(rho, weight.low, weight.high), rho, 0.0)
-    return rho.clamp(weight.low, weight.high) if weight.bounded else rho
+    if weight.bounded:
+        return rho.clamp(weight.low, weight.high)
+    return rho
