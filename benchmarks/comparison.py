@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import onepolicy as op
 from onepolicy.replay import Routers
-from onepolicy.replay.seam import override
+from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
 ROOT = Path(__file__).parents[1]
@@ -165,7 +165,7 @@ def _weighed(
 
     modules = [router.module for router in routers._routers]
     columns = trace.ids.long().unbind(1)
-    return override(
+    return override_attribute(
         "forward",
         [(m, standing_in(m.forward, ids)) for m, ids in zip(modules, columns, strict=True)],
     )

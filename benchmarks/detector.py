@@ -58,7 +58,7 @@ from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
 from onepolicy.objective.advantages import outcomes  # noqa: E402
-from onepolicy.replay.alignment import check_alignment, windows  # noqa: E402
+from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.rollout.collect import collect  # noqa: E402
 from onepolicy.run.step_metrics import measure  # noqa: E402
@@ -217,7 +217,7 @@ def agreements(learner, batch, ids):
     """Mean agreement of every layer [L] and of every window of 8 or more rows."""
     scored = learner.score(batch.replace(routing=dataclasses.replace(batch.routing, ids=ids)))
     found = routing_agreement(scored.routing, scored.routing_native)
-    starts = [*windows(scored.cu_seqlens).tolist(), len(found)]
+    starts = [*window_starts(scored.cu_seqlens).tolist(), len(found)]
     cells = torch.stack([found[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8])
     return found.mean(0), cells
 

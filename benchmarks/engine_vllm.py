@@ -30,7 +30,7 @@ from engine import build_model
 from onepolicy.config import HFEngineConfig, ModelConfig, VLLMEngineConfig
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_model, read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.vllm import engine as engine_module
 from onepolicy.rollout.vllm.engine import VLLMEngine
@@ -93,7 +93,7 @@ class Inside:
 def build(folder: str, slots: int, max_len: int, kinds: list[str]) -> dict[str, RolloutEngine]:
     model = ModelConfig(path=folder)
     hf = read_config(model)
-    rules = RouteRules(
+    rules = RouteSpec(
         tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
     )
     engines: dict[str, RolloutEngine] = {}

@@ -14,7 +14,7 @@ import asyncio
 
 from onepolicy.build.components import MeasureComponents, build_measure_parts
 from onepolicy.build.measure_settings import measure_config
-from onepolicy.invariant.probe import start
+from onepolicy.invariant.enable import enable_invariant
 from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import outcomes
 from onepolicy.train.pack import pack
@@ -50,7 +50,7 @@ async def compare(parts: MeasureComponents) -> None:
     show("fast trainer", scorer.score(batch, replay=False))
     if scorer.routers is not None:
         show("fast trainer, routes replayed", scorer.score(batch))
-    start(scorer.model)
+    enable_invariant(scorer.model)
     show("on-policy trainer", scorer.score(batch, replay=False))
     again = await sample_again(parts, groups, batch, alone=True)
     moved = int((again.same & (again.logp != again.before)).sum())

@@ -170,7 +170,7 @@ def measure_check(name: str, args: argparse.Namespace) -> list[str]:
     trace = own_routes(model, routers, loss)
 
     def run(check: bool) -> None:
-        routers.forget_sources()
+        routers.recheck_all_sources()
         with torch.no_grad(), routers.replay(trace, check=check):
             loss()
 

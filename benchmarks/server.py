@@ -26,7 +26,7 @@ from onepolicy.build.learner import resolve_model
 from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.types import Sampling
 
 PROMPT, NEW = 26, 75
@@ -57,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model = resolve_model(ModelConfig(path=arguments.model))
     text = read_config(model).get_text_config()
-    rules = RouteRules(
+    rules = RouteSpec(
         tuple(range(text.num_hidden_layers)), text.num_experts, text.num_experts_per_tok, "error"
     )
     server, local = (

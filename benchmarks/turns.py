@@ -30,7 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from onepolicy.config import HFEngineConfig
 from onepolicy.envs.multiturn.trajectory import Trajectory
-from onepolicy.models.decode_attention import NAME, slab_attention
+from onepolicy.models.decode_attention import NAME, kv_cache_attention
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Completion, Sampling
 
@@ -48,7 +48,7 @@ class Clock:
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
         start = self.now()
-        out = slab_attention(*args, **kwargs)
+        out = kv_cache_attention(*args, **kwargs)
         self.attention += self.now() - start
         return out
 

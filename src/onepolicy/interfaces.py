@@ -28,10 +28,10 @@ class EpisodeError(Exception):
 
 
 class WeightSizes(Protocol):
-    """How many bytes an engine's quantised weights take (models/quant/parts.py)."""
+    """How many bytes an engine's quantised weights take (models/quant/size_report.py)."""
 
-    def words(self) -> str: ...
-    def report(self) -> dict[str, Any]: ...
+    def describe(self) -> str: ...
+    def as_json(self) -> dict[str, Any]: ...
 
 
 class StaticScales(Protocol):

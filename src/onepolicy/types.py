@@ -458,7 +458,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class NumericsContract:
-    """How one side computes log-probabilities. Equal bits need equal contracts (invariant/contract.py)."""
+    """How one side computes log-probabilities. Equal bits need equal contracts (invariant/numerics_contract.py)."""
 
     numerics: str  # on-policy, or fast
     dtype: str  # of the parameters: all of them, or how many are of which

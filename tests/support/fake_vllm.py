@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.vllm.server import VLLMServer
 from onepolicy.rollout.vllm.worker import shape_of
 from onepolicy.sync.broadcast import Receiver
@@ -53,7 +53,7 @@ HF = Qwen3MoeConfig(
     max_position_embeddings=96,
     initializer_range=0.7,
 )
-RULES = RouteRules(tuple(range(LAYERS)), EXPERTS, TOP_K, "error")
+RULES = RouteSpec(tuple(range(LAYERS)), EXPERTS, TOP_K, "error")
 TABLE = "model.embed_tokens.weight"
 GENERATE = "/inference/v1/generate"
 

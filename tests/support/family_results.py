@@ -129,7 +129,7 @@ def _decoded(routers: Routers, ids: Tensor) -> bool:
     with torch.no_grad(), routers.record() as tape, experts_seen(routers) as seen:
         for step in range(3):
             routers._model(input_ids=ids.roll(step, 1), use_cache=False)
-            for taken, router in zip(tape.take(), routers._routers, strict=True):
+            for taken, router in zip(tape.pop_ids(), routers._routers, strict=True):
                 if not torch.equal(_asked(taken, routers), seen[router.path].chosen):
                     return False
     return True

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig
-from onepolicy.invariant.mode import install
+from onepolicy.invariant.mode import install_invariant
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
@@ -26,7 +26,7 @@ def trainer_of(model: PreTrainedModel, *, fast: bool = False) -> PreTrainedModel
     trained = copy.deepcopy(model)
     prepare_for_training(trained, model.device)
     if not fast:
-        install(trained)
+        install_invariant(trained)
     return trained
 
 

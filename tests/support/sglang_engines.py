@@ -8,12 +8,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from support.fake_sglang import EXPERTS, LAYERS, TOP_K, VOCAB
 from support.waiting import LIMIT_S
 
-RULES = RouteRules((1, 2), EXPERTS, TOP_K, "error")
+RULES = RouteSpec((1, 2), EXPERTS, TOP_K, "error")
 PROMPT = [5, 9, 3, 20]
 
 

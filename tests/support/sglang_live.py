@@ -14,13 +14,13 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from onepolicy.config import ModelConfig, SGLangConfig
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.sglang.engine import SGLangEngine
 from onepolicy.types import Sampling
 from support.waiting import LIMIT_S, wait_until
 
-RULES = RouteRules((0, 1, 2), 16, 4, "error")
+RULES = RouteSpec((0, 1, 2), 16, 4, "error")
 START_S = 800
 
 

@@ -17,7 +17,7 @@ from onepolicy.config import ModelConfig, VLLMEngineConfig, VLLMServerConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import VLLMEngine
@@ -61,7 +61,7 @@ def make_checkpoints(base):
 
 
 def rules_of(hf):
-    return RouteRules(
+    return RouteSpec(
         tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
     )
 

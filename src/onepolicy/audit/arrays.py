@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from onepolicy.audit.schema import COLUMNS, Array, Block, Ragged, assemble, choose
 from onepolicy.config import UsageError
-from onepolicy.replay.payloads.npy import NotNpy, parse_npy
+from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
 
 BLOCK_TOKENS = 2**18
 MOST_HELD = 2**32  # bytes of a file that is held whole, unpacked
@@ -91,7 +91,7 @@ def _member(archive: zipfile.ZipFile, path: Path, name: str, info: zipfile.ZipIn
         raise UsageError(f"{path}: {info.filename} is encrypted; write it without a password")
     try:
         return parse_npy(archive.read(info))
-    except NotNpy as error:
+    except InvalidNpyError as error:
         raise UsageError(
             f"{path}: not a readable NPZ file of plain arrays ({info.filename}: {error})"
         ) from None

@@ -16,7 +16,7 @@ from onepolicy.audit.arrays import as_numpy, check_plain
 from onepolicy.audit.schema import Array, Block, Ragged, assemble
 from onepolicy.config import UsageError
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.invariant.fingerprint import cannot_claim
+from onepolicy.invariant.fingerprint import difference_reason
 
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 
@@ -66,7 +66,7 @@ def _bits(folder: Path) -> tuple[int, int, str | None]:
             about = probe.metadata() or {}
         differing, tokens = differing + int((rollout != trainer).sum()), tokens + len(rollout)
         ours, theirs = _fingerprints(path, about)
-        why = why or cannot_claim(json.dumps(ours), theirs)
+        why = why or difference_reason(json.dumps(ours), theirs)
         if ours.get("numerics") != ON_POLICY:
             why = why or "numerics were not on-policy"
     return differing, tokens, why

@@ -27,14 +27,14 @@ from onepolicy.config import (
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import build
 from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
-from onepolicy.invariant.contract import agree
+from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.models.load import (
     context_length,
-    device_of,
     load_tokenizer,
+    parse_device,
     read_config,
 )
-from onepolicy.replay.checks import RouteRules, preflight, refuse_router_loss
+from onepolicy.replay.checks import RouteSpec, refuse_router_loss, require_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_copy
 from onepolicy.rollout.spec import EngineSpec
@@ -86,7 +86,7 @@ class SamplingComponents:
     engine: RolloutEngine
     environment: Environment
     stop: tuple[int, ...]  # token ids that end a completion
-    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
+    routes: RouteSpec | None  # what the engine's routes must be; None for a dense model
     reprefill: Reprefill | None = None  # records routes for an engine that returns none
     top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
 
@@ -120,7 +120,7 @@ class Pair:
     config: RunConfig
     engine: RolloutEngine
     scorer: PolicyScorer
-    routes: RouteRules | None  # what the engine's routes must be; None for a dense model
+    routes: RouteSpec | None  # what the engine's routes must be; None for a dense model
 
 
 def build_parts(
@@ -173,7 +173,7 @@ def _with_sampling(
     environment: Environment,
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
-    routes: RouteRules | None,
+    routes: RouteSpec | None,
     scorer: PolicyScorer | RankedScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
@@ -250,7 +250,7 @@ def _engine_of(
     max_len: int,
     scorer: PolicyScorer | RankedScorer,
     build: BuildEngine,
-) -> tuple[RolloutEngine, RouteRules | None]:
+) -> tuple[RolloutEngine, RouteSpec | None]:
     """The engine beside this scorer, and what its routes must be."""
     rules = route_rules(config, scorer.routers) if scorer.routers else None
     spec = EngineSpec(
@@ -266,24 +266,24 @@ def _engine_of(
     engine = build(spec)
     if config.numerics == ON_POLICY:
         assert engine.caps.contract is not None
-        agree(engine.caps.contract, scorer.contract)
+        require_same_contract(engine.caps.contract, scorer.contract)
     return engine, rules
 
 
 def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
     hf_config = read_config(model)
     if config.replay.mode != "off":
-        preflight(hf_config, config.replay.mode)
+        require_moe(hf_config, config.replay.mode)
     refuse_router_loss(hf_config)
 
 
 def refuse_quant(config: RunConfig) -> None:
     """UsageError if the engine cannot run rollout.quant on this machine."""
-    quant, device = config.rollout.quant, device_of(config.train.device)
+    quant, device = config.rollout.quant, parse_device(config.train.device)
     if quant is None:
         return
     if isinstance(config.rollout.engine, HFEngineConfig):
-        from onepolicy.models.quant.install import check_kernels
+        from onepolicy.models.quant.quantise import check_kernels
 
         check_kernels(quant, device)
     if isinstance(config.rollout.engine, VLLMEngineConfig):
@@ -296,12 +296,12 @@ def from_reprefill(config: RunConfig) -> bool:
     return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 
-def route_rules(config: RunConfig, routers: Routers) -> RouteRules:
+def route_rules(config: RunConfig, routers: Routers) -> RouteSpec:
     replay = config.replay
     missing = (
         replay.missing if isinstance(replay, FromRollout) and replay.source == "engine" else "fine"
     )
-    return RouteRules(routers.layers, routers.num_experts, routers.top_k, missing)
+    return RouteSpec(routers.layers, routers.num_experts, routers.top_k, missing)
 
 
 def _check_extras(config: RunConfig) -> None:

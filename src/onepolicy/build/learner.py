@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.policy import PolicyConfig, cached_path
-from onepolicy.models.load import DTYPES, device_of, empty_model, load_model, read_config
+from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device, read_config
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import bind_routers
@@ -68,7 +68,7 @@ def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
         config.seed
     )  # nothing here draws from it; models with code of their own might
     use_threads(config)
-    trained = load_trained(model, device_of(config.train.device))
+    trained = load_trained(model, parse_device(config.train.device))
     return PolicyScorer(
         trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
     )
@@ -148,9 +148,9 @@ def build_reference(
         )
     reference = load_trained(model_config, device, spread).requires_grad_(False)
     if config.numerics == ON_POLICY:
-        from onepolicy.invariant.probe import start
+        from onepolicy.invariant.enable import enable_invariant
 
-        start(reference)  # equal weights then have a KL of exactly 0
+        enable_invariant(reference)  # equal weights then have a KL of exactly 0
     return reference
 
 
@@ -168,7 +168,7 @@ def load_trained(
     if model.lm_head == "float32":
         from onepolicy.models import fp32_head
 
-        fp32_head.install(loaded, DTYPES[model.dtype], field="model.lm_head")
+        fp32_head.install_fp32_head(loaded, DTYPES[model.dtype], field="model.lm_head")
     prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)
     return loaded
 

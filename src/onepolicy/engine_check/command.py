@@ -29,7 +29,7 @@ from onepolicy.engine_check.checks import (
 )
 from onepolicy.engine_check.weight_sync import RoundedModel, check_weight_sync
 from onepolicy.replay.alignment import check_alignment
-from onepolicy.replay.checks import Misaligned, check_completion
+from onepolicy.replay.checks import MisalignedRoutesError, check_completion
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import Sampling, TokenBatch
 
@@ -257,8 +257,8 @@ def check_route_agreement(pair: Pair, batch: TokenBatch) -> dict[str, CheckResul
     rows = f"{len(batch.routing)} rows, well formed"
     try:
         check_alignment(batch.routing, batch.routing_native, batch.cu_seqlens, least=_least(pair))
-    except Misaligned as error:
-        if not error.of_layers:
+    except MisalignedRoutesError as error:
+        if not error.layers_wrong:
             return {
                 "routes": CheckResult(
                     "routes", False, str(error), "row i is of the token that was fed i-th"

@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.invariant.ops import TERMS, batched, fixed_shapes
+from onepolicy.invariant.ops import TERMS, batched_matmul, fixed_shapes
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import decode_attention, packed_attention
-from onepolicy.models.attention_arguments import no_mask, refuse_unknown
-from onepolicy.models.decode_attention import SlabStep, in_table, scores_in_table, values_in_table
-from onepolicy.models.packed_attention import Packing, attend_packed, band
+from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
+from onepolicy.models.decode_attention import (
+    KVCacheStep,
+    reads_as_table,
+    table_scores,
+    table_values,
+)
+from onepolicy.models.packed_attention import Packing, attend_packed, causal_mask
 
 NAME = "onepolicy_invariant"
 UNSUPPORTED = {*decode_attention.UNSUPPORTED, *packed_attention.UNSUPPORTED}
@@ -35,7 +40,7 @@ def invariant_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing | None = None,
-    slab_step: SlabStep | None = None,
+    kv_cache_step: KVCacheStep | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -44,11 +49,11 @@ def invariant_attention(
 ) -> tuple[Tensor, None]:  # [1, T, heads, Dv]
     """Causal attention of each token within its own sequence. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
     name = type(module).__name__
-    if packing is None and slab_step is None:
+    if packing is None and kv_cache_step is None:
         raise ValueError(
             f"{name} does not hand attention arguments on; invariant attention cannot work with it"
         )
-    refuse_unknown(
+    refuse_unsupported_arguments(
         module,
         "invariant attention",
         extra,
@@ -57,12 +62,12 @@ def invariant_attention(
         attention_mask=attention_mask,
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if slab_step is None:
+    if kv_cache_step is None:
         assert packing is not None
 
         def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             bias = torch.zeros_like(
-                seen := band(q.shape[2], sliding_window, q.device), dtype=torch.float32
+                seen := causal_mask(q.shape[2], sliding_window, q.device), dtype=torch.float32
             )
             bias.masked_fill_(~seen, float("-inf"))
             return attend(q.transpose(1, 2), k, v, bias=bias, scale=scale, sinks=s_aux).transpose(
@@ -71,15 +76,17 @@ def invariant_attention(
 
         return attend_packed(query, key, value, packing, causal).to(query.dtype), None
     q = query[0].transpose(0, 1)  # [T, heads, D]
-    if in_table(q, key, slab_step) and q.shape[-1] <= TERMS:
+    if reads_as_table(q, key, kv_cache_step) and q.shape[-1] <= TERMS:
         out = _attend_in_table(
-            q, key, value, slab_step, window=sliding_window, scale=scale, sinks=s_aux
+            q, key, value, kv_cache_step, window=sliding_window, scale=scale, sinks=s_aux
         )
         return out[None].to(q.dtype), None
     rows = len(key)
-    bias = slab_step.bias(sliding_window, rows)
-    out = attend(slab_step.spread(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux)
-    return slab_step.collect(out)[None].to(query.dtype), None
+    bias = kv_cache_step.bias(sliding_window, rows)
+    out = attend(
+        kv_cache_step.pad_queries(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux
+    )
+    return kv_cache_step.unpad_queries(out)[None].to(query.dtype), None
 
 
 def attend(
@@ -126,13 +133,13 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         shape: tuple,
     ) -> Tensor:
-        scores = batched(q, key.transpose(1, 2)).view(shape)
+        scores = batched_matmul(q, key.transpose(1, 2)).view(shape)
         if bias is not None:
             scores.add_(bias)
         weights = softmax(scores, sinks)
         ctx.save_for_backward(q, key, value, weights)
         ctx.heads = None if sinks is None else shape[1:3]
-        return batched(weights[..., -shape[4] :].flatten(0, 1).flatten(1, 2), value)
+        return batched_matmul(weights[..., -shape[4] :].flatten(0, 1).flatten(1, 2), value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,7 +181,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
         scores - scores.amax(-1, keepdim=True)
     ).exp_()  # torch's kernel follows from the number of keys
     ones = scores.new_ones(1, scores.shape[-1], 1)
-    return weights / batched(weights.view(1, -1, scores.shape[-1]), ones).view(
+    return weights / batched_matmul(weights.view(1, -1, scores.shape[-1]), ones).view(
         *scores.shape[:-1], 1
     )
 
@@ -183,16 +190,16 @@ def _attend_in_table(
     q: Tensor,
     key: Tensor,
     value: Tensor,
-    step: SlabStep,
+    step: KVCacheStep,
     *,
     window: int | None,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """`attend` of one token per row, read where it lies: q [T, heads, D] -> [T, heads, Dv]."""
-    scores = scores_in_table(q, key, step, bias=step.bias(window, None), scale=scale)
+    scores = table_scores(q, key, step, bias=step.bias(window, None), scale=scale)
     weights = softmax(scores, None if sinks is None else sinks.float())[..., -scores.shape[-1] :]
-    return values_in_table(weights, value, step, key, terms=TERMS).view(*q.shape[:2], -1)
+    return table_values(weights, value, step, key, terms=TERMS).view(*q.shape[:2], -1)
 
 
 AttentionInterface.register(NAME, invariant_attention)

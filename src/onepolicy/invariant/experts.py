@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from onepolicy.invariant.ops import TERMS, Functional, multiply
+from onepolicy.invariant.ops import TERMS, InvariantFunctions, matmul_into
 from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
-from onepolicy.models.bags import weighted_rows
-from onepolicy.models.decode_experts import BAGS, Weights, weights_of
-from onepolicy.models.experts import Down, Up, layout
+from onepolicy.models.decode_experts import MAX_BY_ROWS_COST, ExpertWeights, expert_weights
+from onepolicy.models.embedding_bag_matmul import weighted_rows
+from onepolicy.models.experts import DownProjection, UpProjection, sort_by_expert
 
 NAME = "onepolicy_invariant"
 
@@ -32,7 +32,7 @@ def invariant_experts(
     hidden [N, H], top_k_index [N, K] int64, top_k_weights [N, K] -> [N, H]
     """
     assert not module._is_expert_parallel
-    weights = weights_of(module)
+    weights = expert_weights(module)
     rows = _by_rows if _few(weights, top_k_index) else _by_experts
     out = rows(module, weights, hidden.float(), top_k_index, top_k_weights.float())
     if (bias := weights[3]) is not None:
@@ -41,17 +41,17 @@ def invariant_experts(
     return out.to(hidden.dtype)
 
 
-def _few(weights: Weights, top_k_index: Tensor) -> bool:
+def _few(weights: ExpertWeights, top_k_index: Tensor) -> bool:
     """Whether reading the weights row by row is possible and beats matmuls."""
     up, down, _, _ = weights
     in_place = up.device.type == "cpu" and up.is_contiguous() and down.is_contiguous()
     short = max(up.shape[1], down.shape[1]) <= TERMS
     cost = top_k_index.numel() * (up[0].numel() + down[0].numel())
-    return in_place and short and cost <= BAGS and not torch.is_grad_enabled()
+    return in_place and short and cost <= MAX_BY_ROWS_COST and not torch.is_grad_enabled()
 
 
 def _by_rows(
-    module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
+    module: Any, weights: ExpertWeights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
 ) -> Tensor:
     """Every (token, expert) row sums the rows of its expert's weights."""
     up, down, up_bias, _ = weights
@@ -67,12 +67,12 @@ def _by_rows(
 
 
 def _by_experts(
-    module: Any, weights: Weights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
+    module: Any, weights: ExpertWeights, hidden: Tensor, top_k_index: Tensor, scale: Tensor
 ) -> Tensor:
     """Rows sorted by expert, a multiple of TILE each, one matmul per expert."""
     up, down, up_bias, _ = weights
-    token, place, ends = layout(top_k_index, len(up), least=TILE)
-    inner = Up.apply(hidden, up.float(), token, place, ends, multiply)
+    token, place, ends = sort_by_expert(top_k_index, len(up), least=TILE)
+    inner = UpProjection.apply(hidden, up.float(), token, place, ends, matmul_into)
     expert = None
     if up_bias is not None:
         counts = torch.tensor(ends).diff(prepend=torch.tensor([0]))
@@ -83,13 +83,15 @@ def _by_experts(
         )
     inner = _activate(module, inner, up_bias, expert)
     spread = scale.new_zeros(len(token)).index_copy(0, place.view(-1), scale.reshape(-1))
-    return Down.apply(inner * spread[:, None], down.float(), token, place, ends, multiply)
+    return DownProjection.apply(
+        inner * spread[:, None], down.float(), token, place, ends, matmul_into
+    )
 
 
 def _activate(module: Any, inner: Tensor, bias: Tensor | None, expert: Tensor | None) -> Tensor:
     if bias is not None:
         inner = inner + bias.float()[expert]
-    with Functional():
+    with InvariantFunctions():
         return module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
 
 

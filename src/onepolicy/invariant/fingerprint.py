@@ -18,7 +18,7 @@ import transformers
 
 import onepolicy
 
-ENVIRONMENT = (
+ENVIRONMENT_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -32,11 +32,11 @@ ENVIRONMENT = (
     "NVIDIA_TF32_OVERRIDE",
 )
 """Variables by which torch and its libraries choose kernels."""
-FREE = ("threads",)
+FREE_FIELDS = ("threads",)
 """Log-probabilities of the on-policy mode do not depend on these; the weights after an update do."""
 
 
-def fingerprint(device: torch.device, numerics: str) -> str:
+def compute_fingerprint(device: torch.device, numerics: str) -> str:
     """Of this process, computing on `device` in this mode ("fast", "on-policy")."""
     found = {
         "onepolicy": onepolicy.__version__,
@@ -48,10 +48,10 @@ def fingerprint(device: torch.device, numerics: str) -> str:
     return json.dumps(found | {"bits": _bits(device)}, sort_keys=True)
 
 
-def differences(ours: str, theirs: str) -> list[str]:
+def fingerprint_differences(ours: str, theirs: str) -> list[str]:
     """`name: ours, theirs` of everything but FREE that is not the same on both sides."""
     a, b = json.loads(ours), json.loads(theirs)
-    names = sorted((a.keys() | b.keys()) - set(FREE))
+    names = sorted((a.keys() | b.keys()) - set(FREE_FIELDS))
     return [
         f"{name}: {a.get(name, 'unset')}, {b.get(name, 'unset')}"
         for name in names
@@ -59,20 +59,20 @@ def differences(ours: str, theirs: str) -> list[str]:
     ]
 
 
-def cannot_claim(ours: str, theirs: Iterable[str]) -> str | None:
+def difference_reason(ours: str, theirs: Iterable[str]) -> str | None:
     """Why log-probabilities of rollouts with the fingerprints `theirs` may differ from ours; None: they must not."""
     found = sorted(theirs)
     if not found:
         return "the rollouts carry no fingerprint: what computed them is not known"
     for each in found:
-        if differ := differences(ours, each):
+        if differ := fingerprint_differences(ours, each):
             return "trainer and rollout were not computed alike (trainer, rollout): " + "; ".join(
                 differ
             )
     return None
 
 
-def digest(text: str) -> str:
+def short_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
@@ -87,7 +87,7 @@ def _build() -> dict[str, str]:
 
 
 def _settings() -> dict[str, str]:
-    found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    found = {name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ}
     return found | {
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
@@ -102,7 +102,7 @@ def _processor() -> dict[str, str]:
     caches = f"{known.get('l1d_cache_size')}+{known.get('l2_cache_size')}"
     return {
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "processor": f"{known.get('cpu_name')} {known.get('architecture')}, caches {caches}, flags {digest(flags)}",
+        "processor": f"{known.get('cpu_name')} {known.get('architecture')}, caches {caches}, flags {short_digest(flags)}",
     }
 
 

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
-from onepolicy.invariant.strict import Strict, watched
+from onepolicy.invariant.strict import StrictMode, track_running_module
 from onepolicy.invariant.switch import STATE, TILE
-from onepolicy.models.linear import plain
+from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import recurrent_layers
 
-FEW = 5  # tokens that a model is looked at with
+FEW_TOKENS = 5  # tokens that a model is looked at with
 _LOCK = RLock()
 
 
@@ -58,7 +58,7 @@ class Invariant:
             _enter(self.model)
             stack.callback(_leave, self.model)
             if self.strict:
-                stack.enter_context(Strict(self.model))
+                stack.enter_context(StrictMode(self.model))
             self._entered.append(stack.pop_all())
         return self
 
@@ -66,7 +66,7 @@ class Invariant:
         self._entered.pop().close()
 
 
-def install(model: PreTrainedModel) -> None:
+def install_invariant(model: PreTrainedModel) -> None:
     """For the rest of the model's life."""
     refuse_recurrent(model)
     _enter(model)
@@ -110,7 +110,7 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(experts.NAME)
     for module in model.modules():
-        if plain(module):
+        if is_plain_linear(module):
             _become(module, InvariantLinear, state)
     for module in _callers(model):
         _become(module, _with_functions(type(module)), state)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def _with_functions(own: Any) -> type[nn.Module]:
     """The same class, but while its forward runs torch's functions are those of `ops`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with ops.Functional():
+        with ops.InvariantFunctions():
             return own.forward(self, *args, **kwargs)
 
     return type(
@@ -161,14 +161,14 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if inside and ops.replaced(func, args):
+            if inside and ops.is_replaced(func, args):
                 found.add(inside[-1])
             return func(*args, **(kwargs or {}))
 
-    with watched({module: module for module in model.modules()}, inside):
-        positions = torch.arange(FEW, device=model.device)
+    with track_running_module({module: module for module in model.modules()}, inside):
+        positions = torch.arange(FEW_TOKENS, device=model.device)
         ids = (positions + 2) % int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
-        packing = few_tokens(model.device)
+        packing = few_token_packing(model.device)
         with torch.no_grad(), Watch():
             model.base_model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing
@@ -176,6 +176,6 @@ def _callers(model: PreTrainedModel) -> set[nn.Module]:
     return found
 
 
-def few_tokens(device: torch.device) -> Packing:
+def few_token_packing(device: torch.device) -> Packing:
     """One sample of FEW tokens."""
-    return Packing.of(torch.tensor([0, FEW], dtype=torch.int32), device, multiple=TILE)
+    return Packing.of(torch.tensor([0, FEW_TOKENS], dtype=torch.int32), device, multiple=TILE)

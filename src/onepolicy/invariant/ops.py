@@ -35,16 +35,16 @@ def fixed_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def up_to(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [M, O] = x [M, I] @ weight [I, O], float32, without a graph."""
     rows, columns = out.shape
     if columns % TILE:
-        wide = out.new_empty(rows, up_to(columns, TILE))
-        multiply(x, F.pad(weight, (0, -columns % TILE)), wide)
+        wide = out.new_empty(rows, round_up(columns, TILE))
+        matmul_into(x, F.pad(weight, (0, -columns % TILE)), wide)
         out.copy_(wide[:, :columns])
         return
     fixed = fixed_shapes(x.device)
@@ -62,16 +62,16 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def _chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
     if x.shape[1] <= TERMS:  # oneDNN adds in another order if neither rows nor columns are adjacent
         dense = weight.is_contiguous() or weight.T.is_contiguous()
-        return kernels.multiply(x, weight if dense else weight.contiguous(), out)
+        return kernels.matmul_into(x, weight if dense else weight.contiguous(), out)
     part = torch.empty_like(out)
     for start in range(0, x.shape[1], TERMS):
         chain = weight[start : start + TERMS].contiguous()
-        kernels.multiply(x[:, start : start + TERMS], chain, part if start else out)
+        kernels.matmul_into(x[:, start : start + TERMS], chain, part if start else out)
         if start:
             out += part
 
 
-def batched(x: Tensor, y: Tensor) -> Tensor:
+def batched_matmul(x: Tensor, y: Tensor) -> Tensor:
     """[B, M, I] @ [B, I, N] float32, without a graph."""
     fixed = fixed_shapes(x.device)
     rows, columns, tile = x.shape[1], y.shape[2], BLOCK if fixed else TILE
@@ -125,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-    multiply(x.float(), weight.float().T, out)
+    matmul_into(x.float(), weight.float().T, out)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
@@ -215,7 +215,7 @@ FUNCTIONS: dict[Callable, Callable] = {
 SUMS = {torch.mean, torch.Tensor.mean, torch.sum, torch.Tensor.sum}
 
 
-def replaced(func: Any, args: Any) -> bool:
+def is_replaced(func: Any, args: Any) -> bool:
     """Whether this call of a function of torch is made another way by `Functional`."""
     return func in FUNCTIONS or (
         func in SUMS and fixed_shapes(args[0].device) and args[0].is_floating_point()
@@ -232,11 +232,11 @@ def sum_in_blocks(func: Callable, x: Tensor, dim: Any = None, *args: Any, **kwar
     return out.view(*x.shape[:-1], *out.shape[1:])
 
 
-class Functional(TorchFunctionMode):
+class InvariantFunctions(TorchFunctionMode):
     """Inside, these functions of torch are the ones above. Held by one module's forward: a call costs about 1 us."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SUMS and replaced(func, args):
+        if func in SUMS and is_replaced(func, args):
             return sum_in_blocks(func, *args, **kwargs)
         return FUNCTIONS.get(func, func)(*args, **kwargs)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.divergence.routing import routing_disagreement
-from onepolicy.invariant.fingerprint import cannot_claim
+from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.types import Group, TokenBatch
 
-NAMES_IT = "`onepolicy measure --numerics on-policy --recipe ...` names the operator"
+HINT = "`onepolicy measure --numerics on-policy --recipe ...` names the operator"
 
 
-def differing(batch: TokenBatch) -> Tensor:
+def differing_slots(batch: TokenBatch) -> Tensor:
     """[T] bool: trainable slots of a scored batch whose two log-probabilities are not the same number."""
     assert batch.logp_old is not None
     return (batch.logp_old != batch.logp_rollout) & batch.trainable
@@ -30,15 +30,15 @@ def require_equal(
     """
     if batch.logp_old is None:
         return
-    if (why := cannot_claim(fingerprint, batch.fingerprints)) is not None:
+    if (why := difference_reason(fingerprint, batch.fingerprints)) is not None:
         raise TrainingError(f"numerics: on-policy, {when}: {why}")
-    wrong = differing(batch).nonzero()[:, 0]
+    wrong = differing_slots(batch).nonzero()[:, 0]
     if len(wrong):
         slot = int(wrong[0])
         raise TrainingError(
             f"numerics: on-policy, {when}: {len(wrong)} of {batch.num_trainable} log-probabilities differ, "
-            f"first {place(batch, slot, groups)}: {float(batch.logp_rollout[slot]):.9g} in the engine, "
-            f"{float(batch.logp_old[slot]):.9g} in the trainer; {NAMES_IT}"
+            f"first {describe_slot(batch, slot, groups)}: {float(batch.logp_rollout[slot]):.9g} in the engine, "
+            f"{float(batch.logp_old[slot]):.9g} in the trainer; {HINT}"
         )
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return
@@ -47,11 +47,11 @@ def require_equal(
         layer = batch.routing.layers[int(found.per_layer.nonzero()[0, 0])]
         raise TrainingError(
             f"numerics: on-policy, {when}: {found.routers:.2%} of the routers choose other experts in the "
-            f"trainer than in the engine, first in layer {layer}; {NAMES_IT}"
+            f"trainer than in the engine, first in layer {layer}; {HINT}"
         )
 
 
-def place(batch: TokenBatch, slot: int, groups: Sequence[Group] | None) -> str:
+def describe_slot(batch: TokenBatch, slot: int, groups: Sequence[Group] | None) -> str:
     """Which problem, which of its group's samples, which slot of it."""
     sample = int(batch.segment[slot])
     group = int(batch.group[sample])

@@ -41,7 +41,7 @@ REDUCTIONS = {
 _here = threading.local()
 
 
-class NotInvariant(UsageError):
+class NotInvariantError(UsageError):
     """An operator that would make log-probabilities depend on the batch."""
 
 
@@ -59,7 +59,7 @@ def invariant_operator(function: Callable) -> Callable:
     return call
 
 
-class Strict(TorchDispatchMode):
+class StrictMode(TorchDispatchMode):
     """Raises NotInvariant for an operator of a forward that no one vouches for. Backwards may run what they like."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Strict(TorchDispatchMode):
         self._stack = ExitStack()
 
     def __enter__(self) -> Any:
-        self._stack.enter_context(watched(self._names, self._inside))
+        self._stack.enter_context(track_running_module(self._names, self._inside))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -91,7 +91,7 @@ class Strict(TorchDispatchMode):
         ) is not NotImplemented:  # inference mode does not take them apart
             return parts
         where = f" (in {self._inside[-1]})" if self._inside else ""
-        raise NotInvariant(
+        raise NotInvariantError(
             f"numerics: {func}{where} has no batch-invariant version, so on-policy numerics cannot hold for this "
             "model; use numerics = fast"
         )
@@ -132,7 +132,7 @@ def _even(name: str, args: Any, kwargs: Any) -> bool:
 
 
 @contextmanager
-def watched(names: dict[nn.Module, Any], inside: list) -> Iterator[None]:
+def track_running_module(names: dict[nn.Module, Any], inside: list) -> Iterator[None]:
     """While it is held, `inside` ends with the name of the innermost module whose forward is running."""
 
     def enter(module: nn.Module, *_: Any) -> None:

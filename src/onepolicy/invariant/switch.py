@@ -8,6 +8,6 @@ STATE = "_onepolicy_invariant"  # attribute of a model whose operators are invar
 TILE = 16  # rows and columns: fewer, or a remainder of one to three in a thread's share, go to a matrix-vector kernel
 
 
-def active(model: PreTrainedModel) -> bool:
+def is_invariant(model: PreTrainedModel) -> bool:
     """Whether this model computes with invariant operators."""
     return getattr(model, STATE, None) is not None

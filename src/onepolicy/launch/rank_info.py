@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onepolicy.config import RunConfig, UsageError, resolve
-from onepolicy.models.load import device_of
+from onepolicy.models.load import parse_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RankInfo:
 
     def device(self, name: str) -> torch.device:
         """Every rank takes its own GPU of its machine."""
-        device = device_of(name)
+        device = parse_device(name)
         if device.type == "cpu":
             return device
         if device.index is None and self.local_rank >= torch.cuda.device_count():

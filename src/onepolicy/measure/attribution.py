@@ -12,7 +12,7 @@ from torch import Tensor
 from onepolicy.config import ModelConfig
 from onepolicy.divergence.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
 from onepolicy.measure.engine_noise import Again
-from onepolicy.models.linear import plain
+from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.rollout.copies import load_copy
@@ -180,7 +180,7 @@ def _alone(
     if (
         engine.dtype != "float32"
         and engine.lm_head == "same"
-        and plain(same.model.get_output_embeddings())
+        and is_plain_linear(same.model.get_output_embeddings())
     ):
         rollout = same.config.rollout
         headed = load_copy(model, rollout, same.device, lm_head="float32", quantised=False)

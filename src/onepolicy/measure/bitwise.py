@@ -10,8 +10,8 @@ from typing import Any
 
 from onepolicy.build.components import MeasureComponents
 from onepolicy.divergence.routing import routing_disagreement
-from onepolicy.invariant.fingerprint import cannot_claim
-from onepolicy.invariant.require_equal import differing, place
+from onepolicy.invariant.fingerprint import difference_reason
+from onepolicy.invariant.require_equal import describe_slot, differing_slots
 from onepolicy.measure.engine_noise import ALONE, sample, sample_again
 from onepolicy.measure.first_difference import Difference, first_difference
 from onepolicy.objective.advantages import outcomes
@@ -58,7 +58,7 @@ async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
     batch = scorer.score(
         pack(outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False
     )
-    wrong = differing(batch).nonzero()[:, 0].tolist()
+    wrong = differing_slots(batch).nonzero()[:, 0].tolist()
     order = list(range(batch.num_samples))[::-1]
     again = scorer.score(batch.select(order), replay=False).select(order)
     alone = await sample_again(parts, groups, batch, alone=True)
@@ -76,13 +76,13 @@ async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
         engine_alone=played - int((alone.same & (alone.logp == alone.before)).sum()),
         alone=played,
         fingerprint=json.loads(scorer.fingerprint),
-        cannot_claim=cannot_claim(scorer.fingerprint, batch.fingerprints),
+        cannot_claim=difference_reason(scorer.fingerprint, batch.fingerprints),
     )
     if not wrong:
         return found
     number = int(batch.segment[wrong[0]])
     first = await first_difference(parts, scorer, batch, number)
-    return dataclasses.replace(found, where=place(batch, wrong[0], groups), first=first)
+    return dataclasses.replace(found, where=describe_slot(batch, wrong[0], groups), first=first)
 
 
 def _routers(batch: TokenBatch) -> float | None:

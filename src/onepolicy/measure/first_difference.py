@@ -106,7 +106,7 @@ class Compared:
         assert isinstance(batch, SlabBatch)
 
         def locate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            step, kept = kwargs["slab_step"], kwargs["logits_to_keep"]
+            step, kept = kwargs["kv_cache_step"], kwargs["logits_to_keep"]
             rows, positions = step.rows.tolist(), step.positions.tolist()
             shared = {
                 row: common_prefix(batch.rows.tokens[row].cpu(), self.path) for row in set(rows)

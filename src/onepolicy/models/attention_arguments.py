@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def refuse_unknown(
+def refuse_unsupported_arguments(
     module: nn.Module,
     what: str,
     arguments: Mapping[str, Any],

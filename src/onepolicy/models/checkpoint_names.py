@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import Weights
-from onepolicy.models.load import layer_of
+from onepolicy.models.load import layer_prefix
 
 
 class CheckpointNames:
@@ -34,15 +34,15 @@ class CheckpointNames:
             name for name, _ in self._model.named_parameters()
         } | buffers  # of tied names, one
 
-    def of(self, weights: Weights) -> dict[str, Tensor]:
+    def to_checkpoint(self, weights: Weights) -> dict[str, Tensor]:
         """UsageError for a tensor the model has not, one of another shape, or one that is missing."""
         given = dict(self._checked(weights))
         return revert_weight_conversion(self._model, given)
 
-    def stream(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def stream_to_checkpoint(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """The same one layer after the other, so that no more than a layer is held; errors come where they are met."""
         for _, layer in itertools.groupby(
-            self._checked(weights), key=lambda item: layer_of(item[0])
+            self._checked(weights), key=lambda item: layer_prefix(item[0])
         ):
             yield from revert_weight_conversion(self._model, dict(layer)).items()
 

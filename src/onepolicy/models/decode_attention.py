@@ -1,7 +1,7 @@
 """Attention of packed tokens over a slab of cached keys: what the embedded engine decodes and prefills with.
 
 A forward carries T tokens in one row, decoding (one token of many sequences) or prefilling (many tokens of several).
-Which slab row and position each token has travels as an explicit attention argument (`slab_step=`); no mask is built
+Which slab row and position each token has travels as an explicit attention argument (`kv_cache_step=`); no mask is built
 per layer. Scores are float32. On a CPU, decoding reads keys and values as tables of rows (`bags`), which needs no
 copy and skips rows that are not running; prefilling and other devices use two plain batched matmuls.
 """
@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.models.attention_arguments import no_mask, refuse_unknown
-from onepolicy.models.bags import weighted_rows
+from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
+from onepolicy.models.embedding_bag_matmul import weighted_rows
 
-BLOCK = 64  # positions of one key table row; a slab's rows are a multiple of this long on the CPU
-SHARED = 8  # most query heads per key that read it as a table; with more, a matmul is faster
-NAME = "onepolicy_slab"
+KEY_BLOCK = (
+    64  # positions of one key table row; a slab's rows are a multiple of this long on the CPU
+)
+MAX_HEADS_PER_KEY = (
+    8  # most query heads per key that read it as a table; with more, a matmul is faster
+)
+NAME = "onepolicy_kv_cache"
 UNSUPPORTED = (
     "softcap",
     "position_bias",
@@ -33,7 +37,7 @@ UNSUPPORTED = (
 
 
 @dataclass(slots=True)
-class SlabStep:
+class KVCacheStep:
     """Where the T packed tokens of one forward live in the slab."""
 
     rows: Tensor  # [T] int64, slab row
@@ -49,16 +53,16 @@ class SlabStep:
     unpad: Tensor | None = (
         None  # [T] int64, prefilling: where in the flattened [V * Q] each token is
     )
-    even: bool = False  # decoding: all rows have S keys, so there is nothing to mask
+    equal_lengths: bool = False  # decoding: all rows have S keys, so there is nothing to mask
     _bias: dict[tuple[int | None, bool], Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def round_keys(self, multiple: int) -> None:
         """Let S be a multiple; what is beyond the longest row is masked like what is beyond any row."""
         keys = -(-self.keys // multiple) * multiple
-        self.even, self.keys = self.even and keys == self.keys, keys
+        self.equal_lengths, self.keys = self.equal_lengths and keys == self.keys, keys
 
-    def spread(self, x: Tensor, rows: int) -> Tensor:
+    def pad_queries(self, x: Tensor, rows: int) -> Tensor:
         """[T, ...] -> [V, Q, ...]"""
         if self.queries is not None:
             return x[self.queries]
@@ -66,7 +70,7 @@ class SlabStep:
             return x[:, None]
         return x.new_zeros(rows, 1, *x.shape[1:]).index_copy_(0, self.place, x[:, None])
 
-    def collect(self, x: Tensor) -> Tensor:
+    def unpad_queries(self, x: Tensor) -> Tensor:
         """[V, Q, ...] -> [T, ...]"""
         if self.unpad is not None:
             return x.flatten(0, 1).index_select(0, self.unpad)
@@ -79,11 +83,11 @@ class SlabStep:
         """
         if window is not None and window >= self.keys:
             window = None
-        if self.even and window is None:
+        if self.equal_lengths and window is None:
             return None
         if (window, rows is None) not in self._bias:
             query = (
-                self.positions[:, None] if rows is None else self.spread(self.positions, rows)
+                self.positions[:, None] if rows is None else self.pad_queries(self.positions, rows)
             )[..., None]
             key = torch.arange(self.keys, device=query.device)
             seen = key <= query  # [V, Q, S]
@@ -106,12 +110,12 @@ class SlabStep:
             def count(n: int, step: int, *shape: int) -> Tensor:
                 return torch.arange(0, n * step, step, dtype=torch.int32).view(shape)
 
-            row, blocks = self.rows.to(torch.int32) * groups, -(-self.keys // BLOCK)
+            row, blocks = self.rows.to(torch.int32) * groups, -(-self.keys // KEY_BLOCK)
             first = (row[:, None] + count(groups, 1, groups)).view(-1, 1, 1, 1) * (
-                width * length // BLOCK
+                width * length // KEY_BLOCK
             )
             keys = (
-                first + count(blocks, 1, blocks, 1, 1) + count(width, length // BLOCK, width)
+                first + count(blocks, 1, blocks, 1, 1) + count(width, length // KEY_BLOCK, width)
             )  # [T * G, blocks, 1, D]
             keys = (
                 keys.expand(-1, -1, shared, -1).reshape(-1, width).contiguous()
@@ -127,14 +131,14 @@ class SlabStep:
         return self._tables[groups, shared, width, length]
 
 
-def slab_attention(
+def kv_cache_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, T, D]
     key: Tensor,  # [V, kv heads, S, D]
     value: Tensor,  # [V, kv heads, S, Dv]
     attention_mask: Tensor | None,
     *,
-    slab_step: SlabStep | None = None,
+    kv_cache_step: KVCacheStep | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -143,32 +147,34 @@ def slab_attention(
 ) -> tuple[Tensor, None]:  # [1, T, heads, Dv]
     """Causal attention of each token over its own slab row. `s_aux` [heads] are attention-sink logits (gpt-oss)."""
     name = type(module).__name__
-    if slab_step is None:
+    if kv_cache_step is None:
         raise ValueError(
             f"{name} does not hand attention arguments on; the slab engine cannot work with it"
         )
-    refuse_unknown(
+    refuse_unsupported_arguments(
         module, "slab attention", extra, UNSUPPORTED, dropout=dropout, attention_mask=attention_mask
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1)  # [T, heads, D]
-    if in_table(q, key, slab_step):
-        bias = slab_step.bias(sliding_window, None)
-        return _attend_in_table(q, key, value, slab_step, bias=bias, scale=scale, sinks=s_aux)[
+    if reads_as_table(q, key, kv_cache_step):
+        bias = kv_cache_step.bias(sliding_window, None)
+        return _table_attention(q, key, value, kv_cache_step, bias=bias, scale=scale, sinks=s_aux)[
             None
         ].to(q.dtype), None
     rows = len(key)
-    bias = slab_step.bias(sliding_window, rows)
-    out = _attend(slab_step.spread(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux)
-    return slab_step.collect(out)[None].to(query.dtype), None
+    bias = kv_cache_step.bias(sliding_window, rows)
+    out = _attend(
+        kv_cache_step.pad_queries(q, rows), key, value, bias=bias, scale=scale, sinks=s_aux
+    )
+    return kv_cache_step.unpad_queries(out)[None].to(query.dtype), None
 
 
-def in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
+def reads_as_table(q: Tensor, key: Tensor, step: KVCacheStep) -> bool:
     """Whether `key` is the slab's own memory, its rows whole blocks, and reading it as a table is the faster way."""
     (_, groups, _, width), length = key.shape, key.stride(3)
     whole = (
         length > 1
-        and length % BLOCK == 0
+        and length % KEY_BLOCK == 0
         and key.stride() == (groups * width * length, width * length, 1, length)
     )
     decodes = step.queries is None and isinstance(step.view, slice) and step.view.start == 0
@@ -176,52 +182,52 @@ def in_table(q: Tensor, key: Tensor, step: SlabStep) -> bool:
         (key.device.type, key.dtype) == ("cpu", torch.float32)
         and whole
         and decodes
-        and q.shape[1] <= SHARED * groups
+        and q.shape[1] <= MAX_HEADS_PER_KEY * groups
     )
 
 
-def _attend_in_table(
+def _table_attention(
     q: Tensor,
     key: Tensor,
     value: Tensor,
-    step: SlabStep,
+    step: KVCacheStep,
     *,
     bias: Tensor | None,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """q [T, heads, D], key [V, G, S, D], value [V, G, S, Dv], bias [T, 1, 1, 1, S] -> [T, heads, Dv]."""
-    scores = scores_in_table(q, key, step, bias=bias, scale=scale)
-    out = values_in_table(scores.softmax(-1), value, step, key)
+    scores = table_scores(q, key, step, bias=bias, scale=scale)
+    out = table_values(scores.softmax(-1), value, step, key)
     if sinks is not None:
         out = out * _kept(scores, sinks)
     return out.view(*q.shape[:2], -1)
 
 
-def scores_in_table(
-    q: Tensor, key: Tensor, step: SlabStep, *, bias: Tensor | None, scale: float
+def table_scores(
+    q: Tensor, key: Tensor, step: KVCacheStep, *, bias: Tensor | None, scale: float
 ) -> Tensor:
     """q [T, heads, D], key [V, G, S, D], bias [T, 1, 1, 1, S] -> [T, G, R, 1, S]."""
     (tokens, heads, width), (rows, groups, keys, _), length = q.shape, key.shape, key.stride(3)
-    shared, blocks = heads // groups, -(-keys // BLOCK)
+    shared, blocks = heads // groups, -(-keys // KEY_BLOCK)
     key_rows, _ = step.table_rows(groups, shared, width, length)
     lanes = (
         (q.to(key.dtype) * scale)
         .reshape(tokens, groups, 1, shared, width)
         .expand(-1, -1, blocks, -1, -1)
     )
-    table = key.as_strided((rows * groups * width * length // BLOCK, BLOCK), (BLOCK, 1))
+    table = key.as_strided((rows * groups * width * length // KEY_BLOCK, KEY_BLOCK), (KEY_BLOCK, 1))
     scores = (
         weighted_rows(table, key_rows, lanes)
-        .view(tokens, groups, blocks, shared, BLOCK)
+        .view(tokens, groups, blocks, shared, KEY_BLOCK)
         .transpose(2, 3)
     )
-    scores = scores.reshape(tokens, groups, shared, 1, blocks * BLOCK)[..., :keys]
+    scores = scores.reshape(tokens, groups, shared, 1, blocks * KEY_BLOCK)[..., :keys]
     return scores if bias is None else scores + bias
 
 
-def values_in_table(
-    weights: Tensor, value: Tensor, step: SlabStep, key: Tensor, *, terms: int | None = None
+def table_values(
+    weights: Tensor, value: Tensor, step: KVCacheStep, key: Tensor, *, terms: int | None = None
 ) -> Tensor:
     """weights [T, G, R, 1, S], value [V, G, S, Dv] -> [T, G, R, 1, Dv]; `terms` as in `bags`."""
     (rows, groups, _, width), length = key.shape, key.stride(3)
@@ -267,5 +273,5 @@ def _kept(scores: Tensor, sinks: Tensor) -> Tensor:
     )
 
 
-AttentionInterface.register(NAME, slab_attention)
+AttentionInterface.register(NAME, kv_cache_attention)
 AttentionMaskInterface.register(NAME, no_mask)

@@ -20,17 +20,21 @@ from torch.nn.functional import embedding_bag
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from onepolicy.models.bags import weighted_rows
+from onepolicy.models.embedding_bag_matmul import weighted_rows
 
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+ExpertWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 NAME = "onepolicy_decode"
-CALL = 1_000_000  # multiplications that one more matmul call is worth, up and down together
-BAGS = 14_000_000  # multiplications up to which reading weights row by row beats sorting
-READ = 4
+MATMUL_CALL_COST = (
+    1_000_000  # multiplications that one more matmul call is worth, up and down together
+)
+MAX_BY_ROWS_COST = (
+    14_000_000  # multiplications up to which reading weights row by row beats sorting
+)
+READ_COST = 4
 
 
-def prepare(model: PreTrainedModel, device: torch.device) -> None:
+def use_decode_experts(model: PreTrainedModel, device: torch.device) -> None:
     """Select these experts on this model only (CPU), and lay their weights out as matmuls of few rows like them.
 
     Shapes and values stay; in memory, up becomes [E, H, I'] and down [E, I, H].
@@ -53,7 +57,7 @@ def holds_experts(module: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ExpertLayout:
     """Where the N * K (token, expert) rows lie: E * width padded places, then those that did not fit, by expert."""
 
     width: int
@@ -65,7 +69,7 @@ class Layout:
     ]  # (expert, first, last + 1) of the places outside the padding
 
     @classmethod
-    def of(cls, top_k_index: Tensor, num_experts: int, row_cost: int) -> Layout:
+    def of(cls, top_k_index: Tensor, num_experts: int, row_cost: int) -> ExpertLayout:
         """The cheapest layout, in multiplications; `row_cost` is those of one row. numpy: a call is 10x cheaper."""
         (tokens, top_k), experts = top_k_index.shape, top_k_index.reshape(-1).numpy()
         order = experts.astype(np.int16).argsort(kind="stable")
@@ -104,8 +108,8 @@ def _width(counts: np.ndarray, row_cost: int) -> int:
     padding = (
         nth * ascending - ascending.cumsum()
     )  # rows added when all are padded to the nth count
-    padding += READ * len(counts) * (ascending > 0)
-    return int(ascending[(padding * row_cost + (len(counts) - nth) * CALL).argmin()])
+    padding += READ_COST * len(counts) * (ascending > 0)
+    return int(ascending[(padding * row_cost + (len(counts) - nth) * MATMUL_CALL_COST).argmin()])
 
 
 def decode_experts(
@@ -120,12 +124,12 @@ def decode_experts(
     if hidden.device.type != "cpu" or module._is_expert_parallel:
         return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     return weighted_experts(
-        weights_of(module), activation(module), hidden, top_k_index, top_k_weights
+        expert_weights(module), expert_activation(module), hidden, top_k_index, top_k_weights
     )
 
 
 def weighted_experts(
-    weights: Weights,
+    weights: ExpertWeights,
     activate: Callable[[Tensor], Tensor],
     hidden: Tensor,
     top_k_index: Tensor,
@@ -133,12 +137,12 @@ def weighted_experts(
 ) -> Tensor:
     """`decode_experts` of these weights: up [E, H, I'], down [E, I, H], both contiguous but for a transposition."""
     row_cost = weights[0][0].numel() + weights[1][0].numel()
-    if top_k_index.numel() * row_cost <= BAGS:
+    if top_k_index.numel() * row_cost <= MAX_BY_ROWS_COST:
         return _by_rows(weights, activate, hidden, top_k_index, top_k_weights)
-    if weights[0].dtype == torch.bfloat16 and slow_bfloat16():
+    if weights[0].dtype == torch.bfloat16 and has_slow_bfloat16():
         weights = tuple(weight if weight is None else weight.float() for weight in weights)  # type: ignore[assignment]
     up, down, up_bias, down_bias = weights
-    layout = Layout.of(top_k_index, len(up), row_cost)
+    layout = ExpertLayout.of(top_k_index, len(up), row_cost)
     inner = _multiply(hidden.to(up.dtype).index_select(0, layout.token), up, layout)
     inner = activate(inner if up_bias is None else inner + up_bias[layout.experts()])
     out = _multiply(inner, down, layout)
@@ -148,7 +152,7 @@ def weighted_experts(
 
 
 def _by_rows(
-    weights: Weights,
+    weights: ExpertWeights,
     activate: Callable[[Tensor], Tensor],
     hidden: Tensor,
     top_k_index: Tensor,
@@ -172,19 +176,19 @@ def _by_rows(
     )
 
 
-def weights_of(module: Any) -> Weights:
+def expert_weights(module: Any) -> ExpertWeights:
     """up [E, H, I'], down [E, I, H] and their biases [E, I'], [E, H]; I' = 2 I with a gate."""
     up, down = getattr(module, up_name(module)), module.down_proj
     if not module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    return up, down, *biases(module)
+    return up, down, *expert_biases(module)
 
 
 def up_name(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
+def expert_biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """[E, I'], [E, H]"""
     return (
         (getattr(module, f"{up_name(module)}_bias"), module.down_proj_bias)
@@ -193,19 +197,19 @@ def biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
-def activation(module: Any) -> Callable[[Tensor], Tensor]:
+def expert_activation(module: Any) -> Callable[[Tensor], Tensor]:
     """[R, I'] -> [R, I]"""
     return module._apply_gate if module.has_gate else module.act_fn
 
 
 @cache
-def slow_bfloat16() -> bool:
+def has_slow_bfloat16() -> bool:
     """A CPU without bfloat16 instructions multiplies faster in float32, conversions included."""
     able = torch.cpu.get_capabilities()
     return not any(able.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def _multiply(x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, layout: ExpertLayout) -> Tensor:
     """Every row times the weight [E, in, out] of its expert."""
     out = x.new_empty(len(x), weight.shape[2])
     if layout.width:

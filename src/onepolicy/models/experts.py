@@ -18,14 +18,14 @@ from torch.nn.functional import embedding_bag
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from onepolicy.models import linear
-from onepolicy.models.linear import multiply, products
+from onepolicy.models.linear import matmul_into, transposed_matmul
 
 NAME = "onepolicy_grouped"
 BLOCK = 64  # rows
 
 Multiply = Callable[
     [Tensor, Tensor, Tensor], None
-]  # like linear.multiply; used for what a forward computes
+]  # like linear.matmul_into; used for what a forward computes
 
 
 def grouped_experts(
@@ -52,19 +52,19 @@ def grouped_experts(
         gate_up, down = (weight.to(torch.get_autocast_dtype("cpu")) for weight in (gate_up, down))
     if not module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    token, place, ends = layout(top_k_index, module.num_experts)
+    token, place, ends = sort_by_expert(top_k_index, module.num_experts)
     scale = top_k_weights.new_zeros(len(token)).index_copy(
         0, place.view(-1), top_k_weights.reshape(-1)
     )
     inner = module._apply_gate(
-        Up.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, multiply)
+        UpProjection.apply(hidden.to(gate_up.dtype), gate_up, token, place, ends, matmul_into)
     )  # [rows, I]
-    return Down.apply(
-        inner * scale[:, None].to(inner.dtype), down, token, place, ends, multiply
+    return DownProjection.apply(
+        inner * scale[:, None].to(inner.dtype), down, token, place, ends, matmul_into
     ).to(hidden.dtype)
 
 
-def layout(
+def sort_by_expert(
     top_k_index: Tensor, num_experts: int, *, least: int = 1
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Rows sorted by expert: the token [rows] of each, the row [N, K] of each (token, k), the end of every expert.
@@ -74,7 +74,9 @@ def layout(
     """
     tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1)
-    block = BLOCK if linear.available() and len(experts) >= 4 * BLOCK * num_experts else least
+    block = (
+        BLOCK if linear.onednn_available() and len(experts) >= 4 * BLOCK * num_experts else least
+    )
     order = torch.argsort(experts, stable=True)
     counts = torch.bincount(experts, minlength=num_experts)
     room = (counts + block - 1) // block * block
@@ -89,7 +91,7 @@ def layout(
     return token, place, last
 
 
-class Up(torch.autograd.Function):
+class UpProjection(torch.autograd.Function):
     """out[r] = x[token[r]] @ weight[e] for row r of expert e; x [N, H], weight [E, H, I'] -> [rows, I'].
 
     Rows are gathered one expert at a time, again in the backward: they stay in the cache and cost no memory. The
@@ -122,12 +124,12 @@ class Up(torch.autograd.Function):
             weight
         )  # keeps the transposed layout, so the parameter's gradient is contiguous
         for e, rows in _experts(ctx.ends):
-            multiply(grad[rows], weight[e].T, grad_rows[rows])
-            grad_weight[e] = products(x.index_select(0, ctx.token[rows]), grad[rows])
+            matmul_into(grad[rows], weight[e].T, grad_rows[rows])
+            grad_weight[e] = transposed_matmul(x.index_select(0, ctx.token[rows]), grad[rows])
         return embedding_bag(ctx.place, grad_rows, mode="sum"), grad_weight, None, None, None, None
 
 
-class Down(torch.autograd.Function):
+class DownProjection(torch.autograd.Function):
     """out[n] = sum of x[r] @ weight[e] over the rows r of token n, each of an expert e.
 
     x [rows, I], weight [E, I, H] -> [N, H]
@@ -156,8 +158,8 @@ class Down(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         for e, rows in _experts(ctx.ends):
             grad_rows = grad.index_select(0, ctx.token[rows])
-            multiply(grad_rows, weight[e].T, grad_x[rows])
-            grad_weight[e] = products(x[rows], grad_rows)
+            matmul_into(grad_rows, weight[e].T, grad_x[rows])
+            grad_weight[e] = transposed_matmul(x[rows], grad_rows)
         return grad_x, grad_weight, None, None, None, None
 
 

@@ -13,24 +13,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ENOUGH = 2_000_000  # multiplications; a smaller product is over before oneDNN has found its kernel
+MIN_MULTIPLICATIONS = (
+    2_000_000  # multiplications; a smaller product is over before oneDNN has found its kernel
+)
 
 
-def prepare(model: nn.Module, device: torch.device) -> None:
+def use_onednn_linear(model: nn.Module, device: torch.device) -> None:
     """Make the linear layers of this model use `linear`. Parameters, names and hooks stay."""
-    if device.type == "cpu" and available():
+    if device.type == "cpu" and onednn_available():
         for module in model.modules():
-            if plain(module):
+            if is_plain_linear(module):
                 module.__class__ = CPULinear
 
 
-def plain(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> bool:
     """Whether this is a linear layer and nothing more: torch's own or ours, no subclass of another library."""
     return type(module) in (nn.Linear, CPULinear)
 
 
 @cache
-def available() -> bool:
+def onednn_available() -> bool:
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
     )
@@ -43,41 +45,43 @@ class CPULinear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`. x [..., I], weight [O, I], bias [O] -> [..., O]"""
-    if torch.is_autocast_enabled("cpu") or not _worth_it(x, len(weight)):
+    if torch.is_autocast_enabled("cpu") or not _onednn_is_faster(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         out = LinearFunction.apply(x.flatten(0, -2), weight, bias)
         # a module that returns a view would lose FSDP2's hook if it were changed in place, which FSDP2 warns of
         return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], len(weight)])
-    return times(x, weight, bias)
+    return onednn_linear(x, weight, bias)
 
 
-def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [M, O] = x [M, I] @ weight [I, O], without a graph."""
-    if _worth_it(x, weight.shape[1]):
-        out.copy_(times(x, weight.T))
+    if _onednn_is_faster(x, weight.shape[1]):
+        out.copy_(onednn_linear(x, weight.T))
     else:
         torch.mm(x, weight, out=out)
 
 
-def products(x: Tensor, y: Tensor) -> Tensor:
+def transposed_matmul(x: Tensor, y: Tensor) -> Tensor:
     """x.T @ y without a graph: x [M, I], y [M, O] -> [I, O], the gradient of a weight."""
-    if not _worth_it(x, y.shape[1]):
+    if not _onednn_is_faster(x, y.shape[1]):
         return x.T @ y
     return (
-        times(x.T.contiguous(), y.T) if x.shape[1] <= y.shape[1] else times(y.T.contiguous(), x.T).T
+        onednn_linear(x.T.contiguous(), y.T)
+        if x.shape[1] <= y.shape[1]
+        else onednn_linear(y.T.contiguous(), x.T).T
     )
 
 
-def _worth_it(x: Tensor, width: int) -> bool:
+def _onednn_is_faster(x: Tensor, width: int) -> bool:
     return (
         (x.dtype, x.device.type) == (torch.float32, "cpu")
-        and x.numel() * width >= ENOUGH
-        and available()
+        and x.numel() * width >= MIN_MULTIPLICATIONS
+        and onednn_available()
     )
 
 
-def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias in float32, without a graph; the kernel torch's own compiler uses."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -86,7 +90,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return times(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -95,9 +99,13 @@ class LinearFunction(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grad_x = None
         if wants_x:
-            grad_x = times(grad, weight.T) if _worth_it(grad, weight.shape[1]) else grad @ weight
+            grad_x = (
+                onednn_linear(grad, weight.T)
+                if _onednn_is_faster(grad, weight.shape[1])
+                else grad @ weight
+            )
         return (
             grad_x,
-            products(grad, x) if wants_weight else None,
+            transposed_matmul(grad, x) if wants_weight else None,
             grad.sum(0) if wants_bias else None,
         )

@@ -47,7 +47,7 @@ UNREADABLE = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # names of settings
 
 
-def device_of(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -175,7 +175,7 @@ def _refuse_foreign_files(folder: Path) -> None:
         )
 
 
-def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model as a checkpoint opened in `dtype` has it, unlike `model.to`: what is not in a checkpoint (rotary
     frequencies) keeps its precision, and so does what the family wants in float32 (selection biases of routers)."""
     kept = set(model._keep_in_fp32_modules_strict or ())
@@ -187,7 +187,7 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def layer_of(name: str) -> str:
+def layer_prefix(name: str) -> str:
     """`model.layers.3.` of a tensor of that layer; the name of one that is in none."""
     found = re.match(r".*?\.\d+\.", name)
     return found.group() if found else name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from onepolicy.models.attention_arguments import no_mask, refuse_unknown
+from onepolicy.models.attention_arguments import no_mask, refuse_unsupported_arguments
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
@@ -103,7 +103,7 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} does not hand attention arguments on; packed training cannot work with it"
         )
-    refuse_unknown(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
+    refuse_unsupported_arguments(module, "packed attention", extra, UNSUPPORTED, dropout=dropout)
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _causal(q, k, v, scaling=scaling, window=sliding_window, sinks=s_aux)
@@ -146,7 +146,7 @@ def _causal(
             q,
             k,
             v,
-            attn_mask=None if whole else band(width, window, q.device),
+            attn_mask=None if whole else causal_mask(width, window, q.device),
             is_causal=whole,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -156,12 +156,12 @@ def _causal(
     scores = (q @ k.transpose(-1, -2)).float() * (
         q.shape[-1] ** -0.5 if scaling is None else scaling
     )
-    scores = scores.masked_fill(~band(width, window, q.device), float("-inf"))
+    scores = scores.masked_fill(~causal_mask(width, window, q.device), float("-inf"))
     sink = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
-def band(width: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(width: int, window: int | None, device: torch.device) -> Tensor:
     """[width, width] bool: a query sees itself and the `window` - 1 slots before it, or all of them."""
     distance = torch.arange(width, device=device)
     distance = distance[:, None] - distance

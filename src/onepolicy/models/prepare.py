@@ -49,7 +49,7 @@ def prepare_for_training(
         model.set_attn_implementation(packed_attention.NAME)
         if device.type == "cpu" and getattr(model, "set_experts_implementation", None) is not None:
             model.set_experts_implementation(experts.NAME)
-        linear.prepare(model, device)
+        linear.use_onednn_linear(model, device)
         together = _packed_logits(model, _samples(model, device))
     if config._attn_implementation != packed_attention.NAME:
         raise UsageError(

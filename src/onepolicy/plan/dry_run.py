@@ -35,12 +35,12 @@ from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import experts, fp32_head, linear, packed_attention
 from onepolicy.models.packed_attention import Packing
-from onepolicy.models.quant import install
+from onepolicy.models.quant import quantise
 from onepolicy.plan.dims import decoder_layers
 from onepolicy.train.forward import Places, forward
 from onepolicy.types import TokenBatch
 
-LAYOUT, FEW_TOKENS = experts.layout, mode.few_tokens
+LAYOUT, FEW = experts.sort_by_expert, mode.few_token_packing
 
 
 @contextmanager
@@ -49,12 +49,12 @@ def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if cpu:
             for module in (experts, invariant_experts):
-                stack.enter_context(patched(module, "layout", _even_layout))
-            stack.enter_context(patched(mode, "few_tokens", _real_packing))
+                stack.enter_context(patched(module, "sort_by_expert", _even_layout))
+            stack.enter_context(patched(mode, "few_token_packing", _real_packing))
         else:
             stack.enter_context(patched(packed_attention, "scaled_dot_product_attention", _flash))
         stack.enter_context(patched(torch.nn.functional, "grouped_mm", _grouped_mm))
-        stack.enter_context(patched(install, "_check_forward", lambda model: None))
+        stack.enter_context(patched(quantise, "_check_forward", lambda model: None))
         yield
 
 
@@ -70,7 +70,7 @@ def patched(module: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 def _real_packing(device: torch.device) -> Packing:
     with unset_fake_temporarily():
-        return FEW_TOKENS(torch.device("cpu"))
+        return FEW(torch.device("cpu"))
 
 
 def _even_layout(
@@ -226,10 +226,10 @@ class DryRunModel:
             if cpu and getattr(self.model, "set_experts_implementation", None) is not None:
                 self.model.set_experts_implementation(experts.NAME)
             if cpu:
-                linear.prepare(self.model, torch.device("cpu"))
+                linear.use_onednn_linear(self.model, torch.device("cpu"))
             if invariant:
                 with kernel_stand_ins(cpu=cpu):
-                    mode.install(self.model)
+                    mode.install_invariant(self.model)
         self._list = decoder_layers(self.model)
         self._layers = list(self._list)
         self._kinds = _kinds(self.model, self._layers)

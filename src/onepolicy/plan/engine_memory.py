@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
 from onepolicy.config.quant import Fp8, Fp8Weight
-from onepolicy.models.decode_attention import BLOCK
+from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
 from onepolicy.plan.dry_run import kernel_stand_ins
 from onepolicy.plan.hardware import Cluster
@@ -127,7 +127,7 @@ def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> flo
     """The embedded engine's keys, values and routes: whole rows for every slot and layer, whatever a layer's window."""
     engine = config.rollout.engine
     length = engine.max_len or dims.context
-    rows = -(-length // BLOCK) * BLOCK
+    rows = -(-length // KEY_BLOCK) * KEY_BLOCK
     elements = sum(a.cached for a in dims.attention) * rows
     routes = length * kept_per_token(dims, config) if config.replay.mode != "off" else 0
     return engine.slots * (elements * cache_itemsize(dims, config, cluster) + routes)

@@ -1,6 +1,6 @@
 """Make the trainer take the rollout's routes (Rollout Routing Replay, arXiv:2510.11370)."""
 
-from onepolicy.replay.checks import RoutingError, is_moe, preflight
+from onepolicy.replay.checks import RoutingError, is_moe, require_moe
 from onepolicy.replay.padding import pad_routes, unpad_routes
 from onepolicy.replay.routers import Routers, bind_routers
 
@@ -10,6 +10,6 @@ __all__ = [
     "bind_routers",
     "is_moe",
     "pad_routes",
-    "preflight",
+    "require_moe",
     "unpad_routes",
 ]

@@ -15,12 +15,12 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.divergence.routing import routing_agreement
-from onepolicy.replay.checks import Misaligned, constant_layers
+from onepolicy.replay.checks import MisalignedRoutesError, constant_layers
 from onepolicy.types import RoutingTrace
 
 WINDOW = 16  # rows looked at together
-FEWEST = 8  # rows of a window that say anything
-CANDIDATES = 256  # other samples a misrouted one is compared with
+MIN_ROWS = 8  # rows of a window that say anything
+MAX_SWAP_CANDIDATES = 256  # other samples a misrouted one is compared with
 
 
 def check_alignment(
@@ -42,7 +42,7 @@ def check_alignment(
     whole = bounds is None
     bounds = torch.tensor([0, len(replayed)]) if bounds is None else _checked(bounds, len(replayed))
     rows = replayed.valid.nonzero()[:, 0]
-    if len(rows) < FEWEST:
+    if len(rows) < MIN_ROWS:
         return
     agreeing = routing_agreement(replayed, native)  # [n, L]
     layers = agreeing.mean(0)
@@ -54,24 +54,24 @@ def check_alignment(
             if len(layers) > 1
             else ""
         )
-        cause, of_layers = _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean()))
-        raise Misaligned(_message(where, least, cause), of_layers=of_layers)
+        cause, layers_wrong = _cause_of_layers(replayed, native, bad.tolist(), float(layers.mean()))
+        raise MisalignedRoutesError(_message(where, least, cause), layers_wrong=layers_wrong)
     if whole:
         _check_rows(replayed, native, rows, agreeing.mean(1), least)
         return
-    starts = windows(bounds)
+    starts = window_starts(bounds)
     cell = torch.searchsorted(starts, rows.cpu(), right=True) - 1
     counts = torch.bincount(cell, minlength=len(starts))
     share = torch.zeros(len(starts)).index_add(0, cell, agreeing.mean(1).cpu()) / counts
-    wrong = ((share < least) & (counts >= FEWEST)).nonzero()[:, 0]
+    wrong = ((share < least) & (counts >= MIN_ROWS)).nonzero()[:, 0]
     if len(wrong) > 0:
         window = int(wrong[share[wrong].argmin()])
         sample = int(torch.searchsorted(bounds, starts[window], right=True)) - 1
         row = int(starts[window] - bounds[sample])
         where = f"sample {sample} of the batch, rows {row} to {row + int(counts[window]) - 1}, agree in {share[window]:.0%}"
-        raise Misaligned(
+        raise MisalignedRoutesError(
             _message(where, least, _cause_of_sample(replayed, native, bounds, sample)),
-            of_layers=False,
+            layers_wrong=False,
         )
 
 
@@ -90,8 +90,9 @@ def _check_rows(
         first, last = rows[places[window]], rows[places[window] + WINDOW - 1]
         where = f"rows {int(first)} to {int(last)} agree in {share[window]:.0%}"
         bounds = torch.tensor([0, len(replayed)])
-        raise Misaligned(
-            _message(where, least, _cause_of_sample(replayed, native, bounds, 0)), of_layers=False
+        raise MisalignedRoutesError(
+            _message(where, least, _cause_of_sample(replayed, native, bounds, 0)),
+            layers_wrong=False,
         )
 
 
@@ -127,12 +128,12 @@ def check_captured(
         experts = mine.ids[mine.valid][0, column].tolist()
         agreement = _column(mine, _cut(native, rows), column, column)
         if agreement < least:
-            raise Misaligned(
+            raise MisalignedRoutesError(
                 f"layer {layer} has the same experts {experts} in all {int(mine.valid.sum())} rows of sample {sample} "
                 f"of the batch, but the trainer's own router chooses them in {agreement:.0%} only: the engine did not "
                 "capture this layer (a buffer written once, another rank's layer). Had the router collapsed, the "
                 "trainer would choose the same",
-                of_layers=True,
+                layers_wrong=True,
             )
         if agreement >= MIN_AGREEMENT and not everywhere[sample]:
             collapsed[layer] = experts
@@ -159,7 +160,7 @@ def _checked(bounds: Tensor, rows: int) -> Tensor:  # [S + 1] int64, CPU
     return bounds.cpu().long()
 
 
-def windows(bounds: Tensor) -> Tensor:
+def window_starts(bounds: Tensor) -> Tensor:
     """bounds [S + 1] -> first row of every window, ascending: each sample in equal parts of about WINDOW rows."""
     parts = []
     for start, stop in zip(bounds.tolist()[:-1], bounds.tolist()[1:], strict=True):
@@ -181,9 +182,9 @@ def _cause_of_layers(
     """The likely cause, and whether it lies in the layers and not in the rows."""
     found = [(score, cause, False) for score, cause in _shifts(replayed, native)]
     found += [(score, cause, True) for score, cause in _layer_rolls(replayed, native)]
-    score, cause, of_layers = max(found, default=(0.0, "", False))
+    score, cause, layers_wrong = max(found, default=(0.0, "", False))
     if _fits(score, as_is):
-        return f"{cause} (agreement then: {score:.0%})", of_layers
+        return f"{cause} (agreement then: {score:.0%})", layers_wrong
     if len(bad) < len(replayed.layers) or len(replayed.layers) == 1:
         return _cause_of_one_layer(replayed, native, bad[0]), True
     return _unknown("every layer is wrong"), False
@@ -233,7 +234,7 @@ def _cause_of_sample(
         (score, f"in this sample {cause}")
         for score, cause in _shifts(mine, _cut(native, slice(start, stop)))
     ]
-    for other in range(min(len(bounds) - 1, CANDIDATES)):
+    for other in range(min(len(bounds) - 1, MAX_SWAP_CANDIDATES)):
         first, last = bounds[other : other + 2].tolist()
         length = min(stop - start, last - first)
         ours = _cut(mine, slice(0, length))

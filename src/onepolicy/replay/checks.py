@@ -21,12 +21,12 @@ class RoutingError(TrainingError):
     """A router did not do what record or replay needs. The message names the decoder layer."""
 
 
-class Misaligned(RoutingError):
-    """Replayed routes that are not those of a forward. of_layers: the rows are right, a layer is not."""
+class MisalignedRoutesError(RoutingError):
+    """Replayed routes that are not those of a forward. layers_wrong: the rows are right, a layer is not."""
 
-    def __init__(self, message: str, *, of_layers: bool) -> None:
+    def __init__(self, message: str, *, layers_wrong: bool) -> None:
         super().__init__(message)
-        self.of_layers = of_layers
+        self.layers_wrong = layers_wrong
 
 
 def is_moe(hf_config: Any) -> bool:
@@ -42,7 +42,7 @@ def is_moe(hf_config: Any) -> bool:
     return False
 
 
-def preflight(hf_config: Any, mode: str = "r3") -> None:
+def require_moe(hf_config: Any, mode: str = "r3") -> None:
     """Refuse replay on a dense model from its config alone, before any weight is read."""
     if not is_moe(hf_config):
         raise UsageError(
@@ -66,7 +66,7 @@ def refuse_router_loss(hf_config: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RouteRules:
+class RouteSpec:
     """What the routes a rollout engine returns must be for the model that is trained."""
 
     layers: tuple[int, ...]  # decoder index of each MoE layer, ascending
@@ -78,14 +78,14 @@ class RouteRules:
 
 
 def check_completion(
-    completion: Completion, prompt_ids: Sequence[int], rules: RouteRules | None, name: str
+    completion: Completion, prompt_ids: Sequence[int], route_spec: RouteSpec | None, name: str
 ) -> None:
     """Refuse routes that cannot be those of this completion: wrong number of rows, or what `check_trace` refuses.
 
     `name` says which sample it is.
     """
     trace, first = completion.routing, completion.first_slot
-    if trace is None or rules is None:
+    if trace is None or route_spec is None:
         return
     tokens = torch.tensor([*prompt_ids, *completion.token_ids.tolist()])
     slots = len(tokens) - 1
@@ -97,29 +97,32 @@ def check_completion(
     tokens = tokens[first:-1]
     check_trace(
         trace.to("cpu"),
-        layers=rules.layers,
-        num_experts=rules.num_experts,
-        top_k=rules.top_k,
+        layers=route_spec.layers,
+        num_experts=route_spec.num_experts,
+        top_k=route_spec.top_k,
         name=name,
     )
     _check_stuck(trace.to("cpu"), tokens, name)
 
 
-def with_routes(sample: Sample, rules: RouteRules | None, name: str) -> Sample:
-    """`sample`, which has routes if replay needs them: UsageError if not, unless rules.missing says what to do."""
-    if rules is None or sample.routing is not None or rules.missing == "fine":
+def fill_missing_routes(sample: Sample, route_spec: RouteSpec | None, name: str) -> Sample:
+    """`sample`, which has routes if replay needs them: UsageError if not, unless route_spec.missing says what to do."""
+    if route_spec is None or sample.routing is not None or route_spec.missing == "fine":
         return sample
-    if rules.missing == "error":
+    if route_spec.missing == "error":
         raise UsageError(
             f"{name}: has no routes, but replay is on; its engine did not return them or its environment dropped them. "
             "To let the trainer route such samples itself, and count them, set replay.missing=native"
         )
     ids = torch.zeros(
-        len(sample.trainable), len(rules.layers), rules.top_k, dtype=id_dtype(rules.num_experts)
+        len(sample.trainable),
+        len(route_spec.layers),
+        route_spec.top_k,
+        dtype=id_dtype(route_spec.num_experts),
     )
     valid = torch.zeros(len(ids), dtype=torch.bool)  # no row is read
     return dataclasses.replace(
-        sample, routing=RoutingTrace(ids, valid, rules.layers, rules.num_experts)
+        sample, routing=RoutingTrace(ids, valid, route_spec.layers, route_spec.num_experts)
     )
 
 
@@ -172,8 +175,8 @@ def _why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
     )
 
 
-ENOUGH_ROWS, ENOUGH_BITS = 16, 64.0
-ENOUGH_FILLER_BITS = 20.0
+MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS = 16, 64.0
+MIN_FILLER_BITS = 20.0
 
 
 def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:  # [S, L] bool
@@ -202,7 +205,7 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
     changes = torch.zeros(samples, len(trace.layers), dtype=torch.int64, device=device)
     changes = changes.index_add(0, segment, other.long())
     bits = math.log2(math.perm(trace.num_experts, trace.top_k))
-    return (changes == 0) & (rows >= max(ENOUGH_ROWS, ENOUGH_BITS / bits))[:, None]
+    return (changes == 0) & (rows >= max(MIN_CONSTANT_ROWS, MIN_CONSTANT_BITS / bits))[:, None]
 
 
 def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
@@ -210,7 +213,7 @@ def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
     in this order; that all of them did has a chance below 2^-ENOUGH_FILLER_BITS."""
     filler = torch.arange(trace.top_k, device=ids.device)
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
-    if trace.top_k == 1 or bits < ENOUGH_FILLER_BITS or not constant_layers(trace).all():
+    if trace.top_k == 1 or bits < MIN_FILLER_BITS or not constant_layers(trace).all():
         return
     if (ids[trace.valid] == filler).all():
         raise UsageError(

@@ -17,8 +17,8 @@ from onepolicy.config.objective import MIN_AGREEMENT
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.recompute import carried
-from onepolicy.replay.seam import Recorder, Replayer, in_backward, override
+from onepolicy.replay.recompute import carry_into_recomputes
+from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, in_backward, override_attribute
 from onepolicy.types import Made, RoutingTrace, id_dtype
 
 
@@ -30,7 +30,7 @@ def _trace(
     return RoutingTrace(ids.to(id_dtype(experts)), valid, tuple(r.layer for r in routers), experts)
 
 
-class _Fed(NamedTuple):
+class _FedBatch(NamedTuple):
     """What one recorded forward was fed."""
 
     samples: int
@@ -39,16 +39,16 @@ class _Fed(NamedTuple):
     continues: bool  # does it go on where another recorded forward stopped?
 
 
-class Tape:
+class RouteRecorder:
     """Routes of every forward run while recording. Rows are the flattened [B * S] tokens the routers saw."""
 
     def __init__(self, routers: Sequence[Router], *, weights: bool = False) -> None:
         self._routers = routers
-        self.recorders = [Recorder(router, weights=weights) for router in routers]
-        self._fed: list[_Fed] = []
+        self.recorders = [TopkRecorder(router, weights=weights) for router in routers]
+        self._fed: list[_FedBatch] = []
 
     @contextmanager
-    def watching(self, layer: nn.Module) -> Iterator[None]:
+    def watching_batches(self, layer: nn.Module) -> Iterator[None]:
         """Note the batches that a decoder layer is fed: routers see them flattened."""
         handle: RemovableHandle = layer.register_forward_pre_hook(self._note, with_kwargs=True)
         try:
@@ -69,43 +69,43 @@ class Tape:
         continues = (
             before is not None
             and before.samples == samples
-            and (tokens == 1 or _one(before.cache, cache))
+            and (tokens == 1 or _same_cache(before.cache, cache))
         )
-        self._fed.append(_Fed(samples, tokens, cache, continues))
+        self._fed.append(_FedBatch(samples, tokens, cache, continues))
 
-    def rows(self) -> list[int]:
+    def forward_rows(self) -> list[int]:
         """Of every recorded forward."""
         return [len(ids) for ids in self.recorders[0].seen]
 
     def _made(self) -> Made:
-        rows = self.rows()
+        rows = self.forward_rows()
         if [fed.samples * fed.tokens for fed in self._fed] != rows:  # compiled code is not watched
             return Made("recorded" if len(rows) == 1 else "recorded, several forwards")
         steps = tuple((fed.samples, fed.tokens) for fed in self._fed)
         by_step = any(fed.continues and fed.samples > 1 for fed in self._fed)
         return Made("recorded", steps if by_step else ())
 
-    def ids(self) -> list[Tensor]:
+    def last_ids(self) -> list[Tensor]:
         """Of the last forward, per layer: [N, K] int64, the router's own tensors."""
         self.check()
         if not self.recorders[0].seen:
             raise RoutingError("no forward was recorded")
         return [recorder.seen[-1] for recorder in self.recorders]
 
-    def take(self) -> list[Tensor]:
-        """`ids()` of the one forward since the last `take()`, and forget it. The decode loop's way to read the tape."""
+    def pop_ids(self) -> list[Tensor]:
+        """`last_ids()` of the one forward since the last `pop_ids()`, and forget it. The decode loop's way to read the tape."""
         taken = []
         for recorder in self.recorders:
             if len(recorder.seen) != 1:
                 layer, times = recorder.router.layer, len(recorder.seen)
                 raise RoutingError(
-                    f"layer {layer} fired {times} times since the last take(), expected one"
+                    f"layer {layer} fired {times} times since the last pop_ids(), expected one"
                 )
             taken.append(recorder.seen.pop())
         self._fed.clear()
         return taken
 
-    def take_weights(self) -> list[Tensor] | None:
+    def pop_weights(self) -> list[Tensor] | None:
         """Combine weights [N, K] per layer of the forward whose ids were taken; None if they are not recorded."""
         if not self.recorders[0].keep_weights:
             return None
@@ -138,12 +138,12 @@ class Tape:
                 )
 
 
-def _one(first: weakref.ref | None, second: weakref.ref | None) -> bool:
+def _same_cache(first: weakref.ref | None, second: weakref.ref | None) -> bool:
     """Are both the same cache?"""
     return first is not None and second is not None and first() is not None and first() is second()
 
 
-class Replayed:
+class ReplayHandle:
     """One replayed forward. It and its backward's recomputes see the trace; nothing else does."""
 
     def __init__(
@@ -172,7 +172,7 @@ class Replayed:
             else [None] * len(routers)
         )
         self._replayers = [
-            Replayer(
+            TopkReplayer(
                 router, ids, valid, native=native or checked, mass=native, soft=soft, weights=own
             )
             for router, ids, own in zip(routers, trace.ids.unbind(1), recorded, strict=True)
@@ -184,9 +184,9 @@ class Replayed:
             raise RoutingError(
                 "the router's own choice was not kept: replay(trace, native=True) and run a forward"
             )
-        return self.own_choice()
+        return self.native_trace()
 
-    def own_choice(self) -> RoutingTrace:
+    def native_trace(self) -> RoutingTrace:
         """`native()`, also where only a check wanted it."""
         chosen = []
         for replayer in self._replayers:
@@ -220,7 +220,7 @@ class Replayed:
             )
         return torch.stack([mass.to(self.trace.ids.device) for mass in kept], dim=1)
 
-    def replaced(self) -> Tensor:  # [L] float32
+    def replaced_fraction(self) -> Tensor:  # [L] float32
         """Soft replay: share of each layer's replayed experts (valid rows only) that gave way to the router's own."""
         found = [replayer.replaced for replayer in self._replayers if replayer.replaced is not None]
         return torch.stack([share.to(self.trace.ids.device) for share in found])
@@ -235,9 +235,9 @@ class Replayed:
                 )
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def replaying(self) -> Iterator[None]:
         """Routers replay; activation checkpoints started in here replay again when they recompute, whenever that is."""
-        with self._installed(), carried(self._installed):
+        with self._installed(), carry_into_recomputes(self._installed):
             yield
 
     @contextmanager
@@ -246,7 +246,9 @@ class Replayed:
         before = [
             replayer.recompute for replayer in self._replayers
         ]  # a checkpoint may stand inside another
-        with override("forward", [(r.router.module, r.__call__) for r in self._replayers]):
+        with override_attribute(
+            "forward", [(r.router.module, r.__call__) for r in self._replayers]
+        ):
             try:
                 for replayer in self._replayers:
                     replayer.recompute = recompute

@@ -60,7 +60,7 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
         for path, module in model.named_modules()
         if _is_router(module) and not _in_mtp_head(path, model)
     ]
-    copies = {_wrapper(path, model): path for path in paths if not _holds(path, paths)}
+    copies = {_peft_wrapper(path, model): path for path in paths if not _contains_any(path, paths)}
     routers = sorted(
         (_describe(path, model, copy) for path, copy in copies.items()), key=lambda r: r.layer
     )
@@ -76,7 +76,7 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
     return tuple(routers)
 
 
-def layers_of(config: Any) -> tuple[int, ...] | None:
+def moe_layers_of(config: Any) -> tuple[int, ...] | None:
     """Decoder indices of the MoE layers as a transformers config tells them; None if it says nothing about layers.
 
     One rule per way of saying it: kinds per layer, a list of layers, every n-th, all but the first.
@@ -121,7 +121,7 @@ def decoder_layer(model: nn.Module, router: Router) -> nn.Module:
     return model.get_submodule(".".join(parts[: number + 1]))
 
 
-def _whole(module: nn.Module, name: str) -> int:
+def _int_attribute(module: nn.Module, name: str) -> int:
     """`top_k` or `num_experts` of a router; 0 if the module has no such number."""
     where = _ELSEWHERE.get(type(module).__name__, {}).get(name, name)
     value = attrgetter(where)(module) if where != name else getattr(module, name, None)
@@ -131,7 +131,7 @@ def _whole(module: nn.Module, name: str) -> int:
 def _is_router(module: nn.Module) -> bool:
     if type(module).__name__ in _BY_TOKEN_ID:
         return False
-    return 0 < _whole(module, "top_k") <= _whole(module, "num_experts")
+    return 0 < _int_attribute(module, "top_k") <= _int_attribute(module, "num_experts")
 
 
 def _in_mtp_head(path: str, model: nn.Module) -> bool:
@@ -143,7 +143,7 @@ def _in_mtp_head(path: str, model: nn.Module) -> bool:
     return depth is not None and index is not None and index >= depth
 
 
-def _wrapper(path: str, model: nn.Module) -> str:
+def _peft_wrapper(path: str, model: nn.Module) -> str:
     """What peft's `modules_to_save` put around a router, or around a block with one; else the router itself.
 
     It holds the original and a copy for each adapter, and its forward runs one of them, whichever is active then.
@@ -164,14 +164,14 @@ def _describe(path: str, model: nn.Module, copy: str) -> Router:
         raise RoutingError(f"router {path!r} is not inside a numbered decoder layer")
     groups = getattr(module, "num_group", None) or 0
     top_groups = getattr(module, "topk_group", None) or groups
-    experts, top_k = _whole(module, "num_experts"), _whole(module, "top_k")
+    experts, top_k = _int_attribute(module, "num_experts"), _int_attribute(module, "top_k")
     by_max = type(module).__name__ in _BY_MAX
     return Router(
         path, layer, model.get_submodule(path), experts, top_k, groups, top_groups, by_max
     )
 
 
-def _holds(path: str, paths: list[str]) -> bool:
+def _contains_any(path: str, paths: list[str]) -> bool:
     return any(other.startswith(f"{path}.") for other in paths)
 
 
@@ -211,7 +211,7 @@ def _check_no_orphans(model: nn.Module, routers: list[str]) -> None:
         if (
             has_experts
             and path not in known
-            and not _holds(path, known)
+            and not _contains_any(path, known)
             and not _in_mtp_head(path, model)
         ):
             raise RoutingError(
@@ -235,7 +235,7 @@ def _check_not_shared(model: nn.Module, routers: list[Router]) -> None:
 def _check_complete(model: nn.Module, routers: list[Router]) -> None:
     """A layer that the config calls MoE, whose block was replaced whole, would route natively, in silence."""
     config = getattr(model, "config", None)
-    told = layers_of(config) if config is not None else None
+    told = moe_layers_of(config) if config is not None else None
     found = {router.layer for router in routers}
     if told is not None and found != set(told):
         missing, extra = sorted(set(told) - found), sorted(found - set(told))

@@ -48,9 +48,11 @@ class _Recorded(torch.autograd.Function):
         return grad, None
 
 
-def with_weights(out: Any, recorded: Tensor, valid: Tensor | None, top_k: int, where: str) -> Any:
+def replace_combine_weights(
+    out: Any, recorded: Tensor, valid: Tensor | None, top_k: int, where: str
+) -> Any:
     """A router's output with its combine weights [T, K] replaced by `recorded`; rows not valid keep the live ones."""
-    position = weights_position(out, top_k, where)
+    position = combine_weights_position(out, top_k, where)
     live = out[position]
     if torch.promote_types(live.dtype, recorded.dtype) != live.dtype:
         raise UsageError(
@@ -62,7 +64,7 @@ def with_weights(out: Any, recorded: Tensor, valid: Tensor | None, top_k: int, w
     return (*out[:position], _Recorded.apply(live, recorded), *out[position + 1 :])
 
 
-def weights_position(out: Any, top_k: int, where: str) -> int:
+def combine_weights_position(out: Any, top_k: int, where: str) -> int:
     """Where the combine weights [T, K] stand in a router's output: its one floating tensor of K columns."""
     items = out if isinstance(out, tuple) else ()
     found = [

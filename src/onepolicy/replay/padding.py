@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.replay.contexts import Tape
+from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.types import RoutingTrace, shown
 
 
@@ -66,7 +66,9 @@ def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTra
     ]
 
 
-def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) -> list[RoutingTrace]:
+def routes_of_generate(
+    tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor
+) -> list[RoutingTrace]:
     """Return each sample's rows of a recorded `generate()`: one for each of its tokens but the last, which is not fed.
 
     A generate() feeds the prompts, at once or in chunks, and then one token of every sample at a time: its rows lie by
@@ -75,7 +77,7 @@ def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) ->
     row. Lay the result out with `pad_routes`, or packed with `RoutingTrace.concat`. UsageError if the tape's forwards
     are not those of one generate() that fed each token once.
     """
-    if not isinstance(tape, Tape):
+    if not isinstance(tape, RouteRecorder):
         raise UsageError(
             f"routes_of_generate: tape is {type(tape).__name__}, expected what record() gave: it alone knows which "
             "rows belong to which step"
@@ -86,7 +88,7 @@ def routes_of_generate(tape: Tape, sequences: Tensor, attention_mask: Tensor) ->
             "return_dict_in_generate=True pass out.sequences"
         )
     _check_mask("routes_of_generate", attention_mask)
-    (samples, width), forwards = sequences.shape, tape.rows()
+    (samples, width), forwards = sequences.shape, tape.forward_rows()
     if len(attention_mask) != samples or attention_mask.shape[1] > width:
         raise UsageError(
             f"routes_of_generate: attention_mask is {shown(attention_mask)}, but sequences is [{samples}, {width}]; it "

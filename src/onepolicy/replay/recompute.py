@@ -41,7 +41,7 @@ _generator: Any = getattr(checkpoint, _GENERATOR)
 
 
 @contextmanager
-def carried(replay: Replay) -> Iterator[None]:
+def carry_into_recomputes(replay: Replay) -> Iterator[None]:
     """Whatever this thread checkpoints in here is recomputed inside `replay()`, whenever and wherever that is."""
     global _users
     with _lock:
@@ -57,7 +57,7 @@ def carried(replay: Replay) -> Iterator[None]:
                 _patch(_forward, _generator)
 
 
-def of_checkpoint() -> bool:
+def called_by_checkpoint() -> bool:
     """Does torch.utils.checkpoint run this recompute? One that was started in a replay has its routes installed."""
     frame = sys._getframe()
     while frame.f_back is not None:

@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.replay.alignment import FEWEST, check_alignment, check_captured
+from onepolicy.replay.alignment import MIN_ROWS, check_alignment, check_captured
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import (
-    Misaligned,
+    MisalignedRoutesError,
     RoutingError,
     check_trace,
     constant_layers,
     refuse_router_loss,
 )
-from onepolicy.replay.contexts import Replayed, Tape
+from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router, decoder_layer, find_routers
-from onepolicy.replay.seam import override
+from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
 
 
@@ -66,7 +66,7 @@ def refuse_unknown_sharding(
             )
 
 
-def masks_weights(model: nn.Module) -> bool:
+def masks_combine_weights(model: nn.Module) -> bool:
     """Do routers zero the combine weights of experts that live on other ranks (transformers' `ep_router`)?"""
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     return distributed is not None and distributed.ep_size > 1 and "ep_router" in _styles(model)
@@ -106,25 +106,25 @@ class Routers:
         return hash((id(self._model), self.layers))
 
     @contextmanager
-    def record(self, *, weights: bool = False) -> Iterator[Tape]:
+    def record(self, *, weights: bool = False) -> Iterator[RouteRecorder]:
         """Keep what every forward in here routes to: the top-k mask I of the R3 paper's eq. (5), as ids in the order of
         the router's own top-k. Recomputes of a backward are not forwards.
 
         weights: also keep what each expert's output was multiplied by, for weight replay.
 
-        Open it once around a decode loop and `take()` after each forward: from a router's second forward on, recording
+        Open it once around a decode loop and `pop_ids()` after each forward: from a router's second forward on, recording
         costs two Python calls.
         """
-        if weights and masks_weights(self._model):
+        if weights and masks_combine_weights(self._model):
             raise UsageError(
                 "record(weights=True): under transformers' ep_router a rank has the combine weights of its own experts "
                 "only; record on a model without expert parallelism"
             )
-        tape = Tape(self._routers, weights=weights)
+        tape = RouteRecorder(self._routers, weights=weights)
         forwards = [(recorder.router.module, recorder.__call__) for recorder in tape.recorders]
         with (
-            tape.watching(decoder_layer(self._model, self._routers[0])),
-            override("forward", forwards),
+            tape.watching_batches(decoder_layer(self._model, self._routers[0])),
+            override_attribute("forward", forwards),
         ):
             yield tape
         tape.check()
@@ -138,7 +138,7 @@ class Routers:
         soft: float | None = None,
         weights: bool = False,
         check: bool = True,
-    ) -> Iterator[Replayed]:
+    ) -> Iterator[ReplayHandle]:
         """One forward in here routes row t of its flattened tokens to `trace.ids[t]`; rows not valid route themselves.
 
         With the router's logits s = x W_r (R3 paper, eq. 4), its own top-k mask I (eq. 5) and the recorded mask I', the
@@ -179,14 +179,14 @@ class Routers:
         suspicious = bool(constant_layers(trace).any())
         due = check and self._due(trace)
         own = suspicious or due
-        replayed = Replayed(
+        replayed = ReplayHandle(
             self._routers, trace, native=native, soft=soft, weights=weights, checked=own
         )
-        with replayed.active():
+        with replayed.replaying():
             yield replayed
         replayed.check()
         if suspicious:
-            check_captured(replayed.trace, replayed.own_choice())
+            check_captured(replayed.trace, replayed.native_trace())
         if due:
             self._check(trace.made.source, replayed)
 
@@ -203,19 +203,20 @@ class Routers:
             )
         return True
 
-    def forget_sources(self) -> None:
+    def recheck_all_sources(self) -> None:
         """Check the next trace of every source."""
         self._unchecked.clear()
 
-    def _check(self, source: str, replayed: Replayed) -> None:
+    def _check(self, source: str, replayed: ReplayHandle) -> None:
         try:
-            check_alignment(replayed.trace, replayed.own_choice())
-        except Misaligned as error:
+            check_alignment(replayed.trace, replayed.native_trace())
+        except MisalignedRoutesError as error:
             self._unchecked.pop(source, None)
-            raise Misaligned(
-                f"{error}. To replay them all the same, give check=False", of_layers=error.of_layers
+            raise MisalignedRoutesError(
+                f"{error}. To replay them all the same, give check=False",
+                layers_wrong=error.layers_wrong,
             ) from None
-        if int(replayed.trace.valid.sum()) >= FEWEST:
+        if int(replayed.trace.valid.sum()) >= MIN_ROWS:
             self._unchecked[source] = 0
 
     def trace_from(

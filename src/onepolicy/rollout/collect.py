@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
 from onepolicy.interfaces import Environment, EpisodeError, Metered, Problem, RolloutEngine
-from onepolicy.replay.checks import RouteRules, check_completion, with_routes
+from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
 from onepolicy.types import LARGEST_LOGP, Completion, Group, Sample, Sampling
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ async def play(
     sampling: Sampling,
     seeds: Callable[[int], int],
     *,
-    routes: RouteRules | None = None,
+    routes: RouteSpec | None = None,
     name: str = "",
 ) -> tuple[Sample, ...]:
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
@@ -71,7 +71,7 @@ async def play(
         return completion
 
     samples = await environment.episode(problem, sample, sampling.temperature)
-    return tuple(with_routes(sample, routes, name) for sample in samples)
+    return tuple(fill_missing_routes(sample, routes, name) for sample in samples)
 
 
 async def together(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -93,7 +93,7 @@ async def collect(
     stop: tuple[int, ...],
     step: int,
     seed: int,
-    routes: RouteRules | None = None,
+    routes: RouteSpec | None = None,
     advance: Callable[[], None] = lambda: None,
     accept: Callable[[Group], bool] | None = None,
     rounds: int = 0,

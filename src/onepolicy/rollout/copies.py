@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, QuantFormat, RolloutConfig
 from onepolicy.config.engine import Head
-from onepolicy.models.load import DTYPES, cast, load_model
+from onepolicy.models.load import DTYPES, cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.layers import find_routers
 
 if TYPE_CHECKING:
-    from onepolicy.models.quant.install import Quantised
+    from onepolicy.models.quant.quantise import QuantisedModel
 
 
 def load_copy(
@@ -49,8 +49,8 @@ def load_copy(
     if lm_head == "float32":
         from onepolicy.models import fp32_head
 
-        fp32_head.install(copy, dtype, field="rollout.engine.lm_head", copy=True)
-    cast(copy, dtype)
+        fp32_head.install_fp32_head(copy, dtype, field="rollout.engine.lm_head", copy=True)
+    cast_model(copy, dtype)
     prepare_for_training(copy, device)
     return copy
 
@@ -71,9 +71,9 @@ def load_engine_model(
 
 def quantise_policy(
     model: PreTrainedModel, quant: QuantFormat, *, experts_only: bool = False
-) -> Quantised:
+) -> QuantisedModel:
     """`quantise`, with the model's routers left as they are unless asked for."""
-    from onepolicy.models.quant.install import quantise
+    from onepolicy.models.quant.quantise import quantise
 
     routers = [router.path for router in find_routers(model)] if is_moe(model.config) else []
     return quantise(model, quant, routers=routers, experts_only=experts_only)

@@ -8,7 +8,7 @@ import torch
 
 from onepolicy.config import EngineConfig, ModelConfig, QuantFormat
 from onepolicy.config.numerics import Numerics
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class EngineSpec:
     config: EngineConfig
     device: torch.device
     max_len: int  # prompt + completion tokens
-    routes: RouteRules | None = None  # record the experts of every token, of these layers
+    routes: RouteSpec | None = None  # record the experts of every token, of these layers
     combine_weights: bool = False  # and their combine weights
     numerics: Numerics = "fast"
     quant: QuantFormat | None = None  # of the engine's weights, now and after every sync

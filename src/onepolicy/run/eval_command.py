@@ -14,7 +14,7 @@ from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
 from onepolicy.build.learner import resolve_model, use_threads
 from onepolicy.config import RunConfig
-from onepolicy.models.load import device_of
+from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.run.evaluate import attempts, evaluate
 from onepolicy.train import checkpoint
@@ -31,7 +31,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     model = resolve_model(model)
     use_threads(config)
     environment, tokenizer, max_len = components.open_environment(config, model)
-    device = device_of(config.train.device)
+    device = parse_device(config.train.device)
     quant, own = config.rollout.quant, config.rollout.engine
     if quant is not None and not config.eval.quantised:
         engine = components.build_unquantised(config, model, device, max_len)

@@ -26,7 +26,7 @@ from onepolicy.config.place import check_new, refused
 from onepolicy.config.shapes import About, read_object
 from onepolicy.config.stored import CONFIG, read_config
 from onepolicy.files import write_text
-from onepolicy.invariant.fingerprint import differences
+from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
 
@@ -90,7 +90,11 @@ def read_parent(run: Path) -> Json | None:
 def other_build(run: Path, fingerprint: str) -> str | None:
     """What differs from the build and processor the run began on, if that is known."""
     began = read_about(run).get("fingerprint")
-    return "; ".join(differences(fingerprint, json.dumps(began))) or None if began else None
+    return (
+        "; ".join(fingerprint_differences(fingerprint, json.dumps(began))) or None
+        if began
+        else None
+    )
 
 
 def check_layout(run: Path) -> None:

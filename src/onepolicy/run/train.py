@@ -21,7 +21,7 @@ from onepolicy.correct.predict import warning
 from onepolicy.envs.multiturn.render import decode
 from onepolicy.files import write_text
 from onepolicy.interfaces import Progress
-from onepolicy.invariant.fingerprint import digest
+from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher, started_ranks
 from onepolicy.launch.rank_info import apply_torchrun_ranks
 from onepolicy.run import run_folder
@@ -69,13 +69,13 @@ def start(
         )
         sizes = parts.engine.caps.sizes
         if sizes is not None:
-            progress.note(sizes.words())
+            progress.note(sizes.describe())
         run_folder.create(
             out,
             config,
             origin,
             parts.learner.fingerprint,
-            None if sizes is None else sizes.report(),
+            None if sizes is None else sizes.as_json(),
         )
         with run_folder.held(out):
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
@@ -328,6 +328,6 @@ def _write_samples(
                 "finish": sample.finish,
                 "mean_logp_rollout": sample.logp_rollout[sample.trainable].mean().item(),
                 "mean_logp_trainer": batch.logp_old[slots].mean().item(),
-                "fingerprint": "+".join(sorted(map(digest, sample.fingerprints))) or None,
+                "fingerprint": "+".join(sorted(map(short_digest, sample.fingerprints))) or None,
             }
         )

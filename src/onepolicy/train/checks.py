@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import FromRollout, TrainingError, UsageError
 from onepolicy.config.objective import MIN_AGREEMENT, ReplayConfig
 from onepolicy.replay.alignment import check_alignment, check_captured
-from onepolicy.replay.checks import Misaligned
+from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.types import LARGEST_LOGP, TokenBatch
 
 LOG = logging.getLogger(__name__)
@@ -100,15 +100,15 @@ def check_routes(scored: TokenBatch, replay: ReplayConfig, version: int) -> Toke
         collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
         if isinstance(replay, FromRollout) and least > 0:
             check_alignment(scored.routing, native, scored.cu_seqlens, least=least)
-    except Misaligned as error:
+    except MisalignedRoutesError as error:
         if age <= 0:
             asked = f"{error}. The least agreement is replay.min_agreement = {least}"
-            raise Misaligned(asked, of_layers=error.of_layers) from error
+            raise MisalignedRoutesError(asked, layers_wrong=error.layers_wrong) from error
         old = (
             f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update changes what "
             "routers choose; then lower rollout.max_staleness or optim.lr, or replay.min_agreement"
         )
-        raise Misaligned(f"{error}. {old}", of_layers=error.of_layers) from error
+        raise MisalignedRoutesError(f"{error}. {old}", layers_wrong=error.layers_wrong) from error
     for layer, experts in collapsed.items():
         _warn_of_collapse(layer, tuple(sorted(experts)))
     return scored

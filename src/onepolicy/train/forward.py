@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.invariant.switch import TILE, active
+from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models.packed_attention import Packing
 from onepolicy.types import TokenBatch
 
@@ -115,6 +115,6 @@ def tempered_logits(
             use_cache=False,
             logits_to_keep=slots,
             packing=packing
-            or Packing.of(batch.cu_seqlens, device, multiple=TILE if active(model) else 1),
+            or Packing.of(batch.cu_seqlens, device, multiple=TILE if is_invariant(model) else 1),
         ).logits[0]
     return logits.float() / batch.temperature[batch.segment[slots], None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from onepolicy.config import R2, FromRollout, SoftReplay, WeightsReplay
 from onepolicy.config.objective import ReplayConfig
 from onepolicy.replay.checks import RoutingError
-from onepolicy.replay.contexts import Replayed, Tape
+from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
@@ -26,7 +26,7 @@ class ReplayMode:
         """The routes to replay; None: the trainer routes every token itself."""
         return None
 
-    def saw(self, tape: Tape | Replayed | None) -> None:
+    def saw(self, tape: RouteRecorder | ReplayHandle | None) -> None:
         """Take note of a forward that the update is made of."""
 
     def metrics(self) -> dict[str, float]:
@@ -66,9 +66,9 @@ class SoftRoutes(RolloutRoutes):
         self.settings = {"soft": config.ratio}
         self._replaced: list[Tensor] = []  # [L] per forward
 
-    def saw(self, tape: Tape | Replayed | None) -> None:
-        if isinstance(tape, Replayed):
-            self._replaced.append(tape.replaced())
+    def saw(self, tape: RouteRecorder | ReplayHandle | None) -> None:
+        if isinstance(tape, ReplayHandle):
+            self._replaced.append(tape.replaced_fraction())
 
     def metrics(self) -> dict[str, float]:
         replaced = self.take()

@@ -15,7 +15,7 @@ from torch import Tensor
 from onepolicy.config import FromRollout
 from onepolicy.divergence.logprob import Mismatch, mismatch
 from onepolicy.interfaces import Scorer
-from onepolicy.models.narrow import WHOLE, narrow
+from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.scorer import PolicyScorer
@@ -62,9 +62,13 @@ class Rescorer:
             return
 
         def lower(logits: Tensor) -> Tensor:
-            top_k = torch.full((len(logits), 1), self.top_k or WHOLE, device=logits.device)
+            top_k = torch.full(
+                (len(logits), 1), self.top_k or WHOLE_VOCABULARY, device=logits.device
+            )
             top_p = torch.full((len(logits), 1), self.top_p, device=logits.device)
-            kept = narrow(logits.float() / temperature, top_k=top_k, top_p=top_p).isfinite()
+            kept = apply_top_k_top_p(
+                logits.float() / temperature, top_k=top_k, top_p=top_p
+            ).isfinite()
             return torch.where(kept, logits, logits - OUTSIDE)
 
         with on_logits(self.scorer.model, lower):

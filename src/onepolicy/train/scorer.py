@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.invariant.contract import contract_of
-from onepolicy.invariant.fingerprint import fingerprint
-from onepolicy.replay.contexts import Replayed, Tape
+from onepolicy.invariant.fingerprint import compute_fingerprint
+from onepolicy.invariant.numerics_contract import numerics_contract_of
+from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.train.checks import check_routes
 from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
@@ -35,13 +35,13 @@ class PolicyScorer:
         self, model: PreTrainedModel, config: RunConfig, *, routers: Routers | None
     ) -> None:
         if config.numerics == ON_POLICY:
-            from onepolicy.invariant.probe import start
+            from onepolicy.invariant.enable import enable_invariant
 
-            start(model)
+            enable_invariant(model)
         self.model, self.config, self.routers = model, config, routers
         self.device = next(model.parameters()).device
-        self.contract = contract_of(model, logp=LOGP)
-        self.fingerprint = fingerprint(self.device, self.contract.numerics)
+        self.contract = numerics_contract_of(model, logp=LOGP)
+        self.fingerprint = compute_fingerprint(self.device, self.contract.numerics)
         self.version = 0  # RL steps taken by the weights
         self.mode: ReplayMode = replay_mode(config.replay)
 
@@ -110,7 +110,7 @@ class PolicyScorer:
 
     def routing(
         self, micro: TokenBatch, *, native: bool, replay: bool = True
-    ) -> AbstractContextManager[Tape | Replayed | None]:
+    ) -> AbstractContextManager[RouteRecorder | ReplayHandle | None]:
         """Replay what the mode replays. Where it replays nothing, or not `replay`, the trainer routes every token.
 
         native: also record the trainer's own choices.
@@ -145,7 +145,9 @@ class Scores:
         self.native: Tensor | None = None  # [T, L, K], experts the trainer would choose
         self.mass: Tensor | None = None  # [T, L], how good the replayed experts are to the trainer
 
-    def put(self, chosen: list[int], scored: Scored, tape: Tape | Replayed | None) -> None:
+    def put(
+        self, chosen: list[int], scored: Scored, tape: RouteRecorder | ReplayHandle | None
+    ) -> None:
         """The micro-batch of samples `chosen`; `tape` recorded its forward."""
         slots = self.batch.slots_of(chosen)
         self.logp[slots], self.entropy[slots] = (
@@ -160,11 +162,11 @@ class Scores:
                 whole[slots] = rows.detach().cpu()
         if tape is None:
             return
-        ids = (tape.native() if isinstance(tape, Replayed) else tape.trace()).ids.cpu()
+        ids = (tape.native() if isinstance(tape, ReplayHandle) else tape.trace()).ids.cpu()
         if self.native is None:
             self.native = torch.empty(self.batch.num_slots, *ids.shape[1:], dtype=ids.dtype)
         self.native[slots] = ids
-        if isinstance(tape, Replayed):
+        if isinstance(tape, ReplayHandle):
             mass = tape.gate_mass().cpu()
             self.mass = (
                 torch.empty(self.batch.num_slots, mass.shape[1]) if self.mass is None else self.mass

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import experts
-from onepolicy.invariant.mode import Invariant, InvariantLinear, install
-from onepolicy.invariant.probe import check_model
-from onepolicy.invariant.strict import NotInvariant
-from onepolicy.invariant.switch import TILE, active
+from onepolicy.invariant.enable import check_model
+from onepolicy.invariant.mode import Invariant, InvariantLinear, install_invariant
+from onepolicy.invariant.strict import NotInvariantError
+from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_experts
 from onepolicy.models.packed_attention import Packing
 from support.invariant_models import engine_of, trainer_of
@@ -41,19 +41,19 @@ def logits(model):
 def test_left_as_it_was(name):
     model = make(name)
     before, computed = state_of(model), logits(model)
-    assert not active(model)
+    assert not is_invariant(model)
     with Invariant(model) as outer:
         inside = state_of(model)
-        assert active(model)
+        assert is_invariant(model)
         assert any(type(module) is InvariantLinear for module in model.modules())
         with Invariant(model, strict=True):
-            assert active(model)
-        assert active(model)
+            assert is_invariant(model)
+        assert is_invariant(model)
         assert state_of(model) == inside
         with outer:  # the same object again
-            assert active(model)
-        assert active(model)
-    assert not active(model)
+            assert is_invariant(model)
+        assert is_invariant(model)
+    assert not is_invariant(model)
     assert state_of(model) == before
     assert torch.equal(logits(model), computed)
 
@@ -64,7 +64,7 @@ def test_an_exception_leaves_it(strict):
     before = state_of(model)
     with pytest.raises(KeyError), Invariant(model), Invariant(model, strict=strict):
         raise KeyError
-    assert not active(model)
+    assert not is_invariant(model)
     assert state_of(model) == before
 
 
@@ -75,7 +75,9 @@ def test_another_model_and_another_thread_are_not_touched():
     with Invariant(inside):
         assert torch.equal(logits(outside), expected)
         thread = threading.Thread(
-            target=lambda: seen.append((active(inside), active(outside), logits(outside)))
+            target=lambda: seen.append(
+                (is_invariant(inside), is_invariant(outside), logits(outside))
+            )
         )
         thread.start()
         thread.join()
@@ -90,15 +92,15 @@ def test_contexts_left_in_another_order():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert active(model)
+    assert is_invariant(model)
     second.__exit__(None, None, None)
-    assert not active(model)
+    assert not is_invariant(model)
 
 
 def test_a_copy_of_an_installed_model_stands_alone():
     model = trainer_of(make("qwen3_moe"))
     twin = copy.deepcopy(model)
-    assert active(twin)
+    assert is_invariant(twin)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(1.5)
@@ -131,8 +133,8 @@ class Cumulative(nn.Linear):
 def test_an_operator_without_an_invariant_version_is_named(fault, named):
     model = make("qwen3_dense")
     model.model.layers[1].self_attn.o_proj.__class__ = fault
-    install(model)
-    with pytest.raises(NotInvariant, match=named):
+    install_invariant(model)
+    with pytest.raises(NotInvariantError, match=named):
         check_model(model)
 
 
@@ -140,7 +142,7 @@ def test_what_is_raised_in_strict_mode_leaves_no_hooks():
     model = make("qwen3_dense")
     before = state_of(model)
     model.model.norm.forward = lambda x: torch.sigmoid(x)
-    with pytest.raises(NotInvariant, match=r"aten\.sigmoid"), Invariant(model, strict=True):
+    with pytest.raises(NotInvariantError, match=r"aten\.sigmoid"), Invariant(model, strict=True):
         torch.sigmoid(torch.ones(3))
     assert state_of(model) == before
 
@@ -163,7 +165,7 @@ def test_recurrent_families_are_refused():
 
 def experts_of(name, dtype):
     model = make(name, dtype=dtype)
-    decode_experts.prepare(model, torch.device("cpu"))
+    decode_experts.use_decode_experts(model, torch.device("cpu"))
     return next(
         module
         for module in model.modules()

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from onepolicy.invariant import attention, experts, ops
-from onepolicy.models.load import cast
+from onepolicy.models.load import cast_model
 from onepolicy.types import Sampling
 from support.engine_runs import run
 from support.invariant_models import batch_of, differing, engine_of, pair, trainer_of
@@ -162,7 +162,7 @@ def test_cast_is_what_a_checkpoint_opened_in_bfloat16_holds(name, tmp_path):
     model = make(name)
     model.save_pretrained(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    ours = dict([*cast(model, torch.bfloat16).named_parameters(), *model.named_buffers()])
+    ours = dict([*cast_model(model, torch.bfloat16).named_parameters(), *model.named_buffers()])
     theirs = dict([*opened.named_parameters(), *opened.named_buffers()])
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     assert all(torch.equal(ours[n], theirs[n]) for n in theirs)

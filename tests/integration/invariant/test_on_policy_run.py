@@ -15,8 +15,8 @@ from onepolicy.build.components import MeasureComponents, SamplingComponents, bu
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
-from onepolicy.invariant.contract import agree
-from onepolicy.invariant.fingerprint import digest
+from onepolicy.invariant.fingerprint import short_digest
+from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.measure.bitwise import measure_bitwise
 from onepolicy.models import experts as fast_experts
 from onepolicy.report.bitwise import HELD, said, summary
@@ -89,7 +89,7 @@ def test_every_step_is_exactly_on_policy(train):
     assert "To the bit: 0 of" in bitwise(run)
     assert bitwise(run).endswith("computed alike")
     sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["fingerprint"] == digest(json.dumps(about["fingerprint"], sort_keys=True))
+    assert sample["fingerprint"] == short_digest(json.dumps(about["fingerprint"], sort_keys=True))
     assert sample["mean_logp_rollout"] == sample["mean_logp_trainer"]
 
 
@@ -232,19 +232,19 @@ def test_options_that_bits_have_no_use_for(recipe, option, capsys):
 def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
     parts = parts_of(recipe)
     engine, learner = parts.engine.caps.contract, parts.learner.scorer.contract
-    agree(engine, learner)
+    require_same_contract(engine, learner)
     fast = parts_of(recipe, "numerics=fast", "rollout.engine.dtype=float32").engine.caps.contract
     with pytest.raises(
         UsageError,
         match="same numerics on both sides, but the engine has fast and the trainer on-pol",
     ):
-        agree(fast, learner)
+        require_same_contract(fast, learner)
     for field in ("dtype", "attention", "experts", "lm_head", "logp"):
         with pytest.raises(
             UsageError,
             match=f"same {field} on both sides, but the engine has other and the trainer",
         ):
-            agree(replace(engine, **{field: "other"}), learner)
+            require_same_contract(replace(engine, **{field: "other"}), learner)
     for name in ("model.layers.0.mlp.gate", "model.rotary_emb"):
         changed = tuple((n, "float64" if n == name else how) for n, how in engine.modules)
         assert changed != engine.modules
@@ -252,4 +252,4 @@ def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
             UsageError,
             match=f"same module {name} on both sides, but the engine has float64 and the t",
         ):
-            agree(replace(engine, modules=changed), learner)
+            require_same_contract(replace(engine, modules=changed), learner)

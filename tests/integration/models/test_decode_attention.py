@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from onepolicy.models import decode_attention
-from onepolicy.models.bags import weighted_rows
-from onepolicy.models.decode_attention import SlabStep, slab_attention
+from onepolicy.models.decode_attention import KVCacheStep, kv_cache_attention
+from onepolicy.models.embedding_bag_matmul import weighted_rows
 
 SLOTS, GROUPS, SHARED, WIDTH, VALUE, LENGTH = 4, 2, 3, 8, 5, 192
 
@@ -32,7 +32,7 @@ def alone(q, key, value, scale, window, sinks):
 @pytest.mark.parametrize("window", [None, 5, 66])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
-    monkeypatch.setattr(decode_attention, "SHARED", shared)
+    monkeypatch.setattr(decode_attention, "MAX_HEADS_PER_KEY", shared)
     torch.manual_seed(0)
     keys, values = (
         torch.randn(SLOTS, GROUPS, WIDTH, LENGTH),
@@ -42,17 +42,17 @@ def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
     last, longest = int(rows.max()) + 1, int(sizes.max())
     even = bool((sizes == sizes[0]).all())
     place = None if len(rows) == last else rows
-    step = SlabStep(rows, sizes - 1, longest, slice(0, last), place, even=even)
+    step = KVCacheStep(rows, sizes - 1, longest, slice(0, last), place, equal_lengths=even)
     query = torch.randn(1, GROUPS * SHARED, len(rows), WIDTH)
     s_aux = torch.randn(GROUPS * SHARED) if sinks else None
     key, value = keys[:last, :, :, :longest].transpose(2, 3), values[:last, :, :longest]
-    out, _ = slab_attention(
+    out, _ = kv_cache_attention(
         nn.Module(),
         query,
         key,
         value,
         None,
-        slab_step=step,
+        kv_cache_step=step,
         scaling=0.3,
         sliding_window=window,
         s_aux=s_aux,
@@ -71,10 +71,14 @@ def test_one_sequence_of_one_key_head():
         torch.randn(1, 1, 64, VALUE),
         torch.randn(1, SHARED, 1, WIDTH),
     )
-    step = SlabStep(torch.tensor([0]), torch.tensor([6]), 7, slice(0, 1), None, even=True)
+    step = KVCacheStep(
+        torch.tensor([0]), torch.tensor([6]), 7, slice(0, 1), None, equal_lengths=True
+    )
     key, value = keys[:, :, :, :7].transpose(2, 3), values[:, :, :7]
-    assert decode_attention.in_table(query[0].transpose(0, 1), key, step)
-    out, _ = slab_attention(nn.Module(), query, key, value, None, slab_step=step, scaling=0.3)
+    assert decode_attention.reads_as_table(query[0].transpose(0, 1), key, step)
+    out, _ = kv_cache_attention(
+        nn.Module(), query, key, value, None, kv_cache_step=step, scaling=0.3
+    )
     expected = alone(query[0, :, 0], key[0].transpose(0, 1), value[0].transpose(0, 1), 0.3, 7, None)
     torch.testing.assert_close(out[0, 0], expected, atol=1e-5, rtol=1e-4)
 
@@ -82,8 +86,10 @@ def test_one_sequence_of_one_key_head():
 def test_only_whole_blocks_of_the_slab_are_read_as_a_table():
     def taken(keys, **step):
         view = keys.transpose(2, 3)[:, :, :10]
-        where = SlabStep(torch.arange(2), torch.full((2,), 9), 10, **{"view": slice(0, 2), **step})
-        return decode_attention.in_table(torch.zeros(2, 4, 8), view, where)
+        where = KVCacheStep(
+            torch.arange(2), torch.full((2,), 9), 10, **{"view": slice(0, 2), **step}
+        )
+        return decode_attention.reads_as_table(torch.zeros(2, 4, 8), view, where)
 
     assert taken(torch.zeros(2, 2, 8, 128))
     assert not taken(torch.zeros(2, 2, 8, 100))

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from onepolicy.models import decode_experts
-from onepolicy.models.decode_experts import Layout, _width
+from onepolicy.models.decode_experts import ExpertLayout, _width
 from support.models import make
 
 
 def experts_of(name):
     model = make(name)
-    decode_experts.prepare(model, torch.device("cpu"))
+    decode_experts.use_decode_experts(model, torch.device("cpu"))
     return model, next(
         m for m in model.modules() if isinstance(getattr(m, "down_proj", None), nn.Parameter)
     )
@@ -25,8 +25,8 @@ def experts_of(name):
     ("bags", "call"), [(0, 0), (0, 20_000), (0, 10**12), (10**12, 0)]
 )  # loops, mixed, padded, by rows
 def test_same_sums(name, tokens, skew, bags, call, monkeypatch):
-    monkeypatch.setattr(decode_experts, "BAGS", bags)
-    monkeypatch.setattr(decode_experts, "CALL", call)
+    monkeypatch.setattr(decode_experts, "MAX_BY_ROWS_COST", bags)
+    monkeypatch.setattr(decode_experts, "MATMUL_CALL_COST", call)
     model, experts = experts_of(name)
     torch.manual_seed(1)
     hidden = torch.randn(tokens, 64)
@@ -47,8 +47,8 @@ def test_bfloat16_is_close_to_exact(monkeypatch):
         exact = experts(hidden, index, weights)
         experts.to(torch.bfloat16)
         for slow, bags in ((True, 0), (False, 0), (False, 10**12)):
-            monkeypatch.setattr(decode_experts, "slow_bfloat16", lambda slow=slow: slow)
-            monkeypatch.setattr(decode_experts, "BAGS", bags)
+            monkeypatch.setattr(decode_experts, "has_slow_bfloat16", lambda slow=slow: slow)
+            monkeypatch.setattr(decode_experts, "MAX_BY_ROWS_COST", bags)
             rounded = experts(hidden.bfloat16(), index, weights.bfloat16())
             assert rounded.dtype == torch.bfloat16
             torch.testing.assert_close(
@@ -58,9 +58,9 @@ def test_bfloat16_is_close_to_exact(monkeypatch):
 
 def test_layout_gives_every_pair_one_place():
     index = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]])
-    layout = Layout.of(index, 5, row_cost=10**9)  # padding is dear: only whole calls
+    layout = ExpertLayout.of(index, 5, row_cost=10**9)  # padding is dear: only whole calls
     assert (layout.width, layout.rows) == (0, 8)
-    layout = Layout.of(index, 4, row_cost=1)  # padding is free
+    layout = ExpertLayout.of(index, 4, row_cost=1)  # padding is free
     assert (layout.width, layout.rows, layout.beyond) == (4, 16, [])
     for token in range(4):
         for k in range(2):
@@ -71,8 +71,8 @@ def test_layout_gives_every_pair_one_place():
 
 def test_width_is_the_cheapest(monkeypatch):
     counts = np.array([3, 0, 9, 4, 1])
-    monkeypatch.setattr(decode_experts, "CALL", 1000)
-    monkeypatch.setattr(decode_experts, "READ", 2)
+    monkeypatch.setattr(decode_experts, "MATMUL_CALL_COST", 1000)
+    monkeypatch.setattr(decode_experts, "READ_COST", 2)
 
     def cost(width):
         padding = sum(width - min(c, width) for c in counts) + (2 * len(counts) if width else 0)

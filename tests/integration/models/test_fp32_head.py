@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.build.components import build_parts
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
-from onepolicy.models.fp32_head import Fp32Head, install, load_weights
+from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import outcomes
 from onepolicy.rollout.collect import collect
@@ -83,7 +83,7 @@ def test_engine_projects_unrounded_weights_also_after_a_sync(tied):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_takes_new_weights_unrounded(tied):
     model, other = model_of(tied=tied), model_of(tied=tied, seed=1)
-    install(model, torch.bfloat16, field="rollout.engine.lm_head", copy=True)
+    install_fp32_head(model, torch.bfloat16, field="rollout.engine.lm_head", copy=True)
     load_weights(model, other.state_dict().items())
     hidden, weight = torch.randn(3, 64), other.get_output_embeddings().weight
     assert torch.equal(model.get_output_embeddings()(hidden), nn.functional.linear(hidden, weight))
@@ -94,7 +94,7 @@ def test_a_copy_takes_new_weights_unrounded(tied):
 def test_gradients_of_a_bfloat16_learner_reach_the_one_parameter(tied):
     batch = batch_of()
     ours, theirs = (model_of(tied=tied).to(torch.bfloat16) for _ in range(2))
-    install(ours, torch.bfloat16, field="model.lm_head")
+    install_fp32_head(ours, torch.bfloat16, field="model.lm_head")
     weight = theirs.get_output_embeddings().weight
     theirs.lm_head = nn.Identity()  # the same written out around the model's own layers
     for model in (ours, theirs):
@@ -167,12 +167,12 @@ def test_lora_of_the_layers_is_fine_and_of_the_head_is_refused():
     from peft import LoraConfig, get_peft_model
 
     body = get_peft_model(model_of(tied=False), LoraConfig(target_modules=["q_proj"]))
-    install(body, torch.bfloat16, field="model.lm_head")
+    install_fp32_head(body, torch.bfloat16, field="model.lm_head")
     body(input_ids=torch.tensor([[3, 4]])).logits.sum().backward()
     assert all(p.grad is not None for name, p in body.named_parameters() if "lora_A" in name)
     head = get_peft_model(model_of(tied=False), LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(UsageError, match=r"model\.lm_head: .* not a plain linear layer"):
-        install(head, torch.bfloat16, field="model.lm_head")
+        install_fp32_head(head, torch.bfloat16, field="model.lm_head")
 
 
 def test_a_model_that_rounds_its_logits_is_refused(monkeypatch):

@@ -78,8 +78,8 @@ def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
     monkeypatch.setattr(
         experts, "BLOCK", 2 if blocks else 1 << 40
     )  # rows of an expert filled up to pairs, or not
-    monkeypatch.setattr(linear, "available", lambda: True)
-    monkeypatch.setattr(linear, "ENOUGH", 0 if blocks else 1 << 40)
+    monkeypatch.setattr(linear, "onednn_available", lambda: True)
+    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 0 if blocks else 1 << 40)
     block = make("qwen3_moe").model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 64, generator=generator)

@@ -93,7 +93,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
     how = {"checkpointing": True, "entropy_graph": False, "first": False}
     first = model._run_anew(MicroBatchShape((10,), (5,)), 1, **how)
     assert len(model._list) == 3
-    assert experts.layout is dry_run.LAYOUT
+    assert experts.sort_by_expert is dry_run.LAYOUT
     assert not model.model.is_gradient_checkpointing
     assert model._run_anew(MicroBatchShape((10,), (5,)), 1, **how) == first
 

@@ -20,7 +20,7 @@ from onepolicy.config import UsageError, resolve
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.objective.advantages import outcomes
 from onepolicy.replay import RoutingError
-from onepolicy.replay.alignment import check_alignment, windows
+from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
 from onepolicy.run.log import is_known
@@ -189,7 +189,7 @@ def test_the_library_call(parts, batch) -> None:
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=9))
 def test_windows_split_samples_evenly(lengths: list[int]) -> None:
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    starts = windows(bounds)
+    starts = window_starts(bounds)
     assert set(bounds[:-1].tolist()) <= set(starts.tolist())
     sizes = torch.cat([starts, bounds[-1:]]).diff()
     assert sizes.sum() == sum(lengths)
@@ -442,7 +442,7 @@ def test_no_false_alarm_in_200_clean_steps(parts) -> None:
     for step in range(200):
         scored = parts.learner.score(rollout(parts, step))
         agreement = routing_agreement(scored.routing, scored.routing_native)
-        starts = [*windows(scored.cu_seqlens).tolist(), len(agreement)]
+        starts = [*window_starts(scored.cu_seqlens).tolist(), len(agreement)]
         cells = torch.stack(
             [agreement[a:b].mean() for a, b in itertools.pairwise(starts) if b - a >= 8]
         )

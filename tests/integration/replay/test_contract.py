@@ -99,7 +99,7 @@ def test_a_gate_fused_after_binding_raises_at_the_first_forward(
     with routers.record() as tape:
         model(input_ids=tokens())
         with pytest.raises(RoutingError, match="layer 1 fired 0 times"):
-            tape.take()
+            tape.pop_ids()
         tape.recorders[1].seen.append(torch.zeros(21, 3))  # let the context end
         tape.recorders[0].seen.append(torch.zeros(21, 3))
 

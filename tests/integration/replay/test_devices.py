@@ -12,7 +12,7 @@ from torch import Tensor
 from onepolicy import bind_routers
 from onepolicy.config import UsageError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.seam import Replayer
+from onepolicy.replay.topk_hook import TopkReplayer
 from support.replay_models import build, random_trace, tokens
 
 
@@ -61,7 +61,7 @@ def test_routes_follow_the_scores() -> None:
     """Ids, validity and weights; as with layers over several devices, of which a trace knows one."""
     router = Router("layers.0.gate", 0, Elsewhere(), 4, 2, 0, 0)
     route, valid = torch.tensor([[0, 1]] * 3, dtype=torch.uint8), torch.tensor([True, False, True])
-    replayer = Replayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))
+    replayer = TopkReplayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))
     values, ids = replayer(torch.rand(3, 4))
     assert (
         values.device

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import onepolicy as op
 from onepolicy.replay import Routers, RoutingError
-from onepolicy.replay.contexts import Tape
+from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.types import RoutingTrace
 from support.replay_models import build, tokens
 
@@ -29,7 +29,7 @@ def routers(model: PreTrainedModel) -> Routers:
 
 def _generate(
     model: PreTrainedModel, routers: Routers, prompts: Tensor, **how
-) -> tuple[Tape, Tensor]:
+) -> tuple[RouteRecorder, Tensor]:
     with torch.no_grad(), routers.record() as tape:
         out = model.generate(prompts, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **how)
     return tape, out
@@ -112,7 +112,7 @@ def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None
         with torch.no_grad(), routers.record() as tape:
             for chunk in prompts.split([3, 2, 2], 1):
                 model(input_ids=chunk, past_key_values=cache, use_cache=True)
-        assert len(tape.rows()) == 3
+        assert len(tape.forward_rows()) == 3
         if len(prompts) == 1:
             assert torch.equal(
                 _native(model, routers, tape.trace(), input_ids=prompts).ids, tape.trace().ids
@@ -144,7 +144,7 @@ def test_what_lies_in_order_is_replayed(model: PreTrainedModel, routers: Routers
 def test_a_taken_forward_is_forgotten(model: PreTrainedModel, routers: Routers) -> None:
     with torch.no_grad(), routers.record() as tape:
         model(input_ids=PROMPTS[:, :4])
-        tape.take()
+        tape.pop_ids()
         model(input_ids=PROMPTS)
     assert torch.equal(
         _native(model, routers, tape.trace(), input_ids=PROMPTS).ids, tape.trace().ids
@@ -160,7 +160,7 @@ def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> No
     )
     with routers.record() as tape:
         trained(input_ids=PROMPTS, use_cache=False).logits.sum().backward()
-    assert tape.rows() == [PROMPTS.numel()]
+    assert tape.forward_rows() == [PROMPTS.numel()]
     assert tape.trace().made.steps == ()
     assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
 

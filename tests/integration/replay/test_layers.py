@@ -22,8 +22,8 @@ from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5Moe
 
 from onepolicy import bind_routers
 from onepolicy.config import UsageError
-from onepolicy.replay import Routers, RoutingError, is_moe, preflight
-from onepolicy.replay.layers import decoder_index, layers_of
+from onepolicy.replay import Routers, RoutingError, is_moe, require_moe
+from onepolicy.replay.layers import decoder_index, moe_layers_of
 from support.families import TABLE
 from support.replay_models import FAMILIES, build
 
@@ -47,14 +47,14 @@ def test_a_dense_model_is_refused_with_a_mend() -> None:
     with pytest.raises(UsageError, match=r"LlamaForCausalLM.*replay\.mode=off"):
         bind_routers(model)
     with pytest.raises(UsageError, match=r"'llama'.*replay\.mode=off"):
-        preflight(model.config)
+        require_moe(model.config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moe_is_told_from_the_config(family: str) -> None:
     config = FAMILIES[family]()
     assert is_moe(config)
-    preflight(config)
+    require_moe(config)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in config.to_dict():
             setattr(config, name, 0)
@@ -63,7 +63,7 @@ def test_moe_is_told_from_the_config(family: str) -> None:
 
 @pytest.mark.parametrize("family", TABLE)
 def test_every_family_passes_the_preflight(family: str) -> None:
-    preflight(TABLE[family].config())
+    require_moe(TABLE[family].config())
 
 
 def test_prediction_heads_are_not_bound(model: PreTrainedModel) -> None:
@@ -146,12 +146,12 @@ def test_golden_layer_maps(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert bind_routers(model).layers == tuple(expected)
-    assert layers_of(config) in (tuple(expected), None)
+    assert moe_layers_of(config) in (tuple(expected), None)
 
 
 @pytest.mark.parametrize("family", TABLE)
 def test_the_config_tells_the_same_layers(family: str) -> None:
-    told = layers_of(TABLE[family].config())
+    told = moe_layers_of(TABLE[family].config())
     assert told in (tuple(sorted(set(TABLE[family].layers))), None)
     if "dense" in str(TABLE[family].options) or len(TABLE[family].layers) < 3:
         assert told is not None or family == "longcat_flash"

@@ -127,7 +127,7 @@ def test_soft_replaces_what_the_live_scores_find_too_unlikely(
         y = model(X)
     with routers.replay(trace_of(taken), check=False):
         assert torch.equal(y, model(X))
-    assert soft.replaced().tolist() == [replaced]
+    assert soft.replaced_fraction().tolist() == [replaced]
     assert soft.native().ids.tolist() == [[[0, 1]]]
 
 
@@ -138,7 +138,7 @@ def test_soft_scores_of_a_sigmoid_router_are_those_without_its_selection_bias() 
     with routers.replay(trace_of([2, 1]), soft=1.0, native=True, check=False) as soft:
         y = model(x)
     assert soft.native().ids.tolist() == [[[3, 0]]]
-    assert soft.replaced().item() == 0.0  # .25 and .5 are above .1
+    assert soft.replaced_fraction().item() == 0.0  # .25 and .5 are above .1
     assert y.item() == pytest.approx(0.25 * 100 + 0.5 * 10)
 
 
@@ -148,7 +148,7 @@ def test_soft_rows_without_a_route_are_native_and_do_not_count() -> None:
     with routers.replay(trace, soft=0.5, check=False) as soft:
         y = model(X.repeat(2, 1))
     assert y.tolist() == pytest.approx([0.4 * 1 + 0.2 * 100, 0.4 * 1 + 0.3 * 10])
-    assert soft.replaced().item() == 0.5
+    assert soft.replaced_fraction().item() == 0.5
 
 
 def test_soften_never_names_an_expert_twice() -> None:
@@ -178,10 +178,10 @@ def test_soft_on_real_routers(family: str) -> None:
         assert torch.equal(model(input_ids=ids).logits, hard)
     with routers.replay(tape.trace(), soft=1.0, check=False) as soft:
         assert torch.equal(model(input_ids=ids).logits, plain)
-    assert not soft.replaced().any()
+    assert not soft.replaced_fraction().any()
     with experts_inputs(model) as seen, routers.replay(trace, soft=0.9, check=False) as soft:
         model(input_ids=ids)
-    assert (soft.replaced() > 0.05).all()
+    assert (soft.replaced_fraction() > 0.05).all()
     assert all((weights != 0).all() for _, weights in seen)
 
 
@@ -195,7 +195,7 @@ def test_soft_recompute_takes_what_the_forward_took() -> None:
     with routers.replay(trace, soft=0.9, check=False) as soft:
         _, grads = loss_and_grads(model, ids)
     assert all(torch.equal(grads[name], expected[name]) for name in expected)
-    assert torch.equal(soft.replaced(), plain.replaced())
+    assert torch.equal(soft.replaced_fraction(), plain.replaced_fraction())
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

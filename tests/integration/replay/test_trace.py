@@ -49,7 +49,7 @@ def test_tape_keeps_forwards_in_order(model: PreTrainedModel, routers: Routers) 
     with routers.record() as tape, torch.no_grad():
         for batch in batches:
             model(input_ids=batch)
-        last = tape.ids()
+        last = tape.last_ids()
     trace = tape.trace()
     assert torch.equal(trace.ids, torch.cat([t.ids for t in alone]))
     assert trace.ids.dtype == torch.uint8
@@ -66,10 +66,10 @@ def test_take_reads_one_forward_and_forgets_it(family: str) -> None:
         for step in range(3):
             computed.clear()
             model(input_ids=tokens(4, 1, seed=step), use_cache=False)
-            for ids, (used, _) in zip(tape.take(), computed, strict=True):
+            for ids, (used, _) in zip(tape.pop_ids(), computed, strict=True):
                 assert torch.equal(ids, used)
         with pytest.raises(RoutingError, match="fired 0 times"):
-            tape.take()
+            tape.pop_ids()
 
 
 def test_tape_without_a_forward_has_nothing_to_give(routers: Routers) -> None:

@@ -10,23 +10,23 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.invariant.fingerprint import (
-    ENVIRONMENT,
-    cannot_claim,
-    differences,
-    digest,
-    fingerprint,
+    ENVIRONMENT_VARIABLES,
+    compute_fingerprint,
+    difference_reason,
+    fingerprint_differences,
+    short_digest,
 )
 from onepolicy.invariant.require_equal import require_equal
 from onepolicy.types import all_known
 from support.objective_batches import batch as packed
 
 CPU = torch.device("cpu")
-PRINT = "import torch, onepolicy.invariant.fingerprint as f; print(f.fingerprint(torch.device('cpu'), 'on-policy'))"
+PRINT = "import torch, onepolicy.invariant.fingerprint as f; print(f.compute_fingerprint(torch.device('cpu'), 'on-policy'))"
 
 
 @pytest.fixture(scope="module")
 def ours():
-    return fingerprint(CPU, "on-policy")
+    return compute_fingerprint(CPU, "on-policy")
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +39,18 @@ def avx2():
 
 
 def test_the_same_process_may_claim(ours):
-    assert fingerprint(CPU, "on-policy") == ours
-    assert cannot_claim(ours, {ours}) is None
-    assert "numerics: on-policy, fast" in cannot_claim(ours, {ours, fingerprint(CPU, "fast")})
+    assert compute_fingerprint(CPU, "on-policy") == ours
+    assert difference_reason(ours, {ours}) is None
+    assert "numerics: on-policy, fast" in difference_reason(
+        ours, {ours, compute_fingerprint(CPU, "fast")}
+    )
 
 
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this processor has no AVX-512"
 )
 def test_another_instruction_set_is_refused(ours, avx2):
-    why = cannot_claim(ours, {avx2})
+    why = difference_reason(ours, {avx2})
     for part in ("ATEN_CPU_CAPABILITY: unset, avx2", "capability: AVX512, AVX2", "bits: "):
         assert part in why  # the setting, what it did, and that kernels give other bits
 
@@ -57,24 +59,26 @@ def test_threads_travel_but_do_not_matter(ours):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        other = fingerprint(CPU, "on-policy")
+        other = compute_fingerprint(CPU, "on-policy")
     finally:
         torch.set_num_threads(before)
     assert json.loads(other)["threads"] == str(before + 1)
-    assert differences(ours, other) == []
+    assert fingerprint_differences(ours, other) == []
 
 
-@pytest.mark.parametrize("name", ENVIRONMENT)
+@pytest.mark.parametrize("name", ENVIRONMENT_VARIABLES)
 def test_every_variable_that_chooses_kernels_is_seen(ours, name, monkeypatch):
     monkeypatch.setenv(name, "something")
-    assert differences(ours, fingerprint(CPU, "on-policy")) == [f"{name}: unset, something"]
+    assert fingerprint_differences(ours, compute_fingerprint(CPU, "on-policy")) == [
+        f"{name}: unset, something"
+    ]
 
 
 def test_settings_of_torch_are_seen(ours):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        found = differences(ours, fingerprint(CPU, "on-policy"))
+        found = fingerprint_differences(ours, compute_fingerprint(CPU, "on-policy"))
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == [f"matmul_precision: {before}, medium"]
@@ -84,8 +88,8 @@ def test_unknown_of_one_is_unknown_of_all():
     a, b = frozenset({"a"}), frozenset({"b"})
     assert all_known([a, b]) == {"a", "b"}
     assert all_known([a, frozenset()]) == frozenset()
-    assert "no fingerprint" in cannot_claim("{}", frozenset())
-    assert digest("a") != digest("b")
+    assert "no fingerprint" in difference_reason("{}", frozenset())
+    assert short_digest("a") != short_digest("b")
 
 
 def test_a_step_with_another_fingerprint_stops_the_run(ours, avx2):

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from onepolicy.config import UsageError
-from onepolicy.invariant import ops, probe
+from onepolicy.invariant import enable, ops
 from onepolicy.invariant.attention import attend
 from onepolicy.invariant.ops import TERMS
 from onepolicy.invariant.switch import TILE
-from onepolicy.models.bags import sum_rows, weighted_rows
+from onepolicy.models.embedding_bag_matmul import sum_rows, weighted_rows
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -116,7 +116,7 @@ def test_large_products_take_another_kernel_and_agree():
 def test_batched_is_its_definition(batch, rows, terms, columns, seed):
     x, y = normal(batch, rows, terms, seed=seed), normal(batch, terms, columns, seed=seed + 1)
     assert torch.equal(
-        ops.batched(x, y), torch.stack([chains(a, b) for a, b in zip(x, y, strict=True)])
+        ops.batched_matmul(x, y), torch.stack([chains(a, b) for a, b in zip(x, y, strict=True)])
     )
 
 
@@ -193,7 +193,7 @@ def causal(q, key, value, queries, keys, **settings):
 def test_a_query_is_the_same_alone_and_among_others(length, width, window, sinks, data):
     """Decoding equals prefilling, in chunks or whole, however long the longest row beside it is."""
     sink = normal(4, seed=3) if sinks else None
-    size = ops.up_to(length, TILE)
+    size = ops.round_up(length, TILE)
     q, key, value = (
         normal(1, size, 4, width),
         normal(1, 2, size, width, seed=1),
@@ -203,7 +203,7 @@ def test_a_query_is_the_same_alone_and_among_others(length, width, window, sinks
     rows = {"window": window, "sinks": sink}
     whole = causal(q, key, value, list(range(length)), size, **rows)[0]
     chunk = causal(q, key, value, list(range(start, length)), size, **rows)[0]
-    alone = causal(q, key, value, [start], ops.up_to(start + 1, TILE), **rows)[0]
+    alone = causal(q, key, value, [start], ops.round_up(start + 1, TILE), **rows)[0]
     assert torch.equal(whole[start:], chunk)
     assert torch.equal(whole[start : start + 1], alone)
 
@@ -244,7 +244,7 @@ def test_gradients_of_attention_are_torchs(sinks):
 
 
 def test_this_build_passes():
-    probe.check_build.__wrapped__(CPU, 1)
+    enable.check_build.__wrapped__(CPU, 1)
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_a_build_that_fails_is_refused_by_operator(monkeypatch, attribute, value
     with pytest.raises(
         UsageError, match=f"numerics: {named}.*torch {torch.__version__.partition('+')[0]}"
     ):
-        probe.check_build.__wrapped__(CPU, 1)
+        enable.check_build.__wrapped__(CPU, 1)

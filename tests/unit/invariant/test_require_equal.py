@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError
-from onepolicy.invariant.require_equal import differing, require_equal
+from onepolicy.invariant.require_equal import differing_slots, require_equal
 from onepolicy.types import RoutingTrace
 from support.objective_batches import batch, group
 
@@ -42,7 +42,7 @@ def test_the_first_difference_is_named():
     made = scored()
     made.logp_old[6] = made.logp_old[6].nextafter(torch.tensor(0.0))
     made.logp_old[7] = -1.0
-    assert differing(made).nonzero().flatten().tolist() == [6, 7]
+    assert differing_slots(made).nonzero().flatten().tolist() == [6, 7]
     with pytest.raises(TrainingError) as stopped:
         require(made)
     text = str(stopped.value)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from onepolicy.invariant.strict import NotInvariant, Strict
+from onepolicy.invariant.strict import NotInvariantError, StrictMode
 
 UNARY = """
     exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
@@ -35,9 +35,9 @@ ELEMENTWISE = {
 
 def refused(function, x):
     try:
-        with Strict(nn.Identity()):
+        with StrictMode(nn.Identity()):
             function(x)
-    except NotInvariant:
+    except NotInvariantError:
         return True
     return False
 

@@ -13,18 +13,18 @@ from torch import Tensor
 from onepolicy.config import UsageError, resolve
 from onepolicy.replay.alignment import check_captured
 from onepolicy.replay.checks import (
-    Misaligned,
-    RouteRules,
+    MisalignedRoutesError,
+    RouteSpec,
     check_completion,
     check_trace,
     constant_layers,
-    with_routes,
+    fill_missing_routes,
 )
 from onepolicy.replay.modes import gate_mass
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 LAYERS, E, K = (1, 2, 4, 5), 32, 4
-RULES = RouteRules(LAYERS, E, K, "error")
+RULES = RouteSpec(LAYERS, E, K, "error")
 PROMPT, RESPONSE = [3, 5, 3, 8, 9], list(range(10, 50))
 SLOTS = len(PROMPT) + len(RESPONSE) - 1
 
@@ -156,17 +156,17 @@ def test_a_collapsed_router_and_a_layer_that_was_not_captured() -> None:
     arrive(written_once())  # on arrival nobody can tell
     filler = torch.cat([torch.arange(K, dtype=torch.uint8).expand(SLOTS, 1, K), routes()[:, 1:]], 1)
     arrive(filler)  # a router may have collapsed onto the first experts
-    with pytest.raises(Misaligned, match="layer 1 has the same experts"):
+    with pytest.raises(MisalignedRoutesError, match="layer 1 has the same experts"):
         check_captured(trace(filler), trace(routes()))
     mine, bounds = trace(written_once()), torch.tensor([0, 20, 44])
     assert check_captured(mine, mine, bounds) == {5: written_once()[0, 3].tolist()}
     assert check_captured(trace(routes()), mine) == {}
     with pytest.raises(
-        Misaligned, match=r"layer 5 has the same experts .* in all 20 rows of sample 0"
+        MisalignedRoutesError, match=r"layer 5 has the same experts .* in all 20 rows of sample 0"
     ) as caught:
         check_captured(mine, trace(routes()), bounds)
     assert "the engine did not capture this layer" in str(caught.value)
-    assert caught.value.of_layers
+    assert caught.value.layers_wrong
     assert (
         check_captured(mine, trace(routes()), bounds, least=0.0) == {}
     )  # neither a collapse nor an error
@@ -246,15 +246,18 @@ def test_a_sample_without_routes_is_an_error_unless_asked_for() -> None:
     with pytest.raises(
         UsageError, match=r"problem 7, sample 2: has no routes.*replay\.missing=native"
     ):
-        with_routes(sample(None), RULES, "problem 7, sample 2")
-    native = with_routes(sample(None), dataclasses.replace(RULES, missing="native"), "x").routing
+        fill_missing_routes(sample(None), RULES, "problem 7, sample 2")
+    native = fill_missing_routes(
+        sample(None), dataclasses.replace(RULES, missing="native"), "x"
+    ).routing
     assert native is not None
     assert (len(native), native.layers, native.num_experts, native.top_k) == (5, LAYERS, E, K)
     assert not native.valid.any()  # the ids are filler and say so
     assert (
-        with_routes(sample(None), dataclasses.replace(RULES, missing="fine"), "x").routing is None
+        fill_missing_routes(sample(None), dataclasses.replace(RULES, missing="fine"), "x").routing
+        is None
     )
-    assert with_routes(sample(None), None, "x").routing is None  # dense
+    assert fill_missing_routes(sample(None), None, "x").routing is None  # dense
 
 
 def test_settings_without_effect_are_refused() -> None:

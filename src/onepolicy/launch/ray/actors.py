@@ -24,8 +24,8 @@ from onepolicy.launch.ray.placement import PlacementGroup, ProcessInfo, Resource
 from onepolicy.launch.ray.rank_actor import RankProcess, process_info_json
 from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
-from onepolicy.models.load import device_of
-from onepolicy.models.quant.parts import PartSize, Sizes
+from onepolicy.models.load import parse_device
+from onepolicy.models.quant.size_report import PartSize, SizeReport
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.fleet.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
@@ -41,7 +41,7 @@ CALLS = 100
 @contextmanager
 def ray_launcher(config: RunConfig, cluster: RayCluster, progress: Progress) -> Iterator[Launcher]:
     """Ray is connected. All processes are placed here and now, and start when the run asks for them."""
-    cuda = device_of(config.train.device).type == "cuda"
+    cuda = parse_device(config.train.device).type == "cuda"
     room = PlacementGroup(ResourceRequest.from_config(config, cuda=cuda), cluster)
     try:
         processes = _Processes(config, cluster, room, cuda)
@@ -165,9 +165,9 @@ class _Processes:
         return Broadcast(written, receivers, host=self.address, limit=self.cluster.reply_timeout)
 
 
-def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> Sizes:
+def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:
     """As it was before JSON, like `contract_of`."""
-    return Sizes(quant, [PartSize(**part) for part in parts], method)
+    return SizeReport(quant, [PartSize(**part) for part in parts], method)
 
 
 def contract_of(about: dict[str, Any]) -> NumericsContract:

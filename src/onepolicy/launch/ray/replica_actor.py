@@ -147,10 +147,10 @@ class ReplicaProcess:
 
 def description(engine: RolloutEngine) -> dict[str, Any]:
     """What cluster.hosts wants to know of an engine, for JSON."""
-    from onepolicy.models.quant.parts import Sizes
+    from onepolicy.models.quant.size_report import SizeReport
 
     contract, sizes = engine.caps.contract, engine.caps.sizes
-    assert sizes is None or isinstance(sizes, Sizes)
+    assert sizes is None or isinstance(sizes, SizeReport)
     return {
         "caps": dataclasses.asdict(dataclasses.replace(engine.caps, contract=None, sizes=None)),
         "contract": None if contract is None else dataclasses.asdict(contract),
@@ -168,8 +168,8 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
     from onepolicy.build import engines
     from onepolicy.config import EngineConfig, ModelConfig
     from onepolicy.config.quant import QuantConfig
-    from onepolicy.models.load import device_of
-    from onepolicy.replay.checks import RouteRules
+    from onepolicy.models.load import parse_device
+    from onepolicy.replay.checks import RouteSpec
     from onepolicy.rollout.spec import EngineSpec
 
     torch.set_num_threads(settings["threads"])
@@ -178,11 +178,11 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
         EngineSpec(
             ModelConfig.model_validate(settings["model"]),
             TypeAdapter(EngineConfig).validate_python(settings["engine"]),
-            device_of("cuda" if settings["cuda"] else "cpu"),
+            parse_device("cuda" if settings["cuda"] else "cpu"),
             settings["max_len"],
             routes=None
             if routes is None
-            else RouteRules(**{**routes, "layers": tuple(routes["layers"])}),
+            else RouteSpec(**{**routes, "layers": tuple(routes["layers"])}),
             combine_weights=settings["combine_weights"],
             numerics=settings["numerics"],
             quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),

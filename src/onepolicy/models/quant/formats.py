@@ -12,24 +12,26 @@ from torch import Tensor, nn
 from onepolicy.config import UsageError
 from onepolicy.config.quant import Fp8, Fp8Weight, Int8, QuantFormat
 
-CAPABILITY = {"int8": (7, 5), "fp8": (8, 9)}
+MIN_CAPABILITY = {"int8": (7, 5), "fp8": (8, 9)}
 """Of CUDA devices whose tensor cores multiply these codes."""
-MULTIPLE = {"int8": 8, "fp8": 16}
+SIDE_MULTIPLE = {"int8": 8, "fp8": 16}
 """What the sides of a weight must be multiples of on a CUDA device (torch 2.13)."""
-ROWS = 17
+MIN_INT_MM_ROWS = 17
 """Fewest rows `torch._int_mm` takes there."""
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [N, in] int8, weight [in, out] int8 -> [N, out] int32, exact."""
-    if x.device.type == "cpu" or len(x) >= ROWS:
+    if x.device.type == "cpu" or len(x) >= MIN_INT_MM_ROWS:
         return torch._int_mm(x, weight)
     return padded_int8_product(x, weight)
 
 
 def padded_int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """`int8_product` with rows of zeros up to the fewest a CUDA device takes."""
-    return torch._int_mm(nn.functional.pad(x, (0, 0, 0, ROWS - len(x))), weight)[: len(x)]
+    return torch._int_mm(nn.functional.pad(x, (0, 0, 0, MIN_INT_MM_ROWS - len(x))), weight)[
+        : len(x)
+    ]
 
 
 def e4m3_product(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -48,8 +50,8 @@ def e4m3_product(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor)
 def check_device(config: QuantFormat, device: torch.device) -> None:
     """UsageError with the reason if this device cannot multiply the format in the embedded engine."""
     where = "rollout.quant.format"
-    if device.type == "cuda" and config.format in CAPABILITY:
-        found, needed = torch.cuda.get_device_capability(device), CAPABILITY[config.format]
+    if device.type == "cuda" and config.format in MIN_CAPABILITY:
+        found, needed = torch.cuda.get_device_capability(device), MIN_CAPABILITY[config.format]
         if found < needed:
             raise UsageError(
                 f"{where}: {config.format} needs a GPU of compute capability {needed[0]}.{needed[1]}, this one has "
@@ -74,7 +76,7 @@ def check_device(config: QuantFormat, device: torch.device) -> None:
 
 def check_shape(config: QuantFormat, path: str, weight: Tensor) -> None:
     """UsageError if a CUDA device cannot multiply with this weight [..., out, in] in codes."""
-    multiple = MULTIPLE.get(config.format, 1) if weight.device.type == "cuda" else 1
+    multiple = SIDE_MULTIPLE.get(config.format, 1) if weight.device.type == "cuda" else 1
     if any(side % multiple for side in weight.shape[-2:]):
         raise UsageError(
             f"rollout.quant.format: {config.format} on a GPU needs sides that are multiples of {multiple}, but {path} "
@@ -85,12 +87,12 @@ def check_shape(config: QuantFormat, path: str, weight: Tensor) -> None:
 INT8_MAX = 127  # -128 is left out, so that codes are symmetric
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-SMALLEST = 1e-12  # scale of a row of zeros
+MIN_SCALE = 1e-12  # scale of a row of zeros
 
 
 def absmax(x: Tensor) -> Tensor:
     """[..., 1] float32"""
-    return x.abs().amax(-1, keepdim=True).float().clamp_(min=SMALLEST)
+    return x.abs().amax(-1, keepdim=True).float().clamp_(min=MIN_SCALE)
 
 
 def to_int8(x: Tensor, scale: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ E4M3_UNIT = 2.0**8
 """What `from_e4m3` leaves out."""
 
 
-def fake(x: Tensor, bits: int) -> Tensor:
+def fake_quantise(x: Tensor, bits: int) -> Tensor:
     """x rounded to 2^bits - 1 equidistant values per row [..., n], in float32."""
     x = x.float()
     most = 2 ** (bits - 1) - 1

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from onepolicy.models import decode_experts
-from onepolicy.models.bags import bag_offsets
+from onepolicy.models.embedding_bag_matmul import bag_offsets
 from onepolicy.models.linear import linear
 from onepolicy.models.quant.formats import (
     E4M3,
     E4M3_UNIT,
-    ROWS,
+    MIN_INT_MM_ROWS,
     e4m3_product,
     e4m3_rows,
     from_e4m3,
@@ -31,11 +31,13 @@ from onepolicy.models.quant.formats import (
 
 BAG_WIDTH = 512  # inputs up to which every partial sum of 8-bit products is below 2^24
 BAG_SIZE = 65_536  # weights of an expert up to which reading them row by row is worth it
-CALL = 350_000  # multiplications that one expert's two matmuls and their sorting are worth
+MATMUL_CALL_COST = (
+    350_000  # multiplications that one expert's two matmuls and their sorting are worth
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ExpertRows:
     """One row for each of K experts of N tokens: as they come, or sorted by expert."""
 
     token: Tensor  # [R]
@@ -48,7 +50,7 @@ class Rows:
     @classmethod
     def of(
         cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int, *, sort: bool
-    ) -> Rows:
+    ) -> ExpertRows:
         (tokens, top_k), expert = top_k_index.shape, top_k_index.reshape(-1)
         weight, row = (
             top_k_weights.reshape(-1, 1).float(),
@@ -74,9 +76,9 @@ class Int8Matrices:
 
     def __init__(self, weight: Tensor, activations: Activations, *, bags: bool) -> None:
         self.activations, self.bags = activations, bags
-        self.take(weight)
+        self.set_weight(weight)
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         codes, scale = int8_rows(weight)
         self.scale = scale[..., 0]  # [E, out]
         self._shape = codes.mT.shape  # [E, in, out]
@@ -90,7 +92,7 @@ class Int8Matrices:
         unit = torch.tensor([1.0, -128.0]).view(torch.uint8).expand(len(rows), -1)
         self.codes = torch.cat([rows, unit], 1)
 
-    def __call__(self, x: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: Tensor, scale: Tensor, rows: ExpertRows) -> Tensor:
         """x [R, in] int8, scale [R, 1] -> [R, out] float32."""
         product = self._few(x, rows.expert) if rows.counts is None else self._many(x, rows.counts)
         return product * scale * self.scale[rows.expert]
@@ -108,7 +110,7 @@ class Int8Matrices:
         for own, matrix, target in zip(
             x.split(counts), self._unpacked(), out.split(counts), strict=True
         ):
-            if len(own) >= ROWS or (len(own) and x.device.type == "cpu"):
+            if len(own) >= MIN_INT_MM_ROWS or (len(own) and x.device.type == "cpu"):
                 torch._int_mm(own, matrix, out=target)
             elif len(own):
                 target.copy_(padded_int8_product(own, matrix))
@@ -132,7 +134,7 @@ class E4M3Matrices:
 
     def __init__(self, weight: Tensor, *, activations: bool) -> None:
         self._weight, self._scaled = E4M3Weight(weight), activations
-        self.take = self._weight.take
+        self.set_weight = self._weight.set_weight
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, in] -> what `__call__` takes of its rows."""
@@ -141,7 +143,7 @@ class E4M3Matrices:
         codes, scale = e4m3_rows(x)
         return codes.view(torch.int8), scale  # e4m3 cannot be indexed
 
-    def __call__(self, x: Tensor, scale: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x: Tensor, scale: Tensor, rows: ExpertRows) -> Tensor:
         """x [R, in], scale [R, 1], sorted by expert -> [R, out]."""
         assert rows.counts is not None
         parts = zip(
@@ -176,12 +178,14 @@ class CodedExperts:
     def __call__(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        few = self.up.bags and top_k_index.numel() * self._cost <= CALL * self.num_experts
-        rows = Rows.of(top_k_index, top_k_weights, self.num_experts, sort=not few)
+        few = (
+            self.up.bags and top_k_index.numel() * self._cost <= MATMUL_CALL_COST * self.num_experts
+        )
+        rows = ExpertRows.of(top_k_index, top_k_weights, self.num_experts, sort=not few)
         x, scale = self.up.activations(hidden)
         inner = self.up(x[rows.token], scale[rows.token], rows)
-        up_bias, down_bias = decode_experts.biases(module)
-        inner = decode_experts.activation(module)(
+        up_bias, down_bias = decode_experts.expert_biases(module)
+        inner = decode_experts.expert_activation(module)(
             inner if up_bias is None else inner + up_bias[rows.expert]
         )
         out = self.down(*self.down.activations(inner), rows)
@@ -220,7 +224,7 @@ class E4M3Experts:
     def __call__(
         self, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        activate, x, dtype = decode_experts.activation(module), hidden, hidden.dtype
+        activate, x, dtype = decode_experts.expert_activation(module), hidden, hidden.dtype
         if self._activations:
             own, dtype = activate, torch.float32
 
@@ -228,7 +232,11 @@ class E4M3Experts:
                 return e4m3_activations(own(inner))
 
             x = e4m3_activations(hidden)
-        weights = self.up.expand(dtype), self.down.expand(dtype), *decode_experts.biases(module)
+        weights = (
+            self.up.expand(dtype),
+            self.down.expand(dtype),
+            *decode_experts.expert_biases(module),
+        )
         return decode_experts.weighted_experts(weights, activate, x, top_k_index, top_k_weights).to(
             hidden.dtype
         )
@@ -248,9 +256,9 @@ class E4M3Weight:
 
     def __init__(self, weight: Tensor, *, transposed: bool = False) -> None:
         self._transposed = transposed
-        self.take(weight)
+        self.set_weight(weight)
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         codes, scale = e4m3_rows(weight)
         if self._transposed:
             codes, scale = (
@@ -268,15 +276,15 @@ class E4M3Weight:
 
 
 class QuantLinear(nn.Module):
-    """In place of nn.Linear. The bias stays a parameter; the weight is taken over by `take`."""
+    """In place of nn.Linear. The bias stays a parameter; the weight is taken over by `set_weight`."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.bias = plain.bias
-        self.take(plain.weight.detach())
+        self.set_weight(plain.weight.detach())
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         raise NotImplementedError
 
     def rows(self, x: Tensor) -> Tensor:
@@ -298,7 +306,7 @@ class Int8Linear(QuantLinear):
         super().__init__(plain)
         self.activations = activations
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         self.codes, scale = int8_rows(weight)  # [out, in]
         self.scale = scale[:, 0]
 
@@ -317,7 +325,7 @@ class E4M3Linear(QuantLinear):
         super().__init__(plain)
         self.activations = activations
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         self.weight_codes = E4M3Weight(weight)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -342,9 +350,9 @@ class QuantEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = plain.num_embeddings, plain.embedding_dim
         self._int8, self._dtype = int8, dtype
-        self.take(plain.weight.detach())
+        self.set_weight(plain.weight.detach())
 
-    def take(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         codes, self.scale = int8_rows(weight) if self._int8 else e4m3_rows(weight)
         self.codes = codes.view(torch.int8)  # e4m3 cannot be indexed
 

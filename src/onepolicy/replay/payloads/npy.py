@@ -17,7 +17,7 @@ _HEADER = re.compile(
 """The beginning of an .npy file, as numpy.save writes it in every version of the format."""
 
 
-class NotNpy(ValueError):
+class InvalidNpyError(ValueError):
     """Bytes that are no .npy file of plain numbers."""
 
 
@@ -28,23 +28,23 @@ def parse_npy(data: bytes) -> np.ndarray:
     """
     header = _HEADER.match(data)
     if header is None:
-        raise NotNpy("not an .npy file of plain numbers")
+        raise InvalidNpyError("not an .npy file of plain numbers")
     kind, order, sizes = (group.decode() for group in header.groups())
     try:
         dtype = np.dtype(kind)
     except TypeError:
-        raise NotNpy(f"an .npy of the unknown kind {kind!r}") from None
+        raise InvalidNpyError(f"an .npy of the unknown kind {kind!r}") from None
     if dtype.kind not in "biuf" or not dtype.isnative:
         reason = (
             "which needs allow_pickle; nothing is unpickled"
             if dtype.hasobject
             else "not plain numbers"
         )
-        raise NotNpy(f"an .npy of {dtype}, {reason}")
+        raise InvalidNpyError(f"an .npy of {dtype}, {reason}")
     shape = tuple(int(size) for size in sizes.split(", ") if size)
     size = math.prod(shape) * dtype.itemsize
     if len(data) - header.end() != size:
-        raise NotNpy(
+        raise InvalidNpyError(
             f"an .npy of {len(data) - header.end()} bytes where shape {shape} of {dtype} needs {size}"
         )
     layout: Literal["F", "C"] = "F" if order == "True" else "C"

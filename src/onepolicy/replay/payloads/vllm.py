@@ -25,61 +25,63 @@ import torch
 from onepolicy.config import UsageError
 from onepolicy.config.base import shown
 from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.npy import NotNpy, parse_npy
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
 from onepolicy.types import RoutingTrace, spans_of
 
 Version = tuple[int, int]
-NEWEST = "0.33"
-ALL_ZERO = "https://github.com/vllm-project/vllm/issues/54730"
+NEWEST_VERSION = "0.33"
+ALL_ZERO_ISSUE = "https://github.com/vllm-project/vllm/issues/54730"
 LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Contract:
+class RoutePayloadFormat:
     """One generation. Its two readers return [rows, layers on its axis, K] integers, or None for a request without."""
 
-    newest: Version
+    newest_version: Version
     """Last version of it."""
     axis: Axis
-    rows: Callable[[Any], np.ndarray | None]
+    read_output: Callable[[Any], np.ndarray | None]
     """Of a RequestOutput with one finished completion."""
-    reply_rows: Callable[[Mapping[str, Any], int], np.ndarray | None]
+    read_reply: Callable[[Mapping[str, Any], int], np.ndarray | None]
     """Of the JSON body of a non-streamed reply to one prompt, and the index of the choice."""
-    zeros_missing: bool = True
+    zeros_mean_missing: bool = True
     """Rows live in a buffer that starts as zeros."""
-    loses_requests: bool = False
+    may_drop_requests: bool = False
     """Routes of a request may be dropped without a sign, so that their absence is no mistake of the set-up."""
 
 
 def parse_version(version: str) -> Version:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise UsageError(f"vllm {version}: not a released version; install one of 0.14 to {NEWEST}")
+        raise UsageError(
+            f"vllm {version}: not a released version; install one of 0.14 to {NEWEST_VERSION}"
+        )
     return int(match[1]), int(match[2])
 
 
-def contract_of(version: str) -> Contract:
+def payload_format_of(version: str) -> RoutePayloadFormat:
     """The generation of a vLLM version. UsageError for one that is older or newer than all of them."""
     found = parse_version(version)
     if found < (0, 14):
         raise UsageError(f"vllm {version}: cannot return routes; 0.14 is the first that does")
-    for contract in CONTRACTS:
-        if found <= contract.newest:
-            return contract
+    for payload_format in PAYLOAD_FORMATS:
+        if found <= payload_format.newest_version:
+            return payload_format
     raise UsageError(
-        f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST}"
+        f"vllm {version}: how it returns routes is not known here; the newest that is known is {NEWEST_VERSION}"
     )
 
 
-def trace_of(
+def request_trace(
     rows: np.ndarray | None,  # [R, layers on the contract's axis, K]
-    contract: Contract,
+    payload_format: RoutePayloadFormat,
     *,
     prompt: int,
     completion: int,
     cached: int,
-    rules: RouteRules,
+    route_spec: RouteSpec,
     depth: int,
     version: int,
     first: int = 0,
@@ -93,28 +95,28 @@ def trace_of(
     are is checked by `replay.checks.check_completion`.
     """
     if rows is None:
-        if aborted or contract.loses_requests:
+        if aborted or payload_format.may_drop_requests:
             return None
         raise UsageError(
             "vLLM returned no routes for a request; start it with --enable-return-routed-experts"
         )
     expected = prompt + completion - 1 - first
     captured: np.ndarray = np.ones(len(rows), dtype=bool)  # [R]
-    if contract.zeros_missing and rules.top_k > 1 and rows.ndim == 3 and len(rows):
+    if payload_format.zeros_mean_missing and route_spec.top_k > 1 and rows.ndim == 3 and len(rows):
         captured = np.asarray(rows.any(axis=(1, 2)))
         if not captured.any():
             raise UsageError(
-                f"vLLM returned zeros for all routes of a request: no MoE kernel was captured ({ALL_ZERO})"
+                f"vLLM returned zeros for all routes of a request: no MoE kernel was captured ({ALL_ZERO_ISSUE})"
             )
     if aborted and len(rows) < expected:
         rows = np.concatenate([rows, np.zeros((expected - len(rows), *rows.shape[1:]), rows.dtype)])
         captured = np.concatenate([captured, np.zeros(expected - len(captured), dtype=bool)])
     trace = trace_from(
         torch.from_numpy(rows),
-        layers=rules.layers,
+        layers=route_spec.layers,
         depth=depth,
-        num_experts=rules.num_experts,
-        axis=contract.axis,
+        num_experts=route_spec.num_experts,
+        axis=payload_format.axis,
         valid=torch.from_numpy(captured),
     )
     spans = spans_of(cached, prompt, first + len(rows), version, start=first)
@@ -175,7 +177,7 @@ def _base64_npy(body: Mapping[str, Any], choice: int) -> np.ndarray | None:
         raise UsageError(f"{wrong}: {error}") from error
     try:
         rows = parse_npy(data)
-    except NotNpy as error:
+    except InvalidNpyError as error:
         raise UsageError(f"{wrong}: {error}") from error
     if rows.dtype.kind not in "iu" or rows.dtype == np.uint64:
         raise UsageError(f"routed_experts: expected integers, got an .npy of {rows.dtype}")
@@ -198,9 +200,11 @@ def _joined(prompt: np.ndarray | None, completion: np.ndarray | None) -> np.ndar
     return np.concatenate([prompt, completion])
 
 
-CONTRACTS = (
-    Contract((0, 20), "all", _of_completion, _no_reply),
-    Contract((0, 21), "moe", _of_prompt_and_completion, _nested_lists, loses_requests=True),
-    Contract((0, 30), "all", _of_completion, _base64_npy),
-    Contract((0, 33), "all", _of_completion, _base64_npy, zeros_missing=False),
+PAYLOAD_FORMATS = (
+    RoutePayloadFormat((0, 20), "all", _of_completion, _no_reply),
+    RoutePayloadFormat(
+        (0, 21), "moe", _of_prompt_and_completion, _nested_lists, may_drop_requests=True
+    ),
+    RoutePayloadFormat((0, 30), "all", _of_completion, _base64_npy),
+    RoutePayloadFormat((0, 33), "all", _of_completion, _base64_npy, zeros_mean_missing=False),
 )

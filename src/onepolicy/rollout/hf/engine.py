@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
 from onepolicy.config.numerics import Numerics
 from onepolicy.interfaces import EngineCaps, StaticScales, Weights
-from onepolicy.invariant.contract import contract_of
-from onepolicy.invariant.fingerprint import fingerprint
+from onepolicy.invariant.fingerprint import compute_fingerprint
+from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.models import decode_experts, linear
-from onepolicy.models.load import DTYPES, cast
+from onepolicy.models.load import DTYPES, cast_model
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_model, quantise_policy
 from onepolicy.rollout.hf.forward import SlabForward
@@ -28,7 +28,7 @@ from onepolicy.rollout.spec import EngineSpec
 from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
-    from onepolicy.models.quant.install import Quantised, Stored
+    from onepolicy.models.quant.quantise import QuantisedModel, QuantisedWeight
 
 SLAB_LAYERS = {"full_attention", "sliding_attention", "attention"}
 BATCH_DEPENDENT_ROPE = {
@@ -80,32 +80,32 @@ class HFEngine:
             )
         self.version = 0
         dtype, self._head = DTYPES[config.dtype], None
-        self.quantised: Quantised | None = None
+        self.quantised: QuantisedModel | None = None
         if quant is not None:
             self.quantised = quantise_policy(model.eval(), quant)
         if config.lm_head == "float32":
             from onepolicy.models import fp32_head
 
-            self._head = fp32_head.install(
+            self._head = fp32_head.install_fp32_head(
                 model.eval(), dtype, field="rollout.engine.lm_head", copy=True
             )
-        self.model: PreTrainedModel = cast(model, dtype).eval().requires_grad_(False)
+        self.model: PreTrainedModel = cast_model(model, dtype).eval().requires_grad_(False)
         self._vocab = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         device = next(model.parameters()).device
-        decode_experts.prepare(model, device)
-        linear.prepare(model, device)
+        decode_experts.use_decode_experts(model, device)
+        linear.use_onednn_linear(model, device)
         self.batch = _batch_of(
             model, config, max_len, bind_routers(model) if record else None, weights=weights
         )
         if numerics == "on-policy":
             _make_invariant(model, self.batch)
-        self.fingerprint = fingerprint(device, numerics)
+        self.fingerprint = compute_fingerprint(device, numerics)
         self.caps = EngineCaps(
             record,
             max_len,
             routing_weights=record and weights,
             top_logprobs=self._vocab,
-            contract=contract_of(model, logp=LOGP),
+            contract=numerics_contract_of(model, logp=LOGP),
             sizes=None if self.quantised is None else self.quantised.sizes(),
         )
         self._driver = Driver(self.batch)
@@ -137,7 +137,9 @@ class HFEngine:
     async def load_weights(self, weights: Weights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.interrupt(self.batch.take_out(self.version))
-        stored: dict[str, Stored] = {} if self.quantised is None else self.quantised.stored
+        stored: dict[str, QuantisedWeight] = (
+            {} if self.quantised is None else self.quantised.quantised_weights
+        )
         own = {
             name: tensor for name, tensor in self.model.state_dict().items() if name not in stored
         }
@@ -160,12 +162,12 @@ class HFEngine:
                         f"load_weights: {name!r} has shape {theirs}, the engine's is {ours}"
                     )
                 if name in stored:
-                    stored[name].take(tensor.to(self.model.device))
+                    stored[name].set_weight(tensor.to(self.model.device))
                     left.discard(name)
                     continue
                 own[name].copy_(tensor)
                 if self._head is not None:
-                    self._head.take(own[name], tensor)
+                    self._head.update_copy(own[name], tensor)
                 loaded.add(own[name].data_ptr())
         missing = [
             name for name, tensor in own.items() if tensor.data_ptr() not in loaded
@@ -181,7 +183,7 @@ class HFEngine:
         """Forget every cached prefix: what comes next does not depend on what was sampled before."""
         self._driver.clear("reset_cache")
         if self.quantised is not None:
-            self.quantised.forget()
+            self.quantised.reset_statistics()
 
     @property
     def static_scales(self) -> StaticScales | None:
@@ -228,14 +230,14 @@ def needs_own_cache(model: PreTrainedModel) -> bool:
 
 
 def _make_invariant(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
-    from onepolicy.invariant.probe import start
+    from onepolicy.invariant.enable import enable_invariant
 
     if not isinstance(batch, SlabBatch):
         raise UsageError(
             f"numerics: {type(model).__name__} decodes with a cache of its own, which on-policy numerics does "
             "not reach; use numerics = fast"
         )
-    start(model)
+    enable_invariant(model)
 
 
 def _slab_dtype(model: PreTrainedModel, device: torch.device) -> torch.dtype:

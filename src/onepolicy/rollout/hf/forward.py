@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.invariant.switch import TILE, active
+from onepolicy.invariant.switch import TILE, is_invariant
 from onepolicy.models import decode_attention
-from onepolicy.models.decode_attention import SlabStep
-from onepolicy.replay.contexts import Tape
+from onepolicy.models.decode_attention import KVCacheStep
+from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.slab import Slab
 
@@ -35,7 +35,7 @@ class SlabForward:
         self, model: PreTrainedModel, slab: Slab, routers: Routers | None, *, weights: bool = False
     ) -> None:
         self.model, self.slab, self.routers, self._weights = model, slab, routers, weights
-        self._tape: Tape | None = None
+        self._tape: RouteRecorder | None = None
         model.set_attn_implementation(decode_attention.NAME)
         if routers is not None:
             slab.keep_routes(len(routers.layers), routers.top_k, routers.num_experts)
@@ -53,9 +53,9 @@ class SlabForward:
             finally:
                 self._tape = None
 
-    def __call__(self, ids: Tensor, step: SlabStep, logits_at: Tensor | None = None) -> Tensor:
+    def __call__(self, ids: Tensor, step: KVCacheStep, logits_at: Tensor | None = None) -> Tensor:
         """ids [T] -> float32 logits [T, V], or [n, V] at tokens `logits_at` [n]. Writes keys, values and routes."""
-        if active(self.model):
+        if is_invariant(self.model):
             step.round_keys(TILE)
         self.slab.begin(step)
         out = self.model(
@@ -64,10 +64,10 @@ class SlabForward:
             past_key_values=self.slab,
             use_cache=True,
             logits_to_keep=0 if logits_at is None else logits_at,
-            slab_step=step,
+            kv_cache_step=step,
         )
         if self._tape is not None:
-            self.slab.write_routes(self._tape.take(), self._tape.take_weights())
+            self.slab.write_routes(self._tape.pop_ids(), self._tape.pop_weights())
         return out.logits[0].float()
 
     def prefill(self, tokens: Tensor, spans: list[Span]) -> Tensor:  # tokens [slots, max_len]
@@ -99,7 +99,7 @@ def chunks(spans: list[Span]) -> Iterator[list[Span]]:
         yield together
 
 
-def _prefill_step(spans: list[Span], device: torch.device) -> tuple[SlabStep, Tensor]:
+def _prefill_step(spans: list[Span], device: torch.device) -> tuple[KVCacheStep, Tensor]:
     """The step that feeds these spans, and the index of each span's last token in it."""
     rows = torch.tensor([span.row for span in spans])
     starts = torch.tensor([span.start for span in spans])
@@ -112,7 +112,7 @@ def _prefill_step(spans: list[Span], device: torch.device) -> tuple[SlabStep, Te
     positions = (starts[:, None] + column).flatten()[unpad]
     first = spans[0].row
     adjacent = [span.row for span in spans] == list(range(first, first + len(spans)))
-    step = SlabStep(
+    step = KVCacheStep(
         rows.repeat_interleave(lengths).to(device),
         positions.to(device),
         keys=max(span.stop for span in spans),

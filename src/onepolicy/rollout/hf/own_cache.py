@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.replay.contexts import Tape
+from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.rollout.hf.scheduler import Request
@@ -31,7 +31,7 @@ class OwnCacheBatch:
     ) -> None:
         self.model, self.routers, self.slots, self._keep_weights = model, routers, slots, weights
         self.device = next(model.parameters()).device
-        self._tape: Tape | None = None
+        self._tape: RouteRecorder | None = None
         self.clear()
 
     @property
@@ -114,9 +114,9 @@ class OwnCacheBatch:
         )
         self._cache = out.past_key_values
         if self._tape is not None:
-            routes = torch.stack(self._tape.take(), 1)  # [B * fed, L, K]
+            routes = torch.stack(self._tape.pop_ids(), 1)  # [B * fed, L, K]
             self._routes.append(routes.unflatten(0, ids.shape))
-            weights = self._tape.take_weights()
+            weights = self._tape.pop_weights()
             if weights is not None:
                 self._weights.append(torch.stack(weights, 1).unflatten(0, ids.shape))
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]

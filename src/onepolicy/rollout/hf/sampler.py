@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.models.narrow import WHOLE, narrow
+from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.types import Sampling
 
 LOGP = (
@@ -50,7 +50,9 @@ class SamplingRows:
             column([r.temperature or 1.0 for r in rows], 1.0, torch.float32),
             torch.tensor(greedy, device=device) if any(greedy) else None,
             column(
-                [r.top_k if r.top_k and r.temperature else WHOLE for r in rows], WHOLE, torch.int64
+                [r.top_k if r.top_k and r.temperature else WHOLE_VOCABULARY for r in rows],
+                WHOLE_VOCABULARY,
+                torch.int64,
             ),
             column([r.top_p if r.temperature else 1.0 for r in rows], 1.0, torch.float32),
             max(r.top_logprobs for r in rows),
@@ -77,7 +79,7 @@ def sample(logits: Tensor, uniform: Tensor, rows: SamplingRows) -> Sampled:
     """One token of each row. logits [B, V] float32, uniform [B] float64."""
     tempered = logits if rows.temperature is None else logits / rows.temperature
     if rows.top_k is not None or rows.top_p is not None:
-        tempered = narrow(tempered, top_k=rows.top_k, top_p=rows.top_p)
+        tempered = apply_top_k_top_p(tempered, top_k=rows.top_k, top_p=rows.top_p)
     logp = torch.log_softmax(tempered, -1)
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     target = uniform[:, None] * cdf[:, -1:]  # rounding may leave the total a little off 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.models.decode_attention import BLOCK, SlabStep
+from onepolicy.models.decode_attention import KEY_BLOCK, KVCacheStep
 from onepolicy.types import id_dtype
 
 
@@ -32,7 +32,7 @@ class Slab:
         self.weights: Tensor | None = (
             None  # like routes, in the router's dtype; made by the first write
         )
-        self._step: SlabStep | None = None
+        self._step: KVCacheStep | None = None
 
     def keep_routes(self, layers: int, top_k: int, num_experts: int) -> None:
         dtype = torch.uint8 if id_dtype(num_experts) == torch.uint8 else torch.int16
@@ -40,7 +40,7 @@ class Slab:
             self.slots, self.max_len, layers, top_k, dtype=dtype, device=self.device
         )
 
-    def begin(self, step: SlabStep) -> None:
+    def begin(self, step: KVCacheStep) -> None:
         """The next forward writes and reads what `step` says."""
         self._step = step
 
@@ -115,6 +115,6 @@ class Slab:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(self.slots, *shape, device=self.device, dtype=self.dtype)
 
-        length = -(-self.max_len // BLOCK) * BLOCK
+        length = -(-self.max_len // KEY_BLOCK) * KEY_BLOCK
         self.keys[layer] = zeros(key.shape[1], key.shape[3], length)
         self.values[layer] = zeros(value.shape[1], length, value.shape[3])

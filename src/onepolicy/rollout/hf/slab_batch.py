@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.models.decode_attention import SlabStep
+from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.rollout.hf.forward import SlabForward, Span
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.rollout.hf.scheduler import Request
@@ -203,13 +203,13 @@ class SlabBatch:
             self._decoding = _Decoding(self, sorted(self.rows.active))
         running = self._decoding
         view = slice(0, running.last_row + 1)
-        step = SlabStep(
+        step = KVCacheStep(
             running.rows,
             running.position,
             running.longest + 1,
             view,
             running.place,
-            even=running.even,
+            equal_lengths=running.even,
         )
         ids = self.rows.tokens.view(-1).index_select(0, running.flat)
         logits = self.forward(ids, step)

@@ -17,7 +17,7 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.base import shown
 from onepolicy.replay.axes import trace_from
-from onepolicy.replay.checks import RouteRules, check_trace
+from onepolicy.replay.checks import RouteSpec, check_trace
 from onepolicy.replay.payloads.sglang import ID_BYTES, route_ids
 from onepolicy.rollout.servers.replies import (
     SMALLEST_LOGP,
@@ -42,7 +42,7 @@ class Model:
 
     vocab: int
     depth: int  # decoder layers
-    routes: RouteRules | None  # None: no routes are asked for
+    routes: RouteSpec | None  # None: no routes are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _runs(meta: dict, n: int, version_of: Callable[[str], int]) -> list[tuple[in
 
 
 def _trace(
-    meta: dict, runs: Sequence[tuple[int, int, int]], asked: Asked, model: Model, rules: RouteRules
+    meta: dict, runs: Sequence[tuple[int, int, int]], asked: Asked, model: Model, rules: RouteSpec
 ) -> RoutingTrace:
     prompt, n = len(asked.path), runs[-1][1]
     rows = prompt + n - 1 - asked.first_row

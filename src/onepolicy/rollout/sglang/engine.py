@@ -15,7 +15,7 @@ from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageErro
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
@@ -55,7 +55,7 @@ class SGLangEngine:
         hf_config: PreTrainedConfig,
         config: SGLangConfig,
         *,
-        routes: RouteRules | None,
+        routes: RouteSpec | None,
         max_len: int,
     ) -> None:
         """routes: the experts of every token are wanted, of these layers. `connect` before anything else."""
@@ -105,10 +105,10 @@ class SGLangEngine:
         folder = tensors = None
         if self._files is not None:
             folder = await asyncio.to_thread(
-                self._files.write, self._names.stream(weights), version
+                self._files.write, self._names.stream_to_checkpoint(weights), version
             )
         else:
-            tensors = self._names.of(weights)
+            tensors = self._names.to_checkpoint(weights)
         async with self._update(version) as (name, flush):
             if folder is not None:
                 await sync.from_folder(self.client, str(folder), name, flush=flush)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.replay.payloads.vllm import ALL_ZERO, Version, parse_version
+from onepolicy.replay.payloads.vllm import ALL_ZERO_ISSUE, Version, parse_version
 
 GITHUB = "https://github.com/"
 VLLM = GITHUB + "vllm-project/vllm/"
@@ -100,7 +100,7 @@ KNOWN_BAD = (
         lambda d: d.platform == "cpu" and d.version < (0, 27),
         "the CPU's MoE kernel selects experts itself and all routes stay zero",
         "`make vllm` installs 0.30.0",
-        ALL_ZERO,
+        ALL_ZERO_ISSUE,
     ),
     KnownBad(
         lambda d: d.platform == "cpu" and (0, 27) <= d.version < CPU,
@@ -136,7 +136,7 @@ KNOWN_BAD = (
         lambda d: d.monolithic and d.version < (0, 28),
         "a MoE kernel is monolithic and its routes stay zero without a sign",
         _NEWER + ", which refuses such kernels",
-        ALL_ZERO,
+        ALL_ZERO_ISSUE,
     ),
     KnownBad(
         lambda d: d.pipeline > 1,

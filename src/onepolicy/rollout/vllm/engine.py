@@ -19,8 +19,8 @@ from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineCon
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.vllm import Contract, trace_of
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import Driver, Request, check_request
 from onepolicy.rollout.spec import EngineSpec
@@ -55,7 +55,7 @@ class VLLMEngine:
         hf_config: PreTrainedConfig,
         config: VLLMEngineConfig,
         *,
-        routes: RouteRules | None,
+        routes: RouteSpec | None,
         max_len: int,
         cpu: bool,
         quant: QuantFormat | None = None,
@@ -113,7 +113,7 @@ class VLLMEngine:
         self.version = (
             -1
         )  # until the last tensor is in, the model is neither the old nor the new one
-        self.llm.collective_rpc(reload, args=(self._names.stream(weights),))
+        self.llm.collective_rpc(reload, args=(self._names.stream_to_checkpoint(weights),))
         self._driver.clear("load_weights")
         self.version = version
 
@@ -126,7 +126,7 @@ class _VLLMBatch:
     """vLLM's scheduler behind the protocol of rollout/hf/scheduler.py."""
 
     def __init__(
-        self, llm: Any, routes: RouteRules | None, contract: Contract | None, depth: int
+        self, llm: Any, routes: RouteSpec | None, contract: RoutePayloadFormat | None, depth: int
     ) -> None:
         self._llm, self._routes, self._contract, self._depth = llm, routes, contract, depth
         self._running: dict[str, Request] = {}
@@ -216,14 +216,14 @@ class _VLLMBatch:
         """Of the slots from `first` on."""
         if self._routes is None or self._contract is None:
             return None
-        rows = self._contract.rows(output)
-        return trace_of(
+        rows = self._contract.read_output(output)
+        return request_trace(
             rows if rows is None else rows[first:],
             self._contract,
             prompt=prompt,
             completion=len(output.outputs[0].token_ids),
             cached=output.num_cached_tokens or 0,
-            rules=self._routes,
+            route_spec=self._routes,
             depth=self._depth,
             version=version,
             first=first,

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 from onepolicy.config import QuantFormat, UsageError, VLLMServerConfig
 from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps
-from onepolicy.models.quant.parts import Sizes
-from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.vllm import contract_of, parse_version
+from onepolicy.models.quant.size_report import SizeReport
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.payloads.vllm import parse_version, payload_format_of
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.servers.replies import Malformed, field, made_printable
 from onepolicy.rollout.vllm.compatibility import Deployment, refuse_known_bad
@@ -41,7 +41,7 @@ class Served:
     top_logprobs: int
     workers: int
     reader: Reader
-    sizes: Sizes | None  # of quantised weights
+    sizes: SizeReport | None  # of quantised weights
 
 
 async def handshake(
@@ -49,7 +49,7 @@ async def handshake(
     text: PreTrainedConfig,
     config: VLLMServerConfig,
     caps: EngineCaps,
-    routes: RouteRules | None,
+    routes: RouteSpec | None,
     quant: QuantFormat | None = None,
 ) -> Served:
     """UsageError for a server that cannot be this run's engine. A pause that an interrupted run left is lifted."""
@@ -59,7 +59,9 @@ async def handshake(
     await _check_endpoints(client)
     told, workers = await describe(client)
     _check_settings(client, told, version, text, config, caps, quant)
-    reader = Reader(int(text.vocab_size), int(text.num_hidden_layers), routes, contract_of(version))
+    reader = Reader(
+        int(text.vocab_size), int(text.num_hidden_layers), routes, payload_format_of(version)
+    )
     held = [_typed(Held, each, client) for each in told.held]
     most = (
         told.max_logprobs if told.max_logprobs >= 0 else reader.vocab

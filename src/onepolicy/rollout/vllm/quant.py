@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from onepolicy.config import QuantFormat, Simulated, UsageError
-from onepolicy.models.quant.parts import ROUTER_NAMES, PartSize, Sizes, part_of, summed
+from onepolicy.models.quant.size_report import (
+    ROUTER_NAMES,
+    PartSize,
+    SizeReport,
+    part_name,
+    sum_by_part,
+)
 from onepolicy.replay.payloads.vllm import parse_version
 
 OLDEST = (0, 30)
@@ -108,13 +114,13 @@ def held_tensors(model: nn.Module) -> list[dict[str, Any]]:
 
 def _part(name: str) -> str:
     """Routed experts are w13_* and w2_*, of all experts in one tensor."""
-    last, part = name.rpartition(".")[2], part_of(name)
+    last, part = name.rpartition(".")[2], part_name(name)
     if last.startswith(("w13_", "w2_")):
         return "experts"
     return "shared experts" if part == "experts" else part
 
 
-def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> Sizes:
+def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> SizeReport:
     """What the parts take. dtype: the engine's. UsageError unless what the format stands for is really in codes: all of
     the experts, most of every other part (hybrids keep small convolutions), no router."""
     held = list(held)
@@ -149,4 +155,4 @@ def sizes_of(quant: QuantFormat, held: Iterable[Held], dtype: str) -> Sizes:
         )
         for each in held
     ]
-    return Sizes(quant, summed(parts), METHODS[quant.format])
+    return SizeReport(quant, sum_by_part(parts), METHODS[quant.format])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.config.base import shown
-from onepolicy.replay.checks import RouteRules, check_trace
-from onepolicy.replay.payloads.vllm import Contract, trace_of
+from onepolicy.replay.checks import RouteSpec, check_trace
+from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
 from onepolicy.rollout.servers.replies import (
     SMALLEST_LOGP,
     Malformed,
@@ -64,8 +64,8 @@ class Reader:
 
     vocab: int
     depth: int
-    routes: RouteRules | None
-    contract: Contract
+    routes: RouteSpec | None
+    contract: RoutePayloadFormat
 
     def part(
         self, reply: Any, *, prompt: int, first: int, sampling: Sampling, version: int
@@ -123,18 +123,18 @@ class Reader:
         rules = self.routes
         assert rules is not None
         try:
-            rows = self.contract.reply_rows(reply, 0)
+            rows = self.contract.read_reply(reply, 0)
             if rows is not None and (rows < 0).any():
                 raise Malformed(
                     "routed_experts: a negative id; vLLM writes zeros where nothing was captured"
                 )
-            trace = trace_of(
+            trace = request_trace(
                 rows,
                 self.contract,
                 prompt=prompt,
                 completion=completion,
                 cached=cached,
-                rules=rules,
+                route_spec=rules,
                 depth=self.depth,
                 version=version,
                 first=first,
@@ -151,7 +151,7 @@ class Reader:
         return trace
 
 
-def check_routes(trace: RoutingTrace, rules: RouteRules) -> None:
+def check_routes(trace: RoutingTrace, rules: RouteSpec) -> None:
     """Malformed for routes that cannot be this model's, or of which no row was captured."""
     if len(trace) and not trace.valid.any():
         raise Malformed("routed_experts: no row was captured, all of them are negative")

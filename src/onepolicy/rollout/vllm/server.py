@@ -18,7 +18,7 @@ from onepolicy.config.base import shown
 from onepolicy.interfaces import EngineCaps, Weights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
 from onepolicy.rollout.request import joined
@@ -132,7 +132,7 @@ class VLLMServer:
         hf_config: PreTrainedConfig,
         config: VLLMServerConfig,
         *,
-        routes: RouteRules | None,
+        routes: RouteSpec | None,
         max_len: int,
         quant: QuantFormat | None = None,
     ) -> None:
@@ -234,7 +234,7 @@ class VLLMServer:
 
         TrainingError if what arrives is not what was sent; the engine then has no version and answers nothing.
         """
-        tensors, files = self._names.stream(weights), self._files
+        tensors, files = self._names.stream_to_checkpoint(weights), self._files
         ready = None if files is None else await asyncio.to_thread(written, files, tensors, version)
         async with self._between_requests():
             await self.confirm_weights()

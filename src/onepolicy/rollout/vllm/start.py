@@ -14,7 +14,7 @@ from torch import nn
 
 from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
 from onepolicy.no_statistics import OFF
-from onepolicy.replay.payloads.vllm import Contract, contract_of, parse_version
+from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.compatibility import CPU, Deployment, deployment_of, refuse_known_bad
 
@@ -35,7 +35,7 @@ def start(
     cpu: bool,
     trust_remote_code: bool,
     quant: QuantFormat | None = None,
-) -> tuple[Any, Contract | None]:
+) -> tuple[Any, RoutePayloadFormat | None]:
     """vLLM's LLMEngine with the model of `path` loaded and, with routes, how it returns them.
 
     max_len, top_logprobs: most that a request may ask for. UsageError if vLLM is missing, or of a version or set-up
@@ -62,7 +62,7 @@ def start(
     vllm_quant.check_version(quant, vllm.__version__)
     found, contract = parse_version(vllm.__version__), None
     if routes:
-        contract = contract_of(vllm.__version__)
+        contract = payload_format_of(vllm.__version__)
         refuse_known_bad(Deployment(found, platform, prefix_caching=config.prefix_reuse))
     if cpu:  # or the first call compiles one comparison with a C++ compiler for 5 to 15 s
         type(current_platform).simple_compile_backend = "eager"

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.config import R2, RunConfig, TrainingError
 from onepolicy.interfaces import Update
-from onepolicy.models.load import layer_of
+from onepolicy.models.load import layer_prefix
 from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import read_as
 from onepolicy.train.checks import check_batch, check_routes
@@ -76,7 +76,7 @@ def groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
     """Names for files of about FILE_BYTES; a layer's tensors stay together, because some are saved as parts of one."""
     layers: dict[str, list[str]] = {}
     for name in weights:
-        layers.setdefault(layer_of(name), []).append(name)
+        layers.setdefault(layer_prefix(name), []).append(name)
     group: list[str] = []
     size = 0
     for names in layers.values():

@@ -10,7 +10,7 @@ import torch
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, VLLMEngineConfig
 from onepolicy.models.load import read_config
-from onepolicy.replay.checks import RouteRules
+from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.fleet.replicas import Replicas
 from onepolicy.rollout.vllm.engine import VLLMEngine
 from onepolicy.train import checkpoint
@@ -81,7 +81,7 @@ def test_replicas_sample_from_the_learners_weights(
 
 def assert_as_fresh(answers, folder):
     hf = read_config(model := ModelConfig(path=str(folder)))
-    routes = RouteRules(
+    routes = RouteSpec(
         tuple(range(hf.num_hidden_layers)), hf.num_experts, hf.num_experts_per_tok, "error"
     )
     fresh = asyncio.run(

@@ -12,7 +12,7 @@ from onepolicy.config import ModelConfig
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import alphabet
 from onepolicy.models.load import load_model
-from onepolicy.replay.checks import RouteRules, check_completion
+from onepolicy.replay.checks import RouteSpec, check_completion
 from onepolicy.sync.check import adopt, checked_push
 from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
 from onepolicy.types import Sampling
@@ -274,7 +274,7 @@ def test_dense_layers_are_dropped_and_other_families_are_synced(tmp_path):
     model = make_glm()
     model.save_pretrained(tmp_path)
     make_tokenizer(alphabet(SIZE.task)).save_pretrained(tmp_path)
-    rules = RouteRules((1, 2), 8, 2, "error")
+    rules = RouteSpec((1, 2), 8, 2, "error")
     with serving(tmp_path, tmp_path / "server.log") as server:
         engine = open_engine(server, tmp_path, rules)
         for version in (0, 1):

@@ -114,7 +114,7 @@ def test_experts_are_in_codes_and_routers_are_not(quantised):
         == parts["router"].bytes_before
         == 2 * parts["router"].parameters
     )
-    assert vllm_quant.METHODS[quant.format] in engine.caps.sizes.words()
+    assert vllm_quant.METHODS[quant.format] in engine.caps.sizes.describe()
 
 
 def test_a_sync_quantises_again(quantised, learners):

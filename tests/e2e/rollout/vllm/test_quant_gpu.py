@@ -37,7 +37,7 @@ def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
     found = asyncio.run(check_pair(pair, tokenizer, source))
     with capsys.disabled():
         print(
-            "\n" + pair.engine.caps.sizes.words(),
+            "\n" + pair.engine.caps.sizes.describe(),
             *(f"{check.name}: {check.measured}" for check in found),
             sep="\n",
         )

@@ -13,7 +13,7 @@ from onepolicy.models.quant.formats import (
     int8_product,
     int8_rows,
 )
-from onepolicy.models.quant.install import check_kernels
+from onepolicy.models.quant.quantise import check_kernels
 from onepolicy.rollout.copies import quantise_policy
 from support.metrics import rows
 from support.models import make
@@ -68,7 +68,7 @@ def test_a_quantised_model_computes_what_it_does_on_the_cpu(name, quant, cuda):
     for device in (torch.device("cpu"), cuda):
         model = make(name).to(device)
         quantise_policy(model, quant)
-        decode_experts.prepare(model, device)
+        decode_experts.use_decode_experts(model, device)
         with torch.no_grad():
             found.append(
                 model(input_ids=ids.to(device), use_cache=False).logits.log_softmax(-1).cpu()

@@ -17,8 +17,8 @@ from onepolicy.config import (
     UsageError,
 )
 from onepolicy.models.quant.formats import int8_rows
-from onepolicy.models.quant.install import check_kernels, quantise
 from onepolicy.models.quant.layers import Int8Linear
+from onepolicy.models.quant.quantise import check_kernels, quantise
 from onepolicy.replay.layers import find_routers
 from onepolicy.rollout.copies import load_copy, quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_tensors_that_are_there():
         3 * 8 * 32 * (64 + 8),
     )  # 8 bytes of scale and offset per row of a bag
     assert sizes["experts"] == up + down + 3 * 8 * (64 + 64) * 4
-    assert made.sizes().report()["parts"][-1]["bytes_after"] == sum(sizes.values())
+    assert made.sizes().as_json()["parts"][-1]["bytes_after"] == sum(sizes.values())
 
 
 @pytest.mark.parametrize("quant", FORMATS, ids=str)
@@ -99,7 +99,9 @@ def test_weights_are_quantised_from_unrounded_ones():
     """A bfloat16 engine: rounding first would move codes."""
     config = HFEngineConfig(dtype="bfloat16", slots=3)
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
-    held = engine.quantised.stored["model.layers.0.self_attn.q_proj.weight"].take.__self__.codes
+    held = engine.quantised.quantised_weights[
+        "model.layers.0.self_attn.q_proj.weight"
+    ].set_weight.__self__.codes
     exact = make("qwen3_moe").model.layers[0].self_attn.q_proj.weight.detach()
     assert torch.equal(
         held, torch.round(exact / (exact.abs().amax(1, keepdim=True) / 127)).to(torch.int8)
@@ -157,7 +159,9 @@ def test_routers_that_are_linear_layers_stay_in_high_precision():
     model = make("gpt_oss")
     routers = [router.path for router in find_routers(model)]
     made = quantise(model, Int8(), routers=routers)
-    assert not [name for name in made.stored if any(name.startswith(path) for path in routers)]
+    assert not [
+        name for name in made.quantised_weights if any(name.startswith(path) for path in routers)
+    ]
 
 
 def test_calibrated_scales_are_kept_over_syncs():

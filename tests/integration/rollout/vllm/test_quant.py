@@ -185,9 +185,9 @@ def test_bytes_per_part_are_those_of_the_kernels_tensors():
     )  # as it was
     assert (
         "rollout.quant int8 (int8_per_channel_weight_only), bytes in the engine: experts 832 to 704"
-        in int8.words()
+        in int8.describe()
     )
-    assert int8.report()["method"] == "int8_per_channel_weight_only"
+    assert int8.as_json()["method"] == "int8_per_channel_weight_only"
 
 
 @pytest.mark.parametrize(

@@ -207,14 +207,14 @@ def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
     model = make(family)
     names = CheckpointNames(model.config, trust_remote_code=False)
     whole, streamed = (
-        names.of(model.state_dict().items()),
-        dict(names.stream(model.state_dict().items())),
+        names.to_checkpoint(model.state_dict().items()),
+        dict(names.stream_to_checkpoint(model.state_dict().items())),
     )
     assert whole.keys() == streamed.keys()
     assert all(torch.equal(whole[name], streamed[name]) for name in whole)
     with pytest.raises(UsageError, match=r"1 tensors are missing, first 'lm_head.weight'"):
         list(
-            names.stream(
+            names.stream_to_checkpoint(
                 (name, tensor)
                 for name, tensor in model.state_dict().items()
                 if name != "lm_head.weight"
@@ -268,7 +268,7 @@ def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(
     def send():
         with Sender(receivers=1, timeout_s=60) as sender, ThreadPoolExecutor(1) as pool:
             received = pool.submit(receive, sender.invitation)
-            sender.send(names.stream(ranked.named_weights()), 1)
+            sender.send(names.stream_to_checkpoint(ranked.named_weights()), 1)
             return received.result()
 
     received, grown = peak(send)

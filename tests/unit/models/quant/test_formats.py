@@ -6,8 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.models.quant import layers as quant_experts
-from onepolicy.models.quant.formats import E4M3, E4M3_UNIT, e4m3_rows, fake, from_e4m3, int8_rows
-from onepolicy.models.quant.install import Static, staleness
+from onepolicy.models.quant.formats import (
+    E4M3,
+    E4M3_UNIT,
+    e4m3_rows,
+    fake_quantise,
+    from_e4m3,
+    int8_rows,
+)
 from onepolicy.models.quant.layers import (
     E4M3Experts,
     E4M3Linear,
@@ -15,6 +21,7 @@ from onepolicy.models.quant.layers import (
     Int8Linear,
     QuantEmbedding,
 )
+from onepolicy.models.quant.quantise import StaticScale, scale_staleness
 from support.quantised_layers import MODULE, case, dequantised, linear, reference
 
 
@@ -27,8 +34,10 @@ def test_int8_codes_by_hand():
 
 
 def test_int4_and_int3_by_hand():
-    assert fake(torch.tensor([[7.0, 2.4, -3.5, 0.4]]), 4).tolist() == [[7.0, 2.0, -4.0, 0.0]]
-    assert fake(torch.tensor([[3.0, 1.2, -1.6]]), 3).tolist() == [[3.0, 1.0, -2.0]]
+    assert fake_quantise(torch.tensor([[7.0, 2.4, -3.5, 0.4]]), 4).tolist() == [
+        [7.0, 2.0, -4.0, 0.0]
+    ]
+    assert fake_quantise(torch.tensor([[3.0, 1.2, -1.6]]), 3).tolist() == [[3.0, 1.0, -2.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -96,7 +105,7 @@ def test_few_and_many_rows_give_the_same_bits(monkeypatch):
     up, down, x, index, weights = case(9)
     own = Int8Experts(up, down, (int8_rows, int8_rows))
     few = own(MODULE, x, index, weights)
-    monkeypatch.setattr(quant_experts, "CALL", 0)
+    monkeypatch.setattr(quant_experts, "MATMUL_CALL_COST", 0)
     many = own(MODULE, x, index, weights)
     monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
     assert torch.equal(few, many)
@@ -126,14 +135,14 @@ def test_widest_bag_is_exact():
 
 
 def test_static_scale_is_kept_and_what_it_cuts_off_is_counted():
-    static = Static()
+    static = StaticScale()
     static(torch.tensor([[1.0, -12.7], [0.5, 2.0]]))
     static.calibrate(float(static.largest))
     codes, scale = static(torch.tensor([[25.4, 1.0], [0.1, -6.35]]))
     assert codes.tolist() == [[127, 10], [1, -64]]
     assert scale[:, 0].tolist() == pytest.approx([0.1, 0.1])
-    found = staleness({"layer": static})
+    found = scale_staleness({"layer": static})
     assert found == pytest.approx(
         {"quant/clipped": 0.25, "quant/drift_mean": 2.0, "quant/drift_max": 2.0}
     )
-    assert staleness({"layer": static}) == {}
+    assert scale_staleness({"layer": static}) == {}

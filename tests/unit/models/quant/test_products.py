@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from onepolicy.config import Fp8, Fp8Weight, Int8, UsageError
 from onepolicy.models.quant import layers as quant_experts
 from onepolicy.models.quant.formats import (
-    ROWS,
+    MIN_INT_MM_ROWS,
     check_device,
     check_shape,
     e4m3_product,
@@ -16,21 +16,21 @@ from onepolicy.models.quant.formats import (
     int8_rows,
     padded_int8_product,
 )
-from onepolicy.models.quant.install import Static
 from onepolicy.models.quant.layers import (
     E4M3CodedExperts,
     E4M3Linear,
+    ExpertRows,
     Int8Experts,
     Int8Linear,
     QuantEmbedding,
-    Rows,
 )
+from onepolicy.models.quant.quantise import StaticScale
 from support.quantised_layers import MODULE, case, dequantised, linear, reference
 
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize("rows", [1, ROWS - 1])
+@pytest.mark.parametrize("rows", [1, MIN_INT_MM_ROWS - 1])
 def test_rows_of_zeros_change_nothing(rows):
     codes = torch.randint(-127, 128, (rows, 40), dtype=torch.int8)
     weight = torch.randint(-127, 128, (40, 24), dtype=torch.int8)
@@ -55,7 +55,7 @@ def test_experts_one_by_one(activations):
     own = E4M3CodedExperts(up, down, activations=activations)
     expected = reference(up, down, x, index, weights, rows=e4m3_rows, activations=activations)
     torch.testing.assert_close(own(MODULE, x, index, weights), expected, atol=1e-4, rtol=1e-4)
-    own.up.take(up * 2)  # a sync
+    own.up.set_weight(up * 2)  # a sync
     assert not torch.allclose(own(MODULE, x, index, weights), expected, rtol=0.1)
 
 
@@ -64,7 +64,7 @@ def test_int8_experts_with_too_few_rows_for_a_gpu(monkeypatch):
     monkeypatch.setattr(quant_experts, "BAG_SIZE", 0)
     own = Int8Experts(up, down, (int8_rows, int8_rows))
     expected = own(MODULE, x, index, weights)
-    rows, (codes, scale) = Rows.of(index, weights, 5, sort=True), int8_rows(x)
+    rows, (codes, scale) = ExpertRows.of(index, weights, 5, sort=True), int8_rows(x)
     padded = [
         padded_int8_product(part, matrix) if len(part) else part.new_zeros(0, 12)
         for part, matrix in zip(codes[rows.token].split(rows.counts), own.up._matrices, strict=True)
@@ -94,7 +94,7 @@ def test_layers_on_another_device_make_nothing_on_the_cpu():
     """`meta` stands for a GPU: what is not the CPU goes the GPU's way, and mixing the two is an error."""
     with torch.device("meta"):
         plain, x = nn.Linear(64, 32), torch.empty(3, 64, dtype=torch.bfloat16)
-        calibrated = Static()
+        calibrated = StaticScale()
         calibrated.calibrate(3.0)
         calibrated.scale = torch.tensor(1.0, device="cpu")  # read from calibration.json
         layers = [Int8Linear(plain, int8_rows), Int8Linear(plain, calibrated)]
@@ -117,12 +117,12 @@ def test_layers_on_another_device_make_nothing_on_the_cpu():
 @pytest.mark.parametrize("quant", ["int8", "fp8", "fp8-weight"])
 def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
     """`meta` tensors do not know how many rows an expert has: 3."""
-    of = Rows.of
+    of = ExpertRows.of
 
     def even(index, weights, num_experts, *, sort):
         assert sort  # bags are the CPU's
         rows = of(index, weights, num_experts, sort=False)
-        return Rows(
+        return ExpertRows(
             rows.token,
             rows.expert,
             rows.weight,
@@ -131,7 +131,7 @@ def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
             rows.top_k,
         )
 
-    monkeypatch.setattr(Rows, "of", even)
+    monkeypatch.setattr(ExpertRows, "of", even)
     with torch.device("meta"):
         up, down = torch.empty(4, 32, 16), torch.empty(4, 16, 32)
         index, weights = (

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.vllm import contract_of, trace_of
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.payloads.vllm import payload_format_of, request_trace
 
-RULES = RouteRules((1, 3), num_experts=8, top_k=2, missing="error")  # layers 0 and 2 of 4 are dense
+RULES = RouteSpec((1, 3), num_experts=8, top_k=2, missing="error")  # layers 0 and 2 of 4 are dense
 ALL_LAYERS = ("0.14.1", "0.20.2", "0.22.0", "0.30.0", "0.31.0", "0.33.0")
 
 
@@ -27,14 +27,14 @@ def rows(prompt, completion):
 
 
 def trace(found, version="0.30.0", prompt=5, completion=4, cached=3, **settings):
-    contract = contract_of(version)
-    return trace_of(
+    contract = payload_format_of(version)
+    return request_trace(
         found,
         contract,
         prompt=prompt,
         completion=completion,
         cached=cached,
-        rules=RULES,
+        route_spec=RULES,
         depth=4,
         version=6,
         **settings,
@@ -58,7 +58,7 @@ def spans(got):
 @pytest.mark.parametrize("version", ALL_LAYERS)
 def test_moe_layers_are_kept_with_the_origin_of_every_row(version):
     found = rows(5, 4)
-    got = trace(contract_of(version).rows(output(found)), version)
+    got = trace(payload_format_of(version).read_output(output(found)), version)
     assert got.ids.tolist() == found[:, [1, 3]].tolist()
     assert got.layers == (1, 3)
     assert got.valid.all()
@@ -68,7 +68,7 @@ def test_moe_layers_are_kept_with_the_origin_of_every_row(version):
 
 def test_0_21_joins_prompt_and_completion_of_moe_layers():
     found = rows(5, 4)[:, [1, 3]].astype(np.int16)
-    read = contract_of("0.21.0").rows
+    read = payload_format_of("0.21.0").read_output
     got = trace(read(output(found[5:], prompt_routed_experts=found[:5])), "0.21.0")
     assert got.ids.tolist() == found.tolist()
     assert spans(got)[-1] == ("decode", 5, 3, 6)
@@ -81,7 +81,10 @@ def test_0_21_joins_prompt_and_completion_of_moe_layers():
         "prompt_routed_experts": found[:5].tolist(),
         "choices": [{"routed_experts": found[5:].tolist()}],
     }
-    assert trace(contract_of("0.21.0").reply_rows(body, 0), "0.21.0").ids.tolist() == found.tolist()
+    assert (
+        trace(payload_format_of("0.21.0").read_reply(body, 0), "0.21.0").ids.tolist()
+        == found.tolist()
+    )
 
 
 @pytest.mark.parametrize("version", ["0.22.1", "0.30.0", "0.33.0"])
@@ -89,24 +92,24 @@ def test_replies_hold_npy_bytes_per_choice(version):
     found = rows(5, 4)
     body = {"choices": [{}, {"routed_experts": npy(found)}]}
     assert (
-        trace(contract_of(version).reply_rows(body, 1), version).ids.tolist()
+        trace(payload_format_of(version).read_reply(body, 1), version).ids.tolist()
         == found[:, [1, 3]].tolist()
     )
-    assert contract_of(version).reply_rows(body, 0) is None
+    assert payload_format_of(version).read_reply(body, 0) is None
 
 
 def test_wide_ids_keep_their_value():
     found = rows(5, 4).astype(np.uint16)
     found[:, 1, 0] += 290
-    rules = RouteRules((1, 3), num_experts=300, top_k=2, missing="error")
-    read = contract_of("0.30.0").reply_rows({"choices": [{"routed_experts": npy(found)}]}, 0)
-    got = trace_of(
+    rules = RouteSpec((1, 3), num_experts=300, top_k=2, missing="error")
+    read = payload_format_of("0.30.0").read_reply({"choices": [{"routed_experts": npy(found)}]}, 0)
+    got = request_trace(
         read,
-        contract_of("0.30.0"),
+        payload_format_of("0.30.0"),
         prompt=5,
         completion=4,
         cached=0,
-        rules=rules,
+        route_spec=rules,
         depth=4,
         version=0,
     )
@@ -179,7 +182,7 @@ def test_routes_of_moe_layers_only_or_none_are_refused():
 )
 def test_malformed_payloads_are_refused(version, payload, message):
     with pytest.raises(UsageError, match=message):
-        contract_of(version).reply_rows({"choices": [{"routed_experts": payload}]}, 0)
+        payload_format_of(version).read_reply({"choices": [{"routed_experts": payload}]}, 0)
 
 
 def test_versions_outside_all_generations_are_refused():
@@ -189,8 +192,8 @@ def test_versions_outside_all_generations_are_refused():
         ("dev", "not a rel"),
     ):
         with pytest.raises(UsageError, match=message):
-            contract_of(version)
-    assert contract_of("0.30.1+cpu") is contract_of("0.22.0")
+            payload_format_of(version)
+    assert payload_format_of("0.30.1+cpu") is payload_format_of("0.22.0")
 
 
 RUN = {

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from onepolicy.config import UsageError
-from onepolicy.replay.checks import RouteRules, check_completion
-from onepolicy.replay.payloads.vllm import CONTRACTS, contract_of, trace_of
+from onepolicy.replay.checks import RouteSpec, check_completion
+from onepolicy.replay.payloads.vllm import PAYLOAD_FORMATS, payload_format_of, request_trace
 from onepolicy.types import Completion
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("vllm-*.json"))
@@ -31,14 +31,19 @@ def array(found):
 
 
 def trace(made, request, rows):
-    rules = RouteRules(tuple(made["layers"]), made["num_experts"], 2, "error")
+    rules = RouteSpec(tuple(made["layers"]), made["num_experts"], 2, "error")
     lengths = {
         "prompt": made["prompt"],
         "completion": made["completion"],
         "cached": request["cached"],
     }
-    got = trace_of(
-        rows, contract_of(made["version"]), **lengths, rules=rules, depth=made["depth"], version=2
+    got = request_trace(
+        rows,
+        payload_format_of(made["version"]),
+        **lengths,
+        route_spec=rules,
+        depth=made["depth"],
+        version=2,
     )
     tokens = SimpleNamespace(tolist=lambda: [9] * made["completion"])
     check_completion(
@@ -65,8 +70,11 @@ def check(made, request, got):
 
 
 def test_every_generation_has_a_fixture():
-    covered = {contract_of(json.loads(path.read_text())["version"]).newest for path in FIXTURES}
-    assert covered == {contract.newest for contract in CONTRACTS}
+    covered = {
+        payload_format_of(json.loads(path.read_text())["version"]).newest_version
+        for path in FIXTURES
+    }
+    assert covered == {contract.newest_version for contract in PAYLOAD_FORMATS}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,9 @@ def test_in_process(path, request_name):
         prompt_routed_experts=array(request["prompt_routed_experts"]),
         outputs=[SimpleNamespace(routed_experts=array(request["routed_experts"]))],
     )
-    check(made, request, trace(made, request, contract_of(made["version"]).rows(output)))
+    check(
+        made, request, trace(made, request, payload_format_of(made["version"]).read_output(output))
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +96,7 @@ def test_in_process(path, request_name):
 )
 def test_over_http(path, request_name):
     made, request = load(path, request_name)
-    read = contract_of(made["version"]).reply_rows
+    read = payload_format_of(made["version"]).read_reply
     if request["reply"] is None:
         with pytest.raises(UsageError, match="no routes over HTTP"):
             read({"choices": [{}]}, 0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from onepolicy.replay.checks import RouteRules
-from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.replay.checks import RouteSpec
+from onepolicy.replay.payloads.vllm import payload_format_of
 from onepolicy.rollout.servers.replies import Malformed, as_json
 from onepolicy.rollout.sglang.contract import Asked, Model, parse
 from onepolicy.rollout.vllm.reply import Reader
@@ -21,7 +21,7 @@ from support.fuzz import FAST, SLOW, Damage, survives
 VOCAB, DEPTH, EXPERTS, K = 32, 2, 8, 2
 PROMPT, TOKENS = [3, 4, 5], [7, 8, 1]
 SAMPLING = Sampling(1.0, 4, stop=(1,), top_logprobs=2)
-RULES = RouteRules((0, 1), EXPERTS, K, "error")
+RULES = RouteSpec((0, 1), EXPERTS, K, "error")
 VERSIONS = {"a": 3, "b": 4}
 INPUTS = [pytest.param(FAST, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
 
@@ -137,7 +137,7 @@ def loaded(given: object) -> object:
 
 
 def part_of(version: str):
-    reader = Reader(VOCAB, DEPTH, RULES, contract_of(version))
+    reader = Reader(VOCAB, DEPTH, RULES, payload_format_of(version))
     return lambda given: reader.part(
         loaded(given), prompt=len(PROMPT), first=0, sampling=SAMPLING, version=3
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.replay.checks import check_completion
-from onepolicy.replay.payloads.vllm import contract_of
+from onepolicy.replay.payloads.vllm import payload_format_of
 from onepolicy.rollout.request import joined
 from onepolicy.rollout.servers.http import Malformed
 from onepolicy.rollout.vllm.reply import Reader, continued, parameters
@@ -18,7 +18,7 @@ from onepolicy.types import Sampling
 from support.fake_vllm import LAYERS, RULES, VOCAB, npy, routes_of
 
 PROMPT, TOKENS, SAMPLING = [3, 4, 5], [7, 8, 9, 1], Sampling(1.0, 4, stop=(1,), top_logprobs=2)
-READER = Reader(VOCAB, LAYERS, RULES, contract_of("0.30.0"))
+READER = Reader(VOCAB, LAYERS, RULES, payload_format_of("0.30.0"))
 
 
 def entry(token, logp, others=()):

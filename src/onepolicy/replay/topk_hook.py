@@ -18,8 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
-from onepolicy.replay.modes import PROBABILITIES, gate_mass, soften, weights_position, with_weights
-from onepolicy.replay.recompute import of_checkpoint
+from onepolicy.replay.modes import (
+    PROBABILITIES,
+    combine_weights_position,
+    gate_mass,
+    replace_combine_weights,
+    soften,
+)
+from onepolicy.replay.recompute import called_by_checkpoint
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
@@ -33,7 +39,7 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def override(name: str, values: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+def override_attribute(name: str, values: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
     """Give each module an instance attribute `name`; on exit put back exactly what was there."""
     values = list(values)
     saved = [(module, module.__dict__.get(name, _ABSENT)) for module, _ in values]
@@ -49,12 +55,12 @@ def override(name: str, values: Iterable[tuple[nn.Module, Callable]]) -> Iterato
                 module.__dict__[name] = old
 
 
-class Seam(TorchFunctionMode):
+class TopkHook(TorchFunctionMode):
     """What stands in for one router's `forward` inside a record or replay context."""
 
     def __init__(self, router: Router) -> None:
         super().__init__()
-        if isinstance(getattr(router.module.forward, "__self__", None), Seam):
+        if isinstance(getattr(router.module.forward, "__self__", None), TopkHook):
             raise RoutingError(
                 f"layer {router.layer} is being recorded or replayed already; leave that context first (a replay also "
                 "reports the router's own choice: replay(trace, native=True))"
@@ -88,7 +94,7 @@ class Seam(TorchFunctionMode):
             )
 
 
-class Recorder(Seam):
+class TopkRecorder(TopkHook):
     """Keeps the ids [N, K] int64 of every forward of one router."""
 
     def __init__(self, router: Router, *, weights: bool = False) -> None:
@@ -109,7 +115,7 @@ class Recorder(Seam):
             self.seen.append(ids)
             if self.keep_weights:
                 self.weights.append(
-                    out[weights_position(out, self.router.top_k, self._where)].detach()
+                    out[combine_weights_position(out, self.router.top_k, self._where)].detach()
                 )
         return out
 
@@ -149,7 +155,7 @@ class Recorder(Seam):
         return out
 
 
-class Replayer(Seam):
+class TopkReplayer(TopkHook):
     """Makes one router select the experts of `route` in one forward and in every recompute of it."""
 
     def __init__(
@@ -183,13 +189,13 @@ class Replayer(Seam):
         self._probabilities: Tensor | None = None  # [T, E] the router's own, for soft replay
         self._wants_own = native or valid is not None or soft is not None
         self._hides_own = router.num_groups > 1 or router.by_max
-        self._recorder = Recorder(router)
+        self._recorder = TopkRecorder(router)
         self._own: tuple[Tensor, Tensor, Tensor] | None = (
             None  # scores, values and ids of the router's own choice
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if in_backward() and not self.recompute and of_checkpoint():
+        if in_backward() and not self.recompute and called_by_checkpoint():
             return self.forward(
                 *args, **kwargs
             )  # a checkpoint of another forward, which was not replayed
@@ -213,7 +219,9 @@ class Replayer(Seam):
         self._once(self._answered)
         self._wants_own = False
         if self._weights is not None:
-            out = with_weights(out, self._weights, self._valid, self.router.top_k, self._where)
+            out = replace_combine_weights(
+                out, self._weights, self._valid, self.router.top_k, self._where
+            )
         return out
 
     def _refuse_foreign_checkpoint(self) -> None:
@@ -225,7 +233,7 @@ class Replayer(Seam):
             or in_backward()
         ):
             return
-        if of_checkpoint():
+        if called_by_checkpoint():
             raise RoutingError(
                 f"layer {self.router.layer} is replayed in one thread and checkpointed in another, where its recompute "
                 "would route natively; open the replay in the thread that runs the forward"

@@ -20,7 +20,7 @@ class PartSize:
     bytes_after: int
 
 
-def summed(sizes: Iterable[PartSize]) -> list[PartSize]:
+def sum_by_part(sizes: Iterable[PartSize]) -> list[PartSize]:
     """One per part, largest first."""
     found: dict[str, PartSize] = {}
     for size in sizes:
@@ -33,14 +33,14 @@ def _add(a: PartSize, b: PartSize) -> PartSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SizeReport:
     """Of an engine's weights under rollout.quant."""
 
     config: QuantFormat
     parts: list[PartSize]  # as `summed` returns them
     method: str = ""  # what the engine makes of the format, where it is not ours
 
-    def report(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """JSON-ready, for run.json."""
         totals = PartSize(
             "all", *(sum(getattr(p, f.name) for p in self.parts) for f in fields(PartSize)[1:])
@@ -50,13 +50,13 @@ class Sizes:
         )
         return about | {"parts": [asdict(part) for part in [*self.parts, totals]]}
 
-    def words(self) -> str:
+    def describe(self) -> str:
         sizes = ", ".join(f"{p.part} {p.bytes_before:,} to {p.bytes_after:,}" for p in self.parts)
         made = f" ({self.method})" if self.method else ""
         return f"rollout.quant {self.config.format}{made}, bytes in the engine: {sizes}"
 
 
-def part_of(name: str) -> str:
+def part_name(name: str) -> str:
     """The kind of part that a weight or module belongs to, by its path."""
     if ROUTER_NAMES & set(name.split(".")):
         return "router"

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.config.quant import Fp8, Int8, QuantFormat, Simulated
 from onepolicy.models import decode_experts
-from onepolicy.models.linear import plain
+from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.quant.formats import (
     INT8_MAX,
-    SMALLEST,
+    MIN_SCALE,
     check_device,
     check_shape,
-    fake,
+    fake_quantise,
     int8_rows,
     to_int8,
 )
@@ -34,10 +34,16 @@ from onepolicy.models.quant.layers import (
     Int8Matrices,
     QuantEmbedding,
 )
-from onepolicy.models.quant.parts import ROUTER_NAMES, PartSize, Sizes, part_of, summed
+from onepolicy.models.quant.size_report import (
+    ROUTER_NAMES,
+    PartSize,
+    SizeReport,
+    part_name,
+    sum_by_part,
+)
 
 
-class Static:
+class StaticScale:
     """One scale for all inputs of a layer, calibrated once; until then every token has its own.
 
     Calibration transfer (FlashRL): activations change little while RL trains, so the scale of the first policy is kept.
@@ -46,16 +52,16 @@ class Static:
 
     def __init__(self) -> None:
         self.scale: Tensor | None = None  # [] float32
-        self.forget()
+        self.reset_statistics()
 
-    def forget(self) -> None:
+    def reset_statistics(self) -> None:
         self.largest = torch.zeros(())
         self.clipped = torch.zeros((), dtype=torch.int64)
         self.values = 0
 
     def calibrate(self, largest: float) -> None:
-        self.scale = torch.tensor(max(largest / INT8_MAX, SMALLEST))
-        self.forget()
+        self.scale = torch.tensor(max(largest / INT8_MAX, MIN_SCALE))
+        self.reset_statistics()
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, in] -> codes [N, in] int8, scale [N, 1] float32."""
@@ -78,11 +84,11 @@ class Static:
 
     @property
     def drift(self) -> float:
-        """Largest value seen since `forget` over the calibrated one."""
+        """Largest value seen since `reset_statistics` over the calibrated one."""
         return float(self.largest) / self.limit
 
 
-def staleness(layers: dict[str, Static]) -> dict[str, float]:
+def scale_staleness(layers: dict[str, StaticScale]) -> dict[str, float]:
     """How well calibrated scales fit what was seen since the last call (run/log.py); {} if nothing was."""
     seen = [layer for layer in layers.values() if layer.values]
     if not seen:
@@ -95,52 +101,52 @@ def staleness(layers: dict[str, Static]) -> dict[str, float]:
         "quant/drift_max": max(drift),
     }
     for layer in seen:
-        layer.forget()
+        layer.reset_statistics()
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class QuantisedWeight:
     """One weight of the checkpoint that is kept in another form."""
 
     part: str
     shape: tuple[int, ...]  # in the checkpoint
-    take: Callable[[Tensor], None]
+    set_weight: Callable[[Tensor], None]
     nbytes: Callable[[], int]
 
 
-class Quantised:
+class QuantisedModel:
     """What `quantise` made of a model: where its quantised weights are, and what they take."""
 
     def __init__(self, model: PreTrainedModel, config: QuantFormat) -> None:
         self.config, self._model = config, model
-        self.stored: dict[str, Stored] = {}  # by the name in the checkpoint
-        self.static: dict[str, Static] = {}  # by layer; empty unless activations are static
+        self.quantised_weights: dict[str, QuantisedWeight] = {}  # by the name in the checkpoint
+        self.static: dict[str, StaticScale] = {}  # by layer; empty unless activations are static
 
     def activations(self, name: str) -> Activations:
         if not (isinstance(self.config, Int8) and self.config.activations == "static"):
             return int8_rows
-        self.static[name] = Static()
+        self.static[name] = StaticScale()
         return self.static[name]
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> SizeReport:
         """Of every part of the model, counted from the tensors that are there."""
         itemsize = self._model.dtype.itemsize
         found = []
-        for each in self.stored.values():
+        for each in self.quantised_weights.values():
             count = torch.Size(each.shape).numel()
             found.append(PartSize(each.part, count, count * itemsize, each.nbytes()))
         for name, tensor in self._model.named_parameters():
-            if name not in self.stored:
+            if name not in self.quantised_weights:
                 found.append(
                     PartSize(
-                        part_of(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes
+                        part_name(name), tensor.numel(), tensor.numel() * itemsize, tensor.nbytes
                     )
                 )
-        return Sizes(self.config, summed(found))
+        return SizeReport(self.config, sum_by_part(found))
 
     def calibrate(self) -> None:
-        """Keep the largest activations seen since `forget` as the scales of all that come."""
+        """Keep the largest activations seen since `reset_statistics` as the scales of all that come."""
         for layer in self.static.values():
             layer.calibrate(float(layer.largest))
 
@@ -153,12 +159,12 @@ class Quantised:
         for name, layer in self.static.items():
             layer.calibrate(float(largest[name]))
 
-    def forget(self) -> None:
+    def reset_statistics(self) -> None:
         for layer in self.static.values():
-            layer.forget()
+            layer.reset_statistics()
 
     def metrics(self) -> dict[str, float]:
-        return staleness(self.static)
+        return scale_staleness(self.static)
 
 
 def quantise(
@@ -167,7 +173,7 @@ def quantise(
     *,
     routers: Collection[str],
     experts_only: bool = False,
-) -> Quantised:
+) -> QuantisedModel:
     """Replace weights of attention, MLPs and experts, and what `config.also` names. Norms and biases stay.
 
     Codes are made of the weights as they are, so do this before they are cast. `model.quantised` is what is returned.
@@ -176,7 +182,7 @@ def quantise(
     device has no kernels for the format, or a part of the model cannot be quantised.
     """
     check_kernels(config, next(model.parameters()).device)
-    made = Quantised(model, config)
+    made = QuantisedModel(model, config)
     tied = model.get_input_embeddings() is not None and _shares(model)
     if tied and {"lm_head", "embeddings"} & set(config.also):
         raise UsageError(
@@ -188,7 +194,7 @@ def quantise(
             _experts(made, path, module)
         elif experts_only:
             continue
-        elif path in routers and not plain(module):
+        elif path in routers and not is_plain_linear(module):
             if "router" in config.also:
                 _router(made, path, module)
         elif (part := _wanted(model, path, module, config, routers)) is not None:
@@ -202,14 +208,14 @@ def quantise(
             f"rollout.quant: {type(model).__name__} keeps experts in a form that is not known how to quantise "
             f"({left[0]}); they are most of its weights, so leave rollout.quant out"
         )
-    if missing := set(config.also) - {stored.part for stored in made.stored.values()}:
+    if missing := set(config.also) - {stored.part for stored in made.quantised_weights.values()}:
         raise UsageError(
             f"rollout.quant.also: {type(model).__name__} has no {min(missing)} of a kind to quantise"
         )
     if getattr(model, "set_experts_implementation", None) is not None:
         model.set_experts_implementation(decode_experts.NAME)
     _check_forward(model)
-    made.forget()
+    made.reset_statistics()
     model.quantised = made  # type: ignore[assignment]
     return made
 
@@ -243,15 +249,15 @@ def _wanted(
         return "lm_head" if "lm_head" in config.also else None
     if module is model.get_input_embeddings():
         return "embeddings" if "embeddings" in config.also else None
-    if not plain(module):
+    if not is_plain_linear(module):
         return None
     inside = any(path == router or path.startswith(f"{router}.") for router in routers)
     if (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES:
         return "router" if "router" in config.also else None
-    return part_of(path)
+    return part_name(path)
 
 
-def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part: str) -> None:
+def _layer(made: QuantisedModel, model: PreTrainedModel, path: str, module: Any, part: str) -> None:
     name, config = f"{path}.weight", made.config
     if isinstance(config, Simulated):
         _simulate(made, name, module, "weight", part)
@@ -269,12 +275,14 @@ def _layer(made: Quantised, model: PreTrainedModel, path: str, module: Any, part
         raise UsageError(
             f"rollout.quant.also: {path} is {type(module).__name__}, not a plain embedding; leave {part} out"
         )
-    made.stored[name] = Stored(part, tuple(module.weight.shape), new.take, lambda: new.nbytes)
+    made.quantised_weights[name] = QuantisedWeight(
+        part, tuple(module.weight.shape), new.set_weight, lambda: new.nbytes
+    )
     parent, _, own = path.rpartition(".")
     setattr(model.get_submodule(parent), own, new)
 
 
-def _router(made: Quantised, path: str, module: nn.Module) -> None:
+def _router(made: QuantisedModel, path: str, module: nn.Module) -> None:
     if not isinstance(made.config, Simulated) or not isinstance(
         getattr(module, "weight", None), nn.Parameter
     ):
@@ -285,7 +293,7 @@ def _router(made: Quantised, path: str, module: nn.Module) -> None:
     _simulate(made, f"{path}.weight", module, "weight", "router")
 
 
-def _experts(made: Quantised, path: str, module: Any) -> None:
+def _experts(made: QuantisedModel, path: str, module: Any) -> None:
     config, names = made.config, (decode_experts.up_name(module), "down_proj")
     if isinstance(config, Simulated):
         for name in names:
@@ -308,21 +316,23 @@ def _experts(made: Quantised, path: str, module: Any) -> None:
     module.quantised = own
     for name, shape, side in zip(names, shapes, ("up", "down"), strict=True):
         delattr(module, name)
-        made.stored[f"{path}.{name}"] = Stored(
-            "experts", shape, _taker(own, side, module), _sizer(own, side)
+        made.quantised_weights[f"{path}.{name}"] = QuantisedWeight(
+            "experts", shape, _weight_setter(own, side, module), _byte_counter(own, side)
         )
 
 
-def _taker(experts: Any, side: str, module: Any) -> Callable[[Tensor], None]:
-    return lambda weight: getattr(experts, side).take(weight.mT if module.is_transposed else weight)
+def _weight_setter(experts: Any, side: str, module: Any) -> Callable[[Tensor], None]:
+    return lambda weight: getattr(experts, side).set_weight(
+        weight.mT if module.is_transposed else weight
+    )
 
 
-def _sizer(experts: Any, side: str) -> Callable[[], int]:
+def _byte_counter(experts: Any, side: str) -> Callable[[], int]:
     return lambda: getattr(experts, side).nbytes
 
 
 def _simulate(
-    made: Quantised,
+    made: QuantisedModel,
     name: str,
     module: nn.Module,
     attribute: str,
@@ -333,15 +343,15 @@ def _simulate(
     assert isinstance(made.config, Simulated)
     bits = made.config.bits
 
-    def take(weight: Tensor) -> None:
-        rounded = fake(weight.mT, bits).mT if transposed else fake(weight, bits)
+    def set_weight(weight: Tensor) -> None:
+        rounded = fake_quantise(weight.mT, bits).mT if transposed else fake_quantise(weight, bits)
         getattr(module, attribute).data.copy_(rounded)  # looked up now: a cast replaces its storage
 
     weight = getattr(module, attribute)
-    made.stored[name] = Stored(
-        part, tuple(weight.shape), take, lambda: getattr(module, attribute).nbytes
+    made.quantised_weights[name] = QuantisedWeight(
+        part, tuple(weight.shape), set_weight, lambda: getattr(module, attribute).nbytes
     )
-    take(weight.detach())
+    set_weight(weight.detach())
 
 
 def _shares(model: PreTrainedModel) -> bool:

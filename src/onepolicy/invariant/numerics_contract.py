@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import UsageError
-from onepolicy.invariant.switch import active
+from onepolicy.invariant.switch import is_invariant
 from onepolicy.types import NumericsContract
 
 
-def contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:
+def numerics_contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:
     """State how `model` computes. logp: from logits and temperature to the log-probability of a token."""
     dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())
     owners = {name: module for name, module in model.named_modules() if _own(module)}
     return NumericsContract(
-        numerics="on-policy" if active(model) else "fast",
+        numerics="on-policy" if is_invariant(model) else "fast",
         dtype=next(iter(dtypes)) if len(dtypes) == 1 else str(dict(sorted(dtypes.items()))),
         attention=str(model.config.get_text_config()._attn_implementation),
         experts=str(getattr(model.config.get_text_config(), "_experts_implementation", None)),
@@ -29,7 +29,7 @@ def contract_of(model: PreTrainedModel, *, logp: str) -> NumericsContract:
     )
 
 
-def agree(engine: NumericsContract, learner: NumericsContract) -> None:
+def require_same_contract(engine: NumericsContract, learner: NumericsContract) -> None:
     """UsageError that names the first difference, with the values of both sides."""
     for field in dataclasses.fields(NumericsContract):
         ours, theirs = getattr(learner, field.name), getattr(engine, field.name)

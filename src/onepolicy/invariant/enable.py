@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.invariant import ops
 from onepolicy.invariant.attention import attend
-from onepolicy.invariant.mode import Invariant, install
+from onepolicy.invariant.mode import Invariant, install_invariant
 from onepolicy.invariant.ops import TERMS
 from onepolicy.invariant.switch import TILE
-from onepolicy.models.bags import weighted_rows
+from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.packed_attention import Packing
 
 CUTS = (1, 2, 9, 26, 60)  # where the rows of a check are cut into calls of their own
 LENGTHS = (7, 4, 23)  # tokens of the samples a model is checked with
 
 
-def start(model: PreTrainedModel) -> None:
+def enable_invariant(model: PreTrainedModel) -> None:
     """Make this model invariant for the rest of its life. UsageError if its build or one of its operators is not."""
     check_build(model.device, torch.get_num_threads())
-    install(model)
+    install_invariant(model)
     check_model(model)
 
 
@@ -42,7 +42,7 @@ def check_model(model: PreTrainedModel) -> None:
     if not all(torch.equal(a, b) for a, b in zip(alone, together, strict=True)):
         raise UsageError(
             f"numerics: {type(model).__name__} computes other logits for samples packed together than for them alone, "
-            f"although each of its operators is known ({build()}); use numerics = fast"
+            f"although each of its operators is known ({describe_build()}); use numerics = fast"
         )
 
 
@@ -56,7 +56,7 @@ def _logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:
     ).logits[0]
 
 
-def build() -> str:
+def describe_build() -> str:
     """This build, as errors name it."""
     kernels = (
         f"MKL {torch.backends.mkl.is_available()}, oneDNN {torch.backends.mkldnn.is_available()}"
@@ -77,7 +77,7 @@ def check_build(device: torch.device, threads: int) -> None:
     for name, whole, parts in itertools.chain(_rows(normal), _attention(normal), _chains(normal)):
         if not torch.equal(whole, parts):
             raise UsageError(
-                f"numerics: {name} depends on what else is computed on {device} with {build()}, so on-policy numerics "
+                f"numerics: {name} depends on what else is computed on {device} with {describe_build()}, so on-policy numerics "
                 "cannot hold there; use numerics = fast"
             )
 
@@ -98,21 +98,24 @@ def _rows(normal: Normal) -> Iterator[Check]:
             yield _in_parts(
                 f"linear {terms}x{columns} in {dtype}", linear, normal(300, terms).to(dtype)
             )
-    for name, function in {**EVEN, **{name: getattr(ops, name) for name in OWN}}.items():
+    for name, function in {
+        **EVEN_FUNCTIONS,
+        **{name: getattr(ops, name) for name in REPLACED},
+    }.items():
         yield _in_parts(name, function, 4 * normal(2000), size=7)
-    for name, function in ROWS.items():
+    for name, function in ROW_FUNCTIONS.items():
         for width in (5, 48, 700):
             yield _in_parts(f"{name} of {width}", function, normal(300, width))
 
 
-ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+ROW_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
     "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
     "sum": lambda x: x.sum(-1, keepdim=True),
 }
-OWN = ("sigmoid", "silu", "softplus", "gelu")
-EVEN: dict[str, Callable[[Tensor], Tensor]] = {
+REPLACED = ("sigmoid", "silu", "softplus", "gelu")
+EVEN_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "rsqrt": lambda x: x.abs().rsqrt(),
     "cos": torch.cos,
@@ -143,7 +146,7 @@ def _attention(normal: Normal) -> Iterator[Check]:
             return attend(*rows, bias=bias, scale=0.2, sinks=sinks)[0]
 
         whole = attended(list(range(size)), size)[list(last)]
-        alone = torch.cat([attended([place], ops.up_to(place + 1, TILE)) for place in last])
+        alone = torch.cat([attended([place], ops.round_up(place + 1, TILE)) for place in last])
         yield f"attention {'without' if sinks is None else 'with'} sinks", whole, alone
 
 

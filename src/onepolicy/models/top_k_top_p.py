@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WHOLE = 1 << 62  # top_k of a row that keeps the whole vocabulary
+WHOLE_VOCABULARY = 1 << 62  # top_k of a row that keeps the whole vocabulary
 
 
-def narrow(logits: Tensor, *, top_k: Tensor | None = None, top_p: Tensor | None = None) -> Tensor:
+def apply_top_k_top_p(
+    logits: Tensor, *, top_k: Tensor | None = None, top_p: Tensor | None = None
+) -> Tensor:
     """Set logits [B, V] to -inf outside the top-k tokens, then outside the smallest set that reaches top-p.
 
     top_k [B, 1] int64, WHOLE where a row keeps the whole vocabulary; top_p [B, 1] float32, 1 where it does.
