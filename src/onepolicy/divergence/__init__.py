@@ -1,1 +1,1 @@
-"""Pure statistics of how far two engines' log-probabilities and routes are apart."""
+"""Pure statistics of the distance between two engines' log-probabilities and routes."""

@@ -1,4 +1,4 @@
-"""Where the gap sits: by place in the response, by probability, by class of token; and the worst tokens."""
+"""The gap by place in the response, by probability and by class of token; and the worst tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
 TURNS = (*range(8), 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers, from 0, start here
 CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
-ECHO = 4  # tokens in a row, as they stand earlier in what was given to the policy, that make the last one an echo
+ECHO = 4  # tokens in a row that must occur earlier in the given text for the last one to be an echo
 CALL = re.compile(
-    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)|^Action:[^\n]*",
+    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)"
+    r"|^Action:[^\n]*",
     re.MULTILINE,
 )
-"""A tool call in a response: markup of chat templates (never closed, it reaches to the end), or a ReAct action line."""
+"""A tool call in a response: markup of chat templates, to the end if it is never closed, or a ReAct
+action line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """Statistics of one part of the tokens."""
+
     name: str
     tokens: int
     k3: float  # mean of these tokens [nats]
@@ -37,6 +41,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class WorstToken:
+    """A token with a large gap, and the text around it."""
+
     sequence: int
     place: int  # in its response, from 0
     before: str
@@ -47,20 +53,26 @@ class WorstToken:
 
 
 def by_label(logp: Tensor, rollout: Tensor, label: Tensor, names: Sequence[str]) -> list[Row]:
-    """One row for each label that occurs. logp, rollout, label [n]: label is int64, the index of a name."""
+    """Return one row for each label that occurs.
+
+    logp, rollout [n] float32; label [n] int64, the index of a name.
+    """
     terms, gap = k3_terms(logp, rollout), (logp.double() - rollout.double()).abs()
     whole, rows = float(terms.sum()), []
     for i, name in enumerate(names):
-        here = label == i
-        if count := int(here.sum()):
-            part = float(terms[here].sum())
-            share = part / whole if whole else 0.0
-            rows.append(Row(name, count, part / count, float(gap[here].mean()), share))
+        labelled = label == i
+        count = int(labelled.sum())
+        if not count:
+            continue
+        part, share = float(terms[labelled].sum()), 0.0
+        if whole:
+            share = part / whole
+        rows.append(Row(name, count, part / count, float(gap[labelled].mean()), share))
     return rows
 
 
 def by_edges(logp: Tensor, rollout: Tensor, value: Tensor, edges: Sequence[float]) -> list[Row]:
-    """Bins [edge, next edge) of value [n]; the last one is open."""
+    """Return one row for each bin [edge, next edge) of value [n]; the last bin is open."""
     inner = torch.tensor(edges[1:], dtype=torch.float64)
     label = torch.bucketize(value.double(), inner, right=True)
     names = [f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges)] + [f"from {edges[-1]:g}"]
@@ -68,28 +80,34 @@ def by_edges(logp: Tensor, rollout: Tensor, value: Tensor, edges: Sequence[float
 
 
 def turn_bins(turn: Tensor) -> Tensor:  # [n] int64, from 0 -> [n] int64
-    """Index into TURNS of each turn's bin."""
+    """Return the index into TURNS of each turn's bin."""
     return torch.bucketize(turn, torch.tensor(TURNS), right=True) - 1
 
 
 def turn_name(start: int) -> str:
-    """The turns, counted from 1, of the bin of TURNS that starts at `start`."""
+    """Return the turns, counted from 1, of the bin of TURNS that starts at `start`."""
     if start < 8:
         return str(start + 1)
-    return f"from {start + 1}" if start == TURNS[-1] else f"{start + 1} to {2 * start}"
+    if start == TURNS[-1]:
+        return f"from {start + 1}"
+    return f"{start + 1} to {2 * start}"
 
 
 def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [n] int64
-    """Place of every masked-in slot among those of its sequence, from 0. Slots of a sequence stand together."""
-    own = segment[mask]
-    starts = torch.searchsorted(own, own)  # first slot of the same sequence
-    return torch.arange(len(own), device=own.device) - starts
+    """Return the place of every masked-in slot in its sequence, from 0.
+
+    Slots of a sequence must be next to each other.
+    """
+    sequence = segment[mask]
+    starts = torch.searchsorted(sequence, sequence)  # first slot of the same sequence
+    return torch.arange(len(sequence), device=sequence.device) - starts
 
 
 def token_class(text: str, *, end: bool, call: bool = False, echo: bool = False) -> int:
-    """Index into CLASSES, the first that fits. Surrounding white space does not count.
+    """Return the index into CLASSES of the first class that fits. White space around is ignored.
 
-    end: a token that ends the response; call: within a tool call; echo: copied from the prompt.
+    end: the token ends the response; call: it is in a tool call; echo: it is copied from the
+    prompt.
     """
     core = text.strip()
     fits = {
@@ -104,20 +122,23 @@ def token_class(text: str, *, end: bool, call: bool = False, echo: bool = False)
 
 
 def echoed(path: Sequence[int], sampled: Sequence[bool]) -> list[bool]:
-    """Of every token of a path: whether it was sampled, and it and the ECHO - 1 before it stand in a row in what was
-    given to the policy before (prompt, tool results)."""
+    """Return for every token of a path whether it is sampled and echoes the given text.
+
+    It is an echo if it and the ECHO - 1 tokens before it occur in a row in the text given to the
+    policy earlier (prompt, tool results).
+    """
     given: set[tuple[int, ...]] = set()
     out = []
-    for i, own in enumerate(sampled):
+    for i, is_sampled in enumerate(sampled):
         last = tuple(path[max(0, i - ECHO + 1) : i + 1])
-        out.append(own and last in given)
+        out.append(is_sampled and last in given)
         if len(last) == ECHO and not any(sampled[i - ECHO + 1 : i + 1]):
             given.add(last)
     return out
 
 
 def inside_calls(texts: Sequence[str]) -> list[bool]:
-    """Of every token, given as its text: whether any of it stands in a tool call."""
+    """Return for every token, given as its text, whether any of it is in a tool call."""
     joined, ends = "".join(texts), list(itertools.accumulate(map(len, texts)))
     spans = [match.span() for match in CALL.finditer(joined)]
     return [

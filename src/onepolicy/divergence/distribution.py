@@ -1,7 +1,8 @@
-"""How far apart the two engines' distributions are at each position, from the rollout's n likeliest tokens.
+"""Distances between two engines' distributions at each slot, from the rollout's likeliest tokens.
 
-What one sampled token cannot show: the rest of the distribution. Outside the n tokens only both engines' whole mass is
-known, so a distance over the vocabulary comes as a bound, which is exact where n is the whole vocabulary.
+One sampled token does not show the rest of the distribution. Outside the listed tokens only the
+whole mass of both engines is known, so a distance over the vocabulary is a bound. It is exact if
+the whole vocabulary is listed.
 """
 
 from __future__ import annotations
@@ -14,28 +15,25 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-6
-"""Mass outside the n tokens below this is what float32 log-probabilities miss when they are added up."""
+"""Mass outside the listed tokens that is rounding of float32 log-probabilities in a sum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """p: trainer, q: rollout, H: the rollout's k likeliest tokens, of each of n positions."""
+    """Distances at n slots. p: trainer, q: rollout, H: the rollout's k likeliest tokens."""
 
     top: int  # k
-    tv_low: (
-        Tensor  # [n] float64: total variation sum |p - q| / 2 over the vocabulary is at least this
-    )
-    tv_high: Tensor  # [n] float64: and at most this
-    kl_low: Tensor  # [n] float64, nats: KL(q || p) with all tokens outside H as one; the whole KL is at least this
-    kl_shared: (
-        Tensor  # [n] float64, nats: KL(q || p) of both distributions given that the token is in H
-    )
-    argmax_differs: Tensor  # [n] bool: each engine finds its own likeliest token likelier than the other's (ties: no)
+    tv_low: Tensor  # [n] float64, lower bound of the total variation sum |p - q| / 2
+    tv_high: Tensor  # [n] float64, its upper bound
+    kl_low: Tensor  # [n] float64, nats: lower bound of KL(q || p); tokens outside H count as one
+    kl_shared: Tensor  # [n] float64, nats: KL(q || p), both conditioned on the token being in H
+    argmax_differs: Tensor  # [n] bool: the engines' likeliest tokens differ (ties: no)
     overlap: Tensor  # [n] float64: share of H among the trainer's own k likeliest tokens
     mass_rollout: Tensor  # [n] float64, of H
     mass_trainer: Tensor  # [n] float64, of H
 
     def metrics(self) -> dict[str, float]:
+        """Return means over all slots, and the largest bounds of the total variation."""
         means = {
             "tv_low": self.tv_low,
             "tv_high": self.tv_high,
@@ -51,7 +49,9 @@ class Distances:
         return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
     def above(self, edges: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Share of positions whose total variation is more than each edge: at least, at most."""
+        """Return lower and upper bounds of the share of slots whose total variation exceeds each
+        edge.
+        """
         at = torch.tensor(edges, dtype=torch.float64)
         low, high = (
             (values[:, None] > at).double().mean(0).tolist()
@@ -62,12 +62,15 @@ class Distances:
 
 def distances(
     ids: Tensor,  # [n, k] int, the rollout's likeliest tokens, likeliest first
-    logp_rollout: Tensor,  # [n, k] float32, of them; -inf where narrowed sampling leaves fewer than k
+    logp_rollout: Tensor,  # [n, k] float32, of these; -inf where sampling leaves fewer than k
     logp_trainer: Tensor,  # [n, k] float32, of the same tokens
-    own_ids: Tensor,  # [n, k] int, the trainer's likeliest tokens, likeliest first
-    own_logp: Tensor,  # [n, k] float32, of those, trainer
+    trainer_ids: Tensor,  # [n, k] int, the trainer's likeliest tokens, likeliest first
+    trainer_logp: Tensor,  # [n, k] float32, of those, trainer
 ) -> Distances:
-    """Both log-probabilities are normalised over the whole vocabulary, at the temperature that was sampled with."""
+    """Return the distances at n slots.
+
+    All log-probabilities are normalised over the whole vocabulary at the sampling temperature.
+    """
     p, q = logp_trainer.double().exp(), logp_rollout.double().exp()
     inside = (p - q).abs().sum(-1) / 2
     p_in, q_in = p.sum(-1), q.sum(-1)
@@ -80,8 +83,8 @@ def distances(
         tv_high=inside + (p_out + q_out) / 2,  # at worst of no token in common
         kl_low=q_in * kl_shared + _bernoulli_kl(q_out, p_out),
         kl_shared=kl_shared,
-        argmax_differs=_argmax_differs(ids, logp_rollout, logp_trainer, own_ids, own_logp),
-        overlap=_overlap(ids, own_ids),
+        argmax_differs=_argmax_differs(ids, logp_rollout, logp_trainer, trainer_ids, trainer_logp),
+        overlap=_overlap(ids, trainer_ids),
         mass_rollout=q_in,
         mass_trainer=p_in,
     )
@@ -93,17 +96,23 @@ def _bernoulli_kl(q: Tensor, p: Tensor) -> Tensor:
 
 
 def _argmax_differs(
-    ids: Tensor, logp_rollout: Tensor, logp_trainer: Tensor, own_ids: Tensor, own_logp: Tensor
+    ids: Tensor,
+    logp_rollout: Tensor,
+    logp_trainer: Tensor,
+    trainer_ids: Tensor,
+    trainer_logp: Tensor,
 ) -> Tensor:
-    """bfloat16 logits tie often: whichever of equals an engine names first, that is no difference."""
-    own = ids == own_ids[:, :1]
-    of_own = torch.where(own, logp_rollout, -math.inf).amax(
-        -1
-    )  # of the trainer's best; less likely if not listed
-    return (logp_rollout[:, 0] > of_own) & (own_logp[:, 0] > logp_trainer[:, 0])
+    """Return where the likeliest tokens differ.
+
+    Each engine must find its own likeliest token strictly likelier than that of the other. bfloat16
+    logits tie often, and the order among equals is no difference.
+    """
+    is_trainers_best = ids == trainer_ids[:, :1]
+    of_trainers_best = torch.where(is_trainers_best, logp_rollout, -math.inf).amax(-1)
+    return (logp_rollout[:, 0] > of_trainers_best) & (trainer_logp[:, 0] > logp_trainer[:, 0])
 
 
-def _overlap(ids: Tensor, own_ids: Tensor) -> Tensor:
-    size = 1 + int(torch.maximum(ids.max(), own_ids.max()))
+def _overlap(ids: Tensor, trainer_ids: Tensor) -> Tensor:
+    size = 1 + int(torch.maximum(ids.max(), trainer_ids.max()))
     row = size * torch.arange(len(ids), device=ids.device)[:, None]
-    return torch.isin(row + ids, row + own_ids).double().mean(-1)
+    return torch.isin(row + ids, row + trainer_ids).double().mean(-1)

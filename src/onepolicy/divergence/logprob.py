@@ -1,4 +1,4 @@
-"""Mismatch of the log-probabilities two engines gave to the same sampled tokens."""
+"""Mismatch between the log-probabilities that two engines give to the same sampled tokens."""
 
 from __future__ import annotations
 
@@ -16,49 +16,54 @@ from onepolicy.layout import Layout, arguments, place_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Statistics of rho = pi_trainer / pi_rollout over n tokens sampled by the rollout engine (l = log rho, nats).
+    """Statistics of rho = pi_trainer / pi_rollout over n tokens sampled by the rollout engine (l =
+    log rho, nats).
 
-    k1 and k3 both estimate KL(rollout || trainer) without bias; k3 is never negative and far less noisy.
+    k1 and k3 both estimate KL(rollout || trainer) without bias; k3 is never negative and far less
+    noisy.
     """
 
     tokens: int  # n
-    differing: int  # of these, log-probabilities that are not the same number
+    differing: int  # of these, tokens whose two log-probabilities are different numbers
     k1: float  # mean(-l)
     k3: float  # mean(rho - 1 - l); R3 paper eq. 2
     chi2: float  # mean(rho^2) - 1
-    ess: float  # (sum rho)^2 / (n sum rho^2): share of the tokens that importance weights rho would leave effective
+    ess: float  # (sum rho)^2 / (n sum rho^2): effective sample size, as a share of the tokens
     mean_dlogp: float  # mean |l|
     max_dlogp: float  # max |l|
     mean_dp: float  # mean |p_trainer - p_rollout|
     max_dp: float  # max |p_trainer - p_rollout|
-    pearson: float  # correlation of the probabilities; 1 if all pairs are equal, nan if one side alone is constant
-    ppl_ratio: float  # mean over samples of exp(mean(-l)): trainer over rollout perplexity; nan without `segment`
-    abs_log_ratio: Tensor = field(
-        repr=False
-    )  # [n] float64, |l| ascending: `extreme` is a binary search
+    pearson: (
+        float  # correlation of the probabilities; 1 if all are equal, nan if one side is constant
+    )
+    ppl_ratio: float  # mean over samples of exp(mean(-l)), trainer / rollout; nan without `segment`
+    # [n] float64, |l| ascending, for the binary search of `extreme`
+    abs_log_ratio: Tensor = field(repr=False)
 
     @overload
     def extreme(self, tau: float) -> float: ...
     @overload
     def extreme(self, tau: Sequence[float]) -> list[float]: ...
     def extreme(self, tau: float | Sequence[float]) -> float | list[float]:
-        """F(tau), the share of tokens with max(rho, 1 / rho) > tau (R3 paper eq. 3). One tau >= 1 or many."""
-        taus = [tau] if isinstance(tau, int | float) else list(tau)
+        """Return F(tau), the share of tokens with max(rho, 1 / rho) > tau (R3 paper, equation 3).
+
+        Takes one tau or a sequence of them. Raises UsageError if one is below 1.
+        """
+        if isinstance(tau, int | float):
+            return self.extreme([tau])[0]
+        taus = list(tau)
         for value in taus:
             if not value >= 1:
                 raise UsageError(
                     f"extreme: tau = {value}, but max(rho, 1/rho) is never below 1; give tau >= 1"
                 )
-        logs = torch.tensor(
-            [math.log(value) for value in taus],
-            dtype=torch.float64,
-            device=self.abs_log_ratio.device,
-        )
+        logs = self.abs_log_ratio.new_tensor([math.log(value) for value in taus])
         within = torch.searchsorted(self.abs_log_ratio, logs, right=True)
-        shares = ((self.tokens - within).double() / self.tokens).tolist()
-        return shares[0] if isinstance(tau, int | float) else shares
+        shares: list[float] = ((self.tokens - within).double() / self.tokens).tolist()
+        return shares
 
     def metrics(self, prefix: str = "mismatch") -> dict[str, float]:
+        """Return the statistics by metric name, `prefix/k3` and so on."""
         names = (
             "k1",
             "k3",
@@ -84,19 +89,22 @@ def mismatch(
     logp_rollout: Layout,  # the same, rollout engine
     mask: Layout,  # bool, the sampled tokens; the other slots may hold anything
     *,
-    segment: Layout
-    | None = None,  # int64, sample index of each slot; rows of [B, T] and lists need none
+    segment: Layout | None = None,  # int64, sample of each slot; [B, T] and lists need none
 ) -> Mismatch:
-    """Compare both engines on the masked-in slots, in float64. Raises UsageError if none is, or one is not finite."""
+    """Compare both engines on the masked-in slots, in float64.
+
+    Raises UsageError if the mask selects no slot, or a value that it selects is not finite.
+    """
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
     flat = arguments("mismatch", {**given, "segment": segment})
     old, rollout, samples = _masked(flat, mask)
     log_rho = old - rollout
-    shifted = (
-        log_rho - log_rho.max()
-    ).exp()  # ess does not depend on rho's scale; this cannot overflow
+    shifted = (log_rho - log_rho.max()).exp()  # the scale of rho cancels in ess; no overflow
     dp = (old.exp() - rollout.exp()).abs()
     dlogp = log_rho.abs().sort().values
+    ppl_ratio = log_rho.new_tensor(math.nan)
+    if samples is not None:
+        ppl_ratio = _ppl_ratio(log_rho, samples)
     numbers = {
         "k1": (rollout - old).mean(),
         "k3": (log_rho.expm1() - log_rho).mean(),
@@ -107,9 +115,7 @@ def mismatch(
         "mean_dp": dp.mean(),
         "max_dp": dp.max(),
         "pearson": _pearson(old.exp(), rollout.exp()),
-        "ppl_ratio": log_rho.new_tensor(math.nan)
-        if samples is None
-        else _ppl_ratio(log_rho, samples),
+        "ppl_ratio": ppl_ratio,
     }
     values = torch.stack(list(numbers.values())).tolist()
     differing = int((old != rollout).sum())
@@ -119,7 +125,7 @@ def mismatch(
 
 
 def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Both sides [n] float64 and the samples [n] of the masked-in slots."""
+    """Return both sides [n] float64 and the samples [n] of the masked-in slots."""
     mask, sides = flat["mask"], []
     assert mask is not None
     for name in ("logp_old", "logp_rollout"):
@@ -129,8 +135,9 @@ def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tenso
         if len(broken):
             slot = int(broken[0, 0])
             raise UsageError(
-                f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first {place_of(slot, like)}: "
-                f"{logp[slot].item()}; clear the mask there or mend the engine that returned it"
+                f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first "
+                f"{place_of(slot, like)}: {logp[slot].item()}; clear the mask there or fix the "
+                "engine that returned it"
             )
         sides.append(logp.detach()[mask].double())
     if not mask.any():
@@ -138,11 +145,13 @@ def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tenso
             f"mismatch: the mask selects none of {mask.numel()} slots; there is nothing to compare"
         )
     segment = flat["segment"]
-    return sides[0], sides[1], None if segment is None else segment[mask]
+    if segment is not None:
+        segment = segment[mask]
+    return sides[0], sides[1], segment
 
 
 def _pearson(x: Tensor, y: Tensor) -> Tensor:
-    """Correlation of [n] and [n]: 1 if x == y throughout (even if constant), else nan if one of them is constant."""
+    """Return the correlation: 1 if x == y everywhere, else nan if one is constant."""
     dx, dy = x - x.mean(), y - y.mean()
     correlation = ((dx @ dy) / (dx.norm() * dy.norm())).clamp(-1, 1)
     constant = (x.min() == x.max()) | (y.min() == y.max())

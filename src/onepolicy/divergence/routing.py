@@ -1,4 +1,4 @@
-"""Disagreement of two routing traces of the same tokens."""
+"""Disagreement between two routing traces of the same tokens."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from onepolicy.types import RoutingTrace, shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingDisagreement:
-    """How often two engines chose different experts (R3 paper section 3.2), over the n slots valid in both traces.
+    """Shares of routers with different experts (R3 paper, section 3.2), over n slots valid in both
+    traces.
 
-    A router is one (slot, layer) pair; it differs when the two SETS of its K experts differ, whatever their order.
+    A router is one (slot, layer) pair. It differs if its two sets of K experts differ, in any
+    order.
     """
 
     slots: int  # n
@@ -23,20 +25,15 @@ class RoutingDisagreement:
     tokens: float  # share of slots with at least one differing router
     sequence: float  # mean of sequence_mean (differing routers per token); nan without `segment`
     experts: float  # mean number of differing experts per router
-    expert_counts: Tensor = field(
-        repr=False
-    )  # [K + 1] int64, routers with exactly 0..K differing experts
-    per_layer: Tensor = field(
-        repr=False
-    )  # [L] float64, share of slots whose router differs in this layer
-    per_token_count: Tensor = field(
-        repr=False
-    )  # [n] int64, differing routers of each compared slot
+    expert_counts: Tensor = field(repr=False)  # [K + 1] int64, routers with 0..K differing experts
+    per_layer: Tensor = field(repr=False)  # [L] float64, share of slots whose router differs
+    per_token_count: Tensor = field(repr=False)  # [n] int64, differing routers of each slot
     sequence_mean: Tensor = field(
         repr=False
-    )  # [S] float64, differing routers per token of each sample compared
+    )  # [S] float64, differing routers per token of a sample
 
     def metrics(self, prefix: str = "routing") -> dict[str, float]:
+        """Return the shares by metric name, `prefix/routers` and so on."""
         return {
             f"{prefix}/{name}": getattr(self, name) for name in ("routers", "tokens", "sequence")
         }
@@ -50,7 +47,7 @@ def routing_disagreement(
 ) -> RoutingDisagreement:
     """Compare expert sets slot by slot and layer by layer. Symmetric in `a` and `b`.
 
-    Raises UsageError when the traces are not of the same model and path, or share no valid slot.
+    Raises UsageError if the traces are not of the same model and path, or share no valid slot.
     """
     _check_comparable(a, b)
     if segment is not None and (not isinstance(segment, Tensor) or segment.shape != (len(a),)):
@@ -61,23 +58,23 @@ def routing_disagreement(
     n, layers, device = len(compared), len(a.layers), compared.device
     if n == 0:
         raise UsageError(
-            f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to compare"
+            f"routing_disagreement: none of {len(a)} slots is valid in both traces; nothing to "
+            "compare"
         )
     per_token = torch.zeros(n, dtype=torch.int64, device=device)
     per_layer = torch.zeros(layers, dtype=torch.float64, device=device)
     counts = torch.zeros(a.top_k + 1, dtype=torch.int64, device=device)
-    for layer in range(
-        layers
-    ):  # one at a time, widened (torch has few uint16 kernels): all at once would be gigabytes
+    # Torch has few uint16 kernels, and all layers widened at once would take gigabytes.
+    for layer in range(layers):
         differing = differing_experts(
             a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]
         )
         per_token += differing > 0
         per_layer[layer] = (differing > 0).double().mean()
         counts += torch.bincount(differing, minlength=a.top_k + 1)
-    sequence_mean = (
-        _mean_by(segment[compared], per_token) if segment is not None else per_layer.new_empty(0)
-    )
+    sequence_mean = per_layer.new_empty(0)
+    if segment is not None:
+        sequence_mean = _mean_by(segment[compared], per_token)
     wrong = torch.arange(a.top_k + 1, device=device)
     return RoutingDisagreement(
         slots=n,
@@ -93,25 +90,26 @@ def routing_disagreement(
 
 
 def routing_agreement(a: RoutingTrace, b: RoutingTrace) -> Tensor:
-    """[n, L] float32: of every router, the share of its K experts both traces chose; over the n slots valid in both."""
+    """Return [n, L] float32, the share of each router's K experts that both traces chose.
+
+    n is the number of slots valid in both traces.
+    """
     _check_comparable(a, b)
     compared = (a.valid & b.valid).nonzero()[:, 0]
-    shares = [
-        1
-        - differing_experts(
-            a.ids[:, layer].int()[compared], b.ids[:, layer].int()[compared]
-        ).float()
-        / a.top_k
-        for layer in range(len(a.layers))
-    ]
+    shares = []
+    for layer in range(len(a.layers)):
+        left, right = (trace.ids[:, layer].int()[compared] for trace in (a, b))
+        shares.append(1 - differing_experts(left, right).float() / a.top_k)
     return torch.stack(shares, dim=1)
 
 
 def differing_experts(a: Tensor, b: Tensor) -> Tensor:  # [n, K], [n, K] int32 -> [n] int64
-    """Per row, how many ids of one side the other lacks; the larger of both counts, should a row repeat an id."""
-    rows = (
-        (a != b).any(1).nonzero()[:, 0]
-    )  # most rows agree column by column; only the others are compared as sets
+    """Return for each row the number of ids that the other side lacks.
+
+    It is the larger of the two sides' numbers, which differ if a row repeats an id. Most rows agree
+    column by column; only the rest are compared as sets.
+    """
+    rows = (a != b).any(1).nonzero()[:, 0]
     equal = a[rows][:, :, None] == b[rows][:, None, :]
     lacking = torch.maximum((~equal.any(2)).sum(1), (~equal.any(1)).sum(1))
     return torch.zeros(len(a), dtype=torch.int64, device=a.device).index_copy(0, rows, lacking)
@@ -131,7 +129,8 @@ def _check_comparable(a: RoutingTrace, b: RoutingTrace) -> None:
     ):
         if left != right:
             raise UsageError(
-                f"routing_disagreement: {name} differ ({left} and {right}); compare two traces of one model and path"
+                f"routing_disagreement: {name} differ ({left} and {right}); compare two traces of "
+                "one model and path"
             )
 
 
