@@ -244,7 +244,7 @@ class Problem:
     id: int
     prompt: str
     answer: str
-    entry: dict | None = None  # what the task's own grader needs besides the answer
+    entry: dict[str, Any] | None = None  # what the task's own grader needs besides the answer
 
 
 class Environment(Protocol):

@@ -82,7 +82,7 @@ def _items(value: Layout | None) -> Sequence[Tensor]:
     return [value] if isinstance(value, Tensor) else value
 
 
-def _shape(value: Layout) -> list:
+def _shape(value: Layout) -> list[int] | list[list[int]]:
     return list(value.shape) if isinstance(value, Tensor) else [list(item.shape) for item in value]
 
 

@@ -182,7 +182,8 @@ def _ratio_title(pairs: list[tuple[Audited, Look]]) -> str:
 
 def _reach(counts: torch.Tensor) -> float:
     low, high = quantiles(counts, (0.001, 0.999)).log().abs().tolist()
-    return max(1.2 * max(low, high), 1e-5)
+    furthest: float = max(low, high)
+    return max(1.2 * furthest, 1e-5)
 
 
 def _cumulative(counts: torch.Tensor, points: Array) -> Array:
@@ -191,7 +192,8 @@ def _cumulative(counts: torch.Tensor, points: Array) -> Array:
         [-EDGES[:0:-1], EDGES[1:]]
     )  # the middle bin reaches from -SMALLEST to SMALLEST
     share = np.concatenate([[0.0], counts.double().cumsum(0).numpy()])
-    return np.interp(points, borders, share / share[-1])
+    below: Array = np.interp(points, borders, share / share[-1])
+    return below
 
 
 def _density(counts: torch.Tensor, edges: Array) -> Array:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from onepolicy.cli import engine, measure, plan
 from onepolicy.cli.common import RUN_ONLY, command, launcher_for, prepare_process, say
@@ -584,7 +585,7 @@ def _refuse_other_weights(overrides: list[str], command: str) -> None:
             )
 
 
-def _show(summary: dict) -> int:
+def _show(summary: dict[str, Any]) -> int:
     from rich.console import Console
 
     from onepolicy.report.terminal import summary_table

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onepolicy.cli.parser import Parser
 from onepolicy.config import Frozen, RunConfig, printable
@@ -22,7 +22,7 @@ RUN_ONLY = ("out", "steps")
 
 
 def command(
-    commands: argparse._SubParsersAction,
+    commands: argparse._SubParsersAction[Any],
     name: str,
     text: str,
     run: object,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say
 from onepolicy.config import RunConfig, UsageError, read_recipe
@@ -12,7 +13,7 @@ from onepolicy.config.engine import ENGINE_KINDS, ServeConfig
 from onepolicy.config.load import resolve_as
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: argparse._SubParsersAction[Any]) -> None:
     text = "commands about one rollout engine"
     group = commands.add_parser("engine", help=text, description=text)
     actions = group.add_subparsers(title="commands", required=True, metavar="COMMAND")

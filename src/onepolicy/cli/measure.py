@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from onepolicy.cli.common import RUN_ONLY, command, prepare_process, say, stages
 from onepolicy.config import RunConfig, UsageError, read_recipe
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onepolicy.measure.bitwise import Bitwise
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: argparse._SubParsersAction[Any]) -> None:
     measure = command(
         commands,
         "measure",

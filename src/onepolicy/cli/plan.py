@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onepolicy.cli.common import command, prepare_process, say
 from onepolicy.config import RunConfig, UsageError, load
@@ -23,7 +23,7 @@ memory. What every number comes from: docs/plan.md.
 """
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add(commands: argparse._SubParsersAction[Any]) -> None:
     plan = command(
         commands,
         "plan",
@@ -117,7 +117,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) -> int:
     from rich.console import Console
 
-    from onepolicy.build.components import resolve_model
+    from onepolicy.build.learner import resolve_model
     from onepolicy.plan.planner import Planner, best_option
     from onepolicy.plan.step_work import in_process, replicated
     from onepolicy.plan.suggestions import suggestions

@@ -56,7 +56,7 @@ class JsonlTask(Frozen):
 
     @model_serializer(mode="wrap")
     def _effective(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        settings = dump(self)
+        settings: dict[str, Any] = dump(self)
         if self.held_out_path is not None:
             settings.pop("held_out", None)  # or the stored settings would set it
         return settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ def live_weights(
     segment: Layout | None = None,  # int64, sequence of each slot; [B, T] and lists need none
     turn: Layout | None = None,  # int64
     advantage: Layout | None = None,  # float32
-) -> Live:
+) -> Live[Any]:
     """Return weights and gates of rho = exp(logp_new - logp_rollout) for one micro-batch of whole
     samples.
 

@@ -173,9 +173,9 @@ def _mass(logr: Tensor, kl: float, length: int, band: Interval, power: float) ->
 def _normal_mass(mean: Tensor, deviation: float, band: Interval) -> Tensor:
     """Return P(low <= x <= high) of normal x."""
     low, high = band
-    return torch.special.ndtr((high - mean) / deviation) - torch.special.ndtr(
-        (low - mean) / deviation
-    )
+    below_high: Tensor = torch.special.ndtr((high - mean) / deviation)
+    below_low: Tensor = torch.special.ndtr((low - mean) / deviation)
+    return below_high - below_low
 
 
 def _pass(gate: Gate, logr: Tensor, density: Tensor, kl: float, length: int) -> Tensor:

@@ -130,7 +130,7 @@ def _gate(gate: Gate) -> str:
             value = f"{gate.aggregate} of {value}"
     if gate.aggregate == "budget":
         return f"the slots of smallest {value} whose mean <= {gate.high:g}"
-    numerator = {"new/rollout": " with pi_new as trainer"}.get(gate.ratio, "")
+    numerator = {"new/rollout": " with pi_new as trainer"}.get(gate.ratio or "", "")
     when = {
         "always": "",
         "negative": " (only where A < 0)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar, get_args, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def reweight(
     turn: Layout | None = None,  # int64, turn of each slot
     advantage: Layout | None = None,  # float32, for gates that look at its sign
     average: Average = "slots",
-) -> Applied:
+) -> Applied[Any]:
     """Return weight and rejection of every slot's surrogate, from rho = exp(logp_old -
     logp_rollout).
 

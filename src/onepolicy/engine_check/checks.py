@@ -21,7 +21,8 @@ from onepolicy.invariant.require_equal import require_equal
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
-from onepolicy.verdict.bug_signatures import EXPLAINED, preflight
+from onepolicy.verdict.bug_signatures import preflight
+from onepolicy.verdict.scored_tokens import EXPLAINED
 
 PROMPTS = 8
 HOT = 1.5

@@ -19,8 +19,8 @@ from onepolicy.rollout.copies import load_copy
 from onepolicy.train.rescore import Rescorer, fit_support, fit_temperature, k3_of, logp_of, variant
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
-from onepolicy.verdict.bug_signatures import EXPLAINED, FEWEST
 from onepolicy.verdict.rules import HARMLESS_KL
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.verdict.bug_signatures import EXPLAINED, Diagnosis, Finding, preflight
+from onepolicy.verdict.bug_signatures import Diagnosis, preflight
 from onepolicy.verdict.rules import HARMLESS_KL, verdict
+from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
 TOLD = 4  # times that a sampling says how far it is

@@ -35,7 +35,7 @@ class _FedBatch(NamedTuple):
 
     samples: int
     tokens: int  # of each sample
-    cache: weakref.ref | None  # its key-value cache
+    cache: weakref.ref[Any] | None  # its key-value cache
     continues: bool  # does it go on where another recorded forward stopped?
 
 
@@ -56,7 +56,7 @@ class RouteRecorder:
         finally:
             handle.remove()
 
-    def _note(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _note(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or in_backward():
             return
         hidden = args[0] if args else kwargs.get("hidden_states")
@@ -138,7 +138,7 @@ class RouteRecorder:
                 )
 
 
-def _same_cache(first: weakref.ref | None, second: weakref.ref | None) -> bool:
+def _same_cache(first: weakref.ref[Any] | None, second: weakref.ref[Any] | None) -> bool:
     """Are both the same cache?"""
     return first is not None and second is not None and first() is not None and first() is second()
 

@@ -61,7 +61,8 @@ def replace_combine_weights(
         )
     if valid is not None:
         recorded = torch.where(valid[:, None], recorded.to(live.dtype), live.detach())
-    return (*out[:position], _Recorded.apply(live, recorded), *out[position + 1 :])
+    replaced = _Recorded.apply(live, recorded)  # type: ignore[no-untyped-call]
+    return (*out[:position], replaced, *out[position + 1 :])
 
 
 def combine_weights_position(out: Any, top_k: int, where: str) -> int:

@@ -67,7 +67,7 @@ def called_by_checkpoint() -> bool:
     return False
 
 
-def _patch(forward: Callable, generator: Callable) -> None:
+def _patch(forward: Callable[..., Any], generator: Callable[..., Any]) -> None:
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     for module in (checkpoint, sys.modules.get(_COMPOSABLE)):
         if module is not None:
@@ -83,13 +83,13 @@ def _opened(replay: Replay) -> Iterator[None]:
         _thread.open.remove(replay)
 
 
-def _carry(function: Callable) -> Callable:
+def _carry(function: Callable[..., Any]) -> Callable[..., Any]:
     for replay in dict.fromkeys(_thread.open):
         function = _inside(replay, function)
     return function
 
 
-def _inside(replay: Replay, function: Callable) -> Callable:
+def _inside(replay: Replay, function: Callable[..., Any]) -> Callable[..., Any]:
     def replaying(*args: Any, **kwargs: Any) -> Any:
         with (
             replay(),
@@ -100,9 +100,9 @@ def _inside(replay: Replay, function: Callable) -> Callable:
     return replaying
 
 
-def _carrying_forward(ctx: Any, function: Callable, *args: Any) -> Any:
+def _carrying_forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
     return _forward(ctx, _carry(function), *args)
 
 
-def _carrying_generator(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def _carrying_generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _generator(_carry(function), *args, **kwargs)

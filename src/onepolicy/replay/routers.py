@@ -248,7 +248,8 @@ class Routers:
         )
 
         def forward() -> Tensor:
-            return self._model(input_ids=tokens, use_cache=False).logits
+            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+            return logits
 
         with torch.no_grad(), _evaluating(self._model):
             with self.record() as tape:

@@ -39,7 +39,9 @@ def in_backward() -> bool:
 
 
 @contextmanager
-def override_attribute(name: str, values: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+def override_attribute(
+    name: str, values: Iterable[tuple[nn.Module, Callable[..., Any]]]
+) -> Iterator[None]:
     """Give each module an instance attribute `name`; on exit put back exactly what was there."""
     values = list(values)
     saved = [(module, module.__dict__.get(name, _ABSENT)) for module, _ in values]
@@ -119,7 +121,7 @@ class TopkRecorder(TopkHook):
                 )
         return out
 
-    def observe(self, args: tuple, kwargs: dict) -> tuple[Any, Tensor]:
+    def observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """The router's own output, and the experts it selected."""
         if (
             self._position is not None
@@ -132,7 +134,7 @@ class TopkRecorder(TopkHook):
         return out, ids
 
     def observe_selection(
-        self, args: tuple, kwargs: dict
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
         """The router's own output; the scores [N, E] it selected from, the values and the ids [N, K] it selected."""
         self._check_sampling()
@@ -239,7 +241,7 @@ class TopkReplayer(TopkHook):
                 "would route natively; open the replay in the thread that runs the forward"
             )
 
-    def _first_call(self, args: tuple, kwargs: dict) -> None:
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fired = True
         if (
             self._wants_own and self._hides_own
@@ -331,7 +333,7 @@ class TopkReplayer(TopkHook):
 
 
 def _operands(
-    router: Router, func: Any, args: tuple, kwargs: dict | None
+    router: Router, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> tuple[Tensor, int, int]:
     """(scores, k, width) of a call that selects k of `width` experts or groups for every token; k = 0 of any other.
 

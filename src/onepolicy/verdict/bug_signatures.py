@@ -9,7 +9,9 @@ no cause that we know is a mark too: it has no name, and forbids a recommendatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -64,6 +66,35 @@ def preflight(batch: TokenBatch) -> Diagnosis:
     )
 
 
+@overload
+def diagnose(
+    logp_trainer: Tensor,
+    logp_rollout: Tensor,
+    mask: Tensor,
+    *,
+    segment: Tensor | None = None,
+    tokens: Tensor | None = None,
+    tokens_rollout: Tensor | None = None,
+    version: Tensor | None = None,
+    logp_previous: Tensor | None = None,
+    entropy: Tensor | None = None,
+    turn: Tensor | None = None,
+    group: Tensor | None = None,
+) -> Diagnosis: ...
+@overload
+def diagnose(
+    logp_trainer: Sequence[Tensor],
+    logp_rollout: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    *,
+    tokens: Sequence[Tensor] | None = None,
+    tokens_rollout: Sequence[Tensor] | None = None,
+    version: Sequence[Tensor] | None = None,
+    logp_previous: Sequence[Tensor] | None = None,
+    entropy: Sequence[Tensor] | None = None,
+    turn: Sequence[Tensor] | None = None,
+    group: Sequence[Tensor] | None = None,
+) -> Diagnosis: ...
 @any_layout
 @torch.no_grad()
 def diagnose(

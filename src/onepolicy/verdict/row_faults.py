@@ -46,7 +46,8 @@ def agreement_at_first(pairs: Pairs) -> float:
     if len(first.old) < 3:
         return 0.0
     ranked = torch.stack([side.argsort().argsort().double() for side in (first.old, first.rollout)])
-    return float(torch.corrcoef(ranked)[0, 1].nan_to_num(0.0)) - 2 / len(first.old) ** 0.5
+    by_chance: float = 2 / len(first.old) ** 0.5
+    return float(torch.corrcoef(ranked)[0, 1].nan_to_num(0.0)) - by_chance
 
 
 @dataclass(frozen=True, slots=True, eq=False)

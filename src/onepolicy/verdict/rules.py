@@ -12,7 +12,8 @@ from typing import Literal
 
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
-from onepolicy.verdict.bug_signatures import FEWEST, Diagnosis
+from onepolicy.verdict.bug_signatures import Diagnosis
+from onepolicy.verdict.scored_tokens import FEWEST
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4

@@ -124,7 +124,8 @@ def request_trace(
 
 
 def _of_completion(output: Any) -> np.ndarray | None:
-    return output.outputs[0].routed_experts
+    routes: np.ndarray | None = output.outputs[0].routed_experts
+    return routes
 
 
 def _of_prompt_and_completion(output: Any) -> np.ndarray | None:
