@@ -49,20 +49,20 @@ def start_noting(monkeypatch):
 
 def kill_in_the_middle(monkeypatch, processes, name, version):
     """SIGKILL for replica `name` as soon as it has been sent several requests under weights of `version` or later."""
-    send, done = RemoteEngine._send, []
+    send, done = RemoteEngine._submit_unsent, []
 
     async def send_and_kill(engine):
         await send(engine)
         if (
             engine.name == name
             and engine.version >= version
-            and len(engine._asked) > 1
+            and len(engine._pending) > 1
             and not done
         ):
             done.append(True)
             os.kill(processes[name].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(RemoteEngine, "_send", send_and_kill)
+    monkeypatch.setattr(RemoteEngine, "_submit_unsent", send_and_kill)
     return done
 
 

@@ -1,4 +1,4 @@
-"""`onepolicy engine serve`: what a server needs to know of the model it serves."""
+"""`onepolicy engine serve`: reads the model's properties and starts a vLLM server."""
 
 from __future__ import annotations
 
@@ -27,16 +27,24 @@ def serve_model(
     extra: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """Serve a folder, a hub id or `tiny` until it ends; its exit status. routes: return those of a MoE model."""
+    """Serve a model until the server ends, and return its exit status.
+
+    name: a folder, a hub id or `tiny`. names: other host names that requests may use. routes:
+    return the routes of a MoE model. extra: arguments for vLLM. Raises UsageError if max_len is
+    more than the model's context.
+    """
     model = resolve_model(ModelConfig(path=name))
     hf_config = read_config(model)
     context = context_length(hf_config)
     max_len = config.max_len or context
     if max_len > context:
         raise UsageError(f"max_len: {max_len} is more than the model's context of {context}")
+    path = model.path
+    if Path(path).exists():
+        path = str(Path(path).resolve())
     return serve(
         config,
-        str(Path(model.path).resolve()) if Path(model.path).exists() else model.path,
+        path,
         max_len=max_len,
         vocab=int(hf_config.get_text_config().vocab_size),
         routes=routes and is_moe(hf_config),

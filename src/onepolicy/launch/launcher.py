@@ -1,4 +1,4 @@
-"""Where the processes of a run live besides the driver's: what starts them."""
+"""The launcher of a run: it starts the learner's ranks and builds the engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 
 @contextmanager
 def started_ranks(config: RunConfig, launch_ranks: LaunchRanks | None) -> Iterator[Ranks | None]:
-    """The ranks of this run, which this process drives; None if train.ranks is 0. launch: None: `launch_here`."""
+    """Start the learner's ranks and yield them; None if train.ranks is 0.
+
+    This process drives them. launch_ranks: None means `launch_local_ranks`.
+    """
     if not config.train.ranks:
         yield None
         return
-    from onepolicy.launch.ranks import started_ranks as start_processes
+    from onepolicy.launch.ranks import started_rank_processes
 
-    with start_processes(config, launch_ranks) as ranks:
+    with started_rank_processes(config, launch_ranks) as ranks:
         yield ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The learner's other ranks, and the engine."""
+    """Functions that start the learner's other ranks and build the engine."""
 
-    launch_ranks: LaunchRanks | None = None  # None: launch_here, or torchrun has
+    launch_ranks: LaunchRanks | None = None  # None: launch_local_ranks, which also serves torchrun
     build_engine: BuildEngine = build_engine
 
 
 LOCAL_LAUNCHER = Launcher()
-"""On this machine, the engine in this process unless it is a server."""
+"""The launcher for this machine. The engine lives in this process, unless it is a server."""

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks of a run, as its environment says."""
+"""The rank of this process, and the interface through which ranks are launched."""
 
 from __future__ import annotations
 
@@ -19,84 +19,105 @@ from onepolicy.models.load import parse_device
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where this process stands among the ranks."""
+    """The rank of this process among the ranks of a run."""
 
     rank: int
-    ranks: int
+    world_size: int
     local_rank: int
-    local: bool  # all ranks are on this machine
+    single_node: bool  # all ranks are on this machine
 
     @classmethod
     def from_environment(cls) -> RankInfo | None:
-        """As torchrun says, or who started this rank; None in a process that nobody started as a rank."""
+        """Read the variables of a process that torchrun or `launch_local_ranks` started.
+
+        Return None in any other process.
+        """
         env = os.environ
         if not {"RANK", "WORLD_SIZE"} <= env.keys():
             return None
-        ranks = int(env["WORLD_SIZE"])
-        local = int(env.get("LOCAL_WORLD_SIZE", ranks))
-        return cls(int(env["RANK"]), ranks, int(env.get("LOCAL_RANK", env["RANK"])), local == ranks)
+        world_size = int(env["WORLD_SIZE"])
+        local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+        local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
+        return cls(int(env["RANK"]), world_size, local_rank, local_world_size == world_size)
 
-    def device(self, name: str) -> torch.device:
-        """Every rank takes its own GPU of its machine."""
+    def select_device(self, name: str) -> torch.device:
+        """Return this rank's device.
+
+        On CUDA every rank gets its own GPU of its machine, and makes it the current one. Raises
+        UsageError if the machine has fewer GPUs than ranks.
+        """
         device = parse_device(name)
         if device.type == "cpu":
             return device
-        if device.index is None and self.local_rank >= torch.cuda.device_count():
-            raise UsageError(
-                f"train.ranks: rank {self.rank} is number {self.local_rank + 1} on its machine, which has "
-                f"{torch.cuda.device_count()} CUDA devices; use as many ranks as GPUs"
-            )
-        device = torch.device("cuda", device.index if device.index is not None else self.local_rank)
+        index = device.index
+        if index is None:
+            index = self.local_rank
+            if index >= torch.cuda.device_count():
+                raise UsageError(
+                    f"train.ranks: rank {self.rank} is number {index + 1} on its machine, "
+                    f"which has {torch.cuda.device_count()} CUDA devices; "
+                    "use as many ranks as GPUs"
+                )
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         return device
 
-    def join(self, store: dist.Store, device: torch.device, limit: float) -> DeviceMesh:
-        """The default process group and a mesh over it. Gloo for what lies in host memory."""
+    def join(self, store: dist.Store, device: torch.device, timeout: float) -> DeviceMesh:
+        """Initialise the default process group and return a mesh over it.
+
+        Tensors in host memory use gloo. timeout: seconds that a collective may take.
+        """
+        backend = "cpu:gloo,cuda:nccl"
+        if device.type == "cpu":
+            backend = "gloo"
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            backend,
             store=dist.PrefixStore("group", store),
             rank=self.rank,
-            world_size=self.ranks,
-            timeout=timedelta(seconds=limit),
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout),
         )
-        return init_device_mesh(device.type, (self.ranks,))
+        return init_device_mesh(device.type, (self.world_size,))
 
 
 def apply_torchrun_ranks(
     config: RunConfig, ranks: int | None = None, *, resuming: bool = False
 ) -> RunConfig:
-    """The settings with `train.ranks` = ranks (None: unchanged), which under torchrun is the number of its processes.
+    """Return the settings with `train.ranks` = ranks, or torchrun's number under torchrun.
 
-    Resuming, torchrun may start another number than the run has had; else UsageError if both are set and differ.
+    ranks: None leaves the setting unchanged.
+    A resumed run may have another number of processes under torchrun than before. Otherwise, raises
+    UsageError if torchrun's number and a number that is set differ.
     """
-    place = RankInfo.from_environment()
-    stated = config.train.ranks if ranks is None else ranks
-    if place is not None:
-        if stated not in (0, place.ranks) and (ranks is not None or not resuming):
+    rank_info = RankInfo.from_environment()
+    requested = config.train.ranks if ranks is None else ranks
+    if rank_info is not None:
+        may_differ = resuming and ranks is None
+        if requested not in (0, rank_info.world_size) and not may_differ:
             raise UsageError(
-                f"train.ranks: {stated}, but torchrun started {place.ranks} processes; leave it out"
+                f"train.ranks: {requested}, but torchrun started {rank_info.world_size} processes; "
+                "leave train.ranks out"
             )
-        stated = place.ranks
-    if stated == config.train.ranks:
+        requested = rank_info.world_size
+    if requested == config.train.ranks:
         return config
     tree = config.model_dump()
-    tree["train"]["ranks"] = stated
-    if not stated:
-        del tree["train"]["rank_timeout"]  # nobody is left to wait for
+    tree["train"]["ranks"] = requested
+    if not requested:
+        del tree["train"]["rank_timeout"]  # there is no other rank to wait for
     return resolve(tree)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRanks:
-    """The processes of the other ranks, on their way."""
+    """Processes of the other ranks, which may still be starting."""
 
-    place: RankInfo  # of this process
-    store: dist.Store  # that all ranks share until they know each other
-    host: str  # what this machine is called by theirs
-    publish_address: Callable[
-        [str], None
-    ]  # them, where it listens and the token it wants (channel.advertised)
-    check_alive: Callable[[], None]  # RankLost if one of them will never come
+    rank_info: RankInfo  # of this process
+    store: dist.Store  # shared by all ranks until they are connected
+    host: str  # address of this machine as the other ranks see it
+    # Sends the driver's address and token (channel.advertised) to the other ranks.
+    publish_address: Callable[[str], None]
+    check_alive: Callable[[], None]  # raises RankLost if a rank has ended before it joined
 
 
 LaunchRanks: TypeAlias = Callable[[RunConfig], AbstractContextManager[LaunchedRanks]]

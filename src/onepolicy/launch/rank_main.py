@@ -1,4 +1,4 @@
-"""A rank that is not the driver: what its process does from the start to the end of a run."""
+"""The process of a rank that is not the driver, from the start to the end of a run."""
 
 from __future__ import annotations
 
@@ -11,77 +11,91 @@ from typing_extensions import TypedDict
 from onepolicy.build.learner import build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
 from onepolicy.launch.rank_info import RankInfo
-from onepolicy.launch.ranks import DRIVER, TORCHRUN, WHERE, rendezvous
+from onepolicy.launch.ranks import (
+    DRIVER_KEY,
+    RENDEZVOUS_ENV,
+    TORCHRUN_RENDEZVOUS,
+    open_rendezvous,
+)
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.team import Ranks, error_message
 from onepolicy.train.sharded.wire import Message
 
-JOIN_LIMIT = 300.0
-"""Seconds to find the driver and hear from it; after that the run's own train.rank_timeout counts."""
-FAILURES = (UsageError, TrainingError, RuntimeError, OSError)
-"""What ends a rank with a word to the driver: ours, a collective that failed, a disk that is full."""
+JOIN_TIMEOUT_S = 300.0
+"""Seconds to find the driver and receive its first message; later waits: train.rank_timeout."""
+REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError)
+"""Errors that a rank reports before it ends: our own, a failed collective, a full disk."""
 
 
-class Welcome(TypedDict):
-    """What the driver says first."""
+class RankSettings(TypedDict):
+    """The driver's first message to a rank."""
 
     limit: float  # seconds: train.rank_timeout
     device: str
 
 
 def run_launched_rank() -> int:
-    """As `launch_here` or torchrun started this process. Returns an exit code."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the driver decides
-    place = RankInfo.from_environment()
-    assert place is not None
-    store = rendezvous(os.environ.get(WHERE, TORCHRUN), place, JOIN_LIMIT)
+    """Run the rank that `launch_local_ranks` or torchrun started as this process.
+
+    Return an exit code.
+    """
+    # Ctrl-C reaches all processes of a terminal. The driver decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank_info = RankInfo.from_environment()
+    assert rank_info is not None
+    url = os.environ.get(RENDEZVOUS_ENV, TORCHRUN_RENDEZVOUS)
+    store = open_rendezvous(url, rank_info, JOIN_TIMEOUT_S)
     try:
-        run_rank(place, store, store.get(DRIVER).decode())
+        run_rank(rank_info, store, store.get(DRIVER_KEY).decode())
     except RankLost:
-        return 1  # the driver has ended, and says why
+        return 1  # the driver has ended and reports why
     return 0
 
 
-def run_rank(place: RankInfo, store: dist.Store, driver: str) -> None:
-    """Join, then do what the driver says until the run ends. driver: where it listens (channel.advertised).
+def run_rank(rank_info: RankInfo, store: dist.Store, driver: str) -> None:
+    """Join the other ranks, then handle the driver's messages until the run ends.
 
-    RankLost if it has gone, or this rank has told it of an error.
+    driver: address and token of the driver (channel.advertised). Raises RankLost if the driver is
+    gone, or if this rank has failed and reported its error to the driver.
     """
-    assert place.rank > 0
+    assert rank_info.rank > 0
     try:
         address, token = read_advertised(driver)
-        _serve(place, store, connect(address, token, place.rank, JOIN_LIMIT))
+        _handle_messages(rank_info, store, connect(address, token, rank_info.rank, JOIN_TIMEOUT_S))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _serve(place: RankInfo, store: dist.Store, channel: Channel) -> None:
-    about = read_as(Welcome, channel.receive(JOIN_LIMIT).header, "the driver's first word")
-    limit = about["limit"]
+def _handle_messages(rank_info: RankInfo, store: dist.Store, channel: Channel) -> None:
+    first_message = channel.receive(JOIN_TIMEOUT_S)
+    settings = read_as(RankSettings, first_message.header, "the driver's first message")
+    timeout = settings["limit"]
     learner: RankLearner | None = None
     try:
-        device = place.device(about["device"])
-        mesh = place.join(store, device, limit)
-        while (message := channel.receive(None)).header.get("do") != "stop":
-            if message.header.get("do") == "build":
-                learner = _build(message, Ranks(device, mesh, None))
-                channel.send(Message({}), limit)
+        device = rank_info.select_device(settings["device"])
+        mesh = rank_info.join(store, device, timeout)
+        while True:
+            message = channel.receive(None)
+            command = message.header.get("do")
+            if command == "stop":
+                return
+            if command == "build":
+                learner = _build_learner(message, Ranks(device, mesh, None))
+                channel.send(Message({}), timeout)
             else:
                 assert learner is not None
-                channel.send(learner.handle(message), limit)
+                channel.send(learner.handle(message), timeout)
     except RankLost:
         raise
-    except FAILURES as error:
-        channel.send(error_message(error), limit)
+    except REPORTED_ERRORS as error:
+        channel.send(error_message(error), timeout)
         raise RankLost(str(error)) from error
 
 
-def _build(message: Message, ranks: Ranks) -> RankLearner:
+def _build_learner(message: Message, ranks: Ranks) -> RankLearner:
     config = RunConfig.model_validate_json(message.header["config"])
     model = ModelConfig.model_validate_json(message.header["model"])
     return build_rank_learner(config, model, ranks)

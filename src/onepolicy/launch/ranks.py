@@ -1,4 +1,4 @@
-"""The processes of a learner on several ranks: started here or by torchrun, joined, and ended together."""
+"""Processes of a learner on several ranks: how they are started, joined and ended."""
 
 from __future__ import annotations
 
@@ -17,130 +17,160 @@ import torch.distributed as dist
 
 from onepolicy.config import RunConfig
 from onepolicy.launch.rank_info import LaunchedRanks, LaunchRanks, RankInfo
-from onepolicy.train.sharded.channel import Listener, RankLost, advertised
+from onepolicy.train.sharded.channel import Channel, Listener, RankLost, advertised
 from onepolicy.train.sharded.team import WAKE, Ranks, Team
 from onepolicy.train.sharded.wire import Message
 
-DRIVER = "driver"  # key in the rendezvous store: where the ranks find the driver
-WHERE = "ONEPOLICY_RENDEZVOUS"  # environment variable: where ranks that were started here meet
-TORCHRUN = "env://"
+DRIVER_KEY = "driver"  # key in the rendezvous store: address and token of the driver
+RENDEZVOUS_ENV = "ONEPOLICY_RENDEZVOUS"  # environment variable: URL of the rendezvous store
+TORCHRUN_RENDEZVOUS = "env://"
 LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"
-PATIENCE = 5.0
-"""Seconds a rank gets to end by itself."""
+GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+EXIT_TIMEOUT_S = 5.0
+"""Seconds that a rank has to end by itself before it is killed."""
 
 
 @contextmanager
-def started_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterator[Ranks | None]:
-    """The ranks of this run, which this process drives; None if train.ranks is 0. Ends them all on the way out.
+def started_rank_processes(
+    config: RunConfig, launch_ranks: LaunchRanks | None = None
+) -> Iterator[Ranks]:
+    """Start the ranks of a run with train.ranks > 0 and yield them. End all of them on the way out.
 
-    launch: what starts the other processes; None: `launch_here`.
+    launch_ranks: starts the other processes; None means `launch_local_ranks`.
     """
-    if not config.train.ranks:
-        yield None
-        return
-    limit = config.train.rank_timeout
-    with (launch or launch_local_ranks)(config) as launched:
-        place = launched.place
-        device = place.device(config.train.device)
-        listener = Listener(launched.host)
-        launched.publish_address(advertised(listener.address, listener.token))
+    timeout = config.train.rank_timeout
+    with (launch_ranks or launch_local_ranks)(config) as launched:
+        rank_info = launched.rank_info
+        device = rank_info.select_device(config.train.device)
+        channels = _accept_ranks(launched, timeout)
+        previous_handler = signal.signal(WAKE, signal.default_int_handler)
+        team = Team(channels, limit=timeout)
         try:
-            channels = listener.accept(place.ranks, limit, launched.check_alive)
-        finally:
-            listener.close()
-        before = signal.signal(WAKE, signal.default_int_handler)
-        team = Team(channels, limit=limit)
-        try:
-            team.tell_all(Message({"limit": limit, "device": config.train.device}))
-            yield Ranks(device, place.join(launched.store, device, limit), team)
+            team.tell_all(Message({"limit": timeout, "device": config.train.device}))
+            mesh = rank_info.join(launched.store, device, timeout)
+            yield Ranks(device, mesh, team)
             team.tell_all(Message({"do": "stop"}))
         except KeyboardInterrupt:
-            if team.gone is not None:  # it is what interrupted us
+            if team.gone is not None:  # the lost rank caused this interrupt
                 raise team.gone from None
             raise
         finally:
             team.close()
-            signal.signal(WAKE, before)
+            signal.signal(WAKE, previous_handler)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
 
-def rendezvous(where: str, place: RankInfo, limit: float) -> dist.Store:
-    """The store that all ranks share until they know each other."""
-    url = (
-        f"{where}?rank={place.rank}&world_size={place.ranks}" if where.startswith("file") else where
-    )
-    store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=limit)))
+def _accept_ranks(launched: LaunchedRanks, timeout: float) -> dict[int, Channel]:
+    listener = Listener(launched.host)
+    launched.publish_address(advertised(listener.address, listener.token))
+    try:
+        return listener.accept(launched.rank_info.world_size, timeout, launched.check_alive)
+    finally:
+        listener.close()
+
+
+def open_rendezvous(url: str, rank_info: RankInfo, timeout: float) -> dist.Store:
+    """Return the store that all ranks share until they are connected."""
+    if url.startswith("file"):
+        url = f"{url}?rank={rank_info.rank}&world_size={rank_info.world_size}"
+    store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
     return store
 
 
 @contextmanager
 def launch_local_ranks(config: RunConfig) -> Iterator[LaunchedRanks]:
-    """Processes of this machine, talking over the loopback and a private folder; or those of torchrun, which then also
-    ends them."""
-    place, limit = RankInfo.from_environment(), config.train.rank_timeout
-    if place is not None:
-        store = rendezvous(TORCHRUN, place, limit)
-        host = LOOPBACK if place.local else os.environ["MASTER_ADDR"]
-        yield LaunchedRanks(place, store, host, partial(store.set, DRIVER), lambda: None)
+    """Start processes on this machine, or use those of torchrun.
+
+    Processes that are started here meet over the loopback and a private folder. Torchrun's
+    processes are also ended by torchrun.
+    """
+    rank_info = RankInfo.from_environment()
+    if rank_info is not None:
+        yield _torchrun_ranks(rank_info, config.train.rank_timeout)
         return
-    place = RankInfo(0, config.train.ranks, 0, True)
-    threads = config.train.threads or max(1, (os.cpu_count() or 1) // place.ranks)
+    rank_info = RankInfo(0, config.train.ranks, 0, True)
     children: list[subprocess.Popen] = []
     with gloo_on_loopback(), tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder:
-        where = f"file://{folder}/store"
-        shared = {"WORLD_SIZE": place.ranks, "OMP_NUM_THREADS": threads, WHERE: where}
+        url = f"file://{folder}/store"
         try:
-            for rank in range(1, place.ranks):
-                own = {
-                    name: str(value)
-                    for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()
-                }
-                children.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "onepolicy", "train"], env={**os.environ, **own}
-                    )
-                )
-            store = rendezvous(where, place, limit)
-            yield LaunchedRanks(
-                place, store, LOOPBACK, partial(store.set, DRIVER), lambda: _alive(children)
-            )
+            _start_children(children, rank_info.world_size, url, config.train.threads)
+            store = open_rendezvous(url, rank_info, config.train.rank_timeout)
+            publish_address = partial(store.set, DRIVER_KEY)
+            check_alive = partial(_check_children_alive, children)
+            yield LaunchedRanks(rank_info, store, LOOPBACK, publish_address, check_alive)
         finally:
-            _end(children)
+            _wait_for_exit(children)
+
+
+def _torchrun_ranks(rank_info: RankInfo, timeout: float) -> LaunchedRanks:
+    store = open_rendezvous(TORCHRUN_RENDEZVOUS, rank_info, timeout)
+    host = os.environ["MASTER_ADDR"]
+    if rank_info.single_node:
+        host = LOOPBACK
+    return LaunchedRanks(rank_info, store, host, partial(store.set, DRIVER_KEY), lambda: None)
+
+
+def _start_children(
+    children: list[subprocess.Popen], world_size: int, url: str, threads: int | None
+) -> None:
+    """Start ranks 1..world_size-1.
+
+    Each is appended to `children` at once, so that the caller can end it after an error.
+    """
+    threads = threads or max(1, (os.cpu_count() or 1) // world_size)
+    command = [sys.executable, "-m", "onepolicy", "train"]
+    for rank in range(1, world_size):
+        variables = {
+            "WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": str(threads),
+            RENDEZVOUS_ENV: url,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+        children.append(subprocess.Popen(command, env={**os.environ, **variables}))
 
 
 @contextmanager
 def gloo_on_loopback() -> Iterator[None]:
-    """Gloo of this process, and of those it starts, talks over the loopback unless told otherwise."""
-    before = os.environ.get(INTERFACE)
-    os.environ.setdefault(INTERFACE, loopback_interface())
+    """Make gloo use the loopback, here and in child processes.
+
+    An interface that the environment names takes precedence.
+    """
+    previous = os.environ.get(GLOO_INTERFACE_ENV)
+    os.environ.setdefault(GLOO_INTERFACE_ENV, loopback_interface())
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[INTERFACE]
+        if previous is None:
+            del os.environ[GLOO_INTERFACE_ENV]
 
 
 def loopback_interface() -> str:
-    """Name of its interface."""
+    """Return the name of the loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def _alive(children: list[subprocess.Popen]) -> None:
+def _check_children_alive(children: list[subprocess.Popen]) -> None:
+    """Raise RankLost if a process has ended."""
     for rank, child in enumerate(children, start=1):
-        if (code := child.poll()) is not None:
+        exit_code = child.poll()
+        if exit_code is not None:
             raise RankLost(
-                f"rank {rank} ended with exit code {code} before it had joined; its error is above"
+                f"rank {rank} ended with exit code {exit_code} before it had joined; "
+                "its error is above"
             )
 
 
-def _end(children: list[subprocess.Popen]) -> None:
-    """Their connection is closed, so they are ending."""
+def _wait_for_exit(children: list[subprocess.Popen]) -> None:
+    """Wait until all processes have ended.
+
+    Their connections are closed, so they end; kill those that do not.
+    """
     for child in children:
         try:
-            child.wait(PATIENCE)
+            child.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -1,7 +1,8 @@
-"""`onepolicy train --restarts N`: a run in a process of its own, resumed from its newest checkpoint when it dies.
+"""`onepolicy train --restarts N`: a run in a process of its own, resumed after every crash.
 
-Exit 2 (a setting, a damaged file), Ctrl-C and SIGTERM are never answered with a restart, nor is a run that ends in the
-same step again and again or gets no further. Whatever ends the supervision is said.
+Some ends are final: exit status 2 (a setting, a damaged file), Ctrl-C and SIGTERM. The supervisor
+also gives up a run that crashes in the same step again and again, or that makes no progress. It
+always reports why it ends.
 """
 
 from __future__ import annotations
@@ -14,20 +15,79 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from onepolicy.config import NotThere
 from onepolicy.config.stored import BEGUN, CONFIG
 
-SAME_STEP = 3  # ends in one step, after which it is the step's fault
-STALLED = 6  # ends in a row, in whatever steps, of which none got further than any before, nor left a checkpoint
-UNSAVED = 20  # ends in a row, each further than the one before, without a checkpoint: all of them begin at the same
-STARTS = 10  # ends in a row before any step: their waits alone take 4 minutes
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # s, before a restart; doubled until another step is begun
-POLL_S = 0.1  # s, between two looks at whether the process has ended
-FROM_KERNEL = 0x80  # si_code of a signal that nobody sent by `kill`: what is typed at a terminal
+# Numbers of crashes after which the supervisor gives up
+MAX_CRASHES_IN_STEP = 3  # in a row in one step: the step itself is at fault
+MAX_STALLED = 6  # in a row, in any steps, without a later step or a new checkpoint
+MAX_UNSAVED = 20  # in a row, each in a later step, without a new checkpoint to resume from
+MAX_CRASHES_BEFORE_STEP = 10  # in a row before any step: their waits alone take 4 minutes
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0  # before a restart; doubled until the run makes progress
+POLL_S = 0.1  # between two checks whether the process has ended
+FROM_KERNEL = 0x80  # si_code of a signal that no process sent by `kill`, such as a typed Ctrl-C
 CHECKPOINTS = "checkpoints"  # train.checkpoint.FOLDER, which is not imported: it needs torch
-FINAL = {2: "exit status 2: its message says what to change", 130: "Ctrl-C", 143: "SIGTERM"}
+FINAL_STATUSES = {
+    2: "exit status 2: its message says what to change",
+    130: "Ctrl-C",
+    143: "SIGTERM",
+}
+
+
+@dataclass(slots=True)
+class CrashHistory:
+    """Counts of the crashes so far. A count of crashes in a row starts again at 0."""
+
+    checkpoint: int  # step of the newest checkpoint
+    last_step: int | None = None  # of the last crash that was in a step
+    furthest_step: int = 0
+    in_step: int = 0
+    stalled: int = 0
+    unsaved: int = 0
+    before_step: int = 0
+    wait_s: float = 0.0  # before the next restart
+
+    def record(self, step: int | None, checkpoint: int) -> None:
+        """Add a crash.
+
+        step: None if the process began none. checkpoint: step of the newest one, 0 if there is
+        none.
+        """
+        has_new_checkpoint = checkpoint > self.checkpoint
+        progressed = has_new_checkpoint or (step is not None and step > self.furthest_step)
+        if progressed or not self.wait_s:
+            self.wait_s = FIRST_WAIT_S
+        else:
+            self.wait_s = min(2 * self.wait_s, LONGEST_WAIT_S)
+        self.checkpoint = max(checkpoint, self.checkpoint)
+        if step is None:
+            self.before_step += 1
+            return
+        self.before_step = 0
+        if step != self.last_step:
+            self.in_step = 0
+        self.in_step += 1
+        self.stalled = 0 if progressed else self.stalled + 1
+        self.unsaved = 0 if has_new_checkpoint else self.unsaved + 1
+        self.last_step, self.furthest_step = step, max(step, self.furthest_step)
+
+    def reason_to_give_up(self) -> str | None:
+        """Return the end of a sentence about the last crash; None to go on."""
+        if self.in_step == MAX_CRASHES_IN_STEP:
+            return f", where it has ended {self.in_step} times"
+        if self.stalled == MAX_STALLED:
+            return (
+                f"; the last {self.stalled} restarts came no further than step {self.furthest_step}"
+            )
+        if self.unsaved == MAX_UNSAVED:
+            return f"; the last {self.unsaved} starts left no new checkpoint (checkpoint.every)"
+        if self.before_step == MAX_CRASHES_BEFORE_STEP:
+            return f", {self.before_step} times in a row"
+        return None
 
 
 def supervise(
@@ -38,134 +98,127 @@ def supervise(
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Run the command `first`, and after every crash `resume`, at most `restarts` times; the last exit status.
+    """Run the command `first`, and after every crash `resume`, at most `restarts` times.
 
-    out: the run's folder. Where there is none yet, `first` is what is started again.
+    Return the last exit status. out: the run's folder. If a crashed run has not made it yet,
+    `first` is run again.
     """
-    last: int | None = None
-    furthest, saved = 0, newest_checkpoint(out)
-    ends = stalled = unsaved = starts = 0
-    wait, status = 0.0, 1
+    history = CrashHistory(newest_checkpoint(out))
+    status = 1
     for restart in range(restarts + 1):
-        if there := (out / CONFIG).exists():
+        has_folder = (out / CONFIG).exists()
+        if has_folder:
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
-        status = _run(
-            [sys.executable, "-m", "onepolicy", *(resume if restart and there else first)]
-        )
+        command = resume if restart and has_folder else first
+        status = _run([sys.executable, "-m", "onepolicy", *command])
         if status == 0:
             return 0
-        if status in FINAL:
-            say(f"{out}: ended by {FINAL[status]}; not restarted")
+        if status in FINAL_STATUSES:
+            say(f"{out}: ended by {FINAL_STATUSES[status]}; not restarted")
             return status
-        step, checkpoint = step_begun(out), newest_checkpoint(out)
-        kept = checkpoint > saved
-        further = kept or (step is not None and step > furthest)
-        wait = FIRST_WAIT if further or not wait else min(2 * wait, LONGEST_WAIT)
-        starts = starts + 1 if step is None else 0
-        if step is not None:
-            ends = ends + 1 if step == last else 1
-            stalled = 0 if further else stalled + 1
-            unsaved = 0 if kept else unsaved + 1
-            last, furthest = step, max(step, furthest)
-        saved = max(checkpoint, saved)
-        what = f"{out}: ended by {_words(status)} {'before any step' if step is None else f'in step {step}'}"
-        if ends == SAME_STEP and step is not None:
-            say(f"{what}, where it has ended {ends} times; not restarted")
-            break
-        if stalled == STALLED:
-            say(
-                f"{what}; the last {stalled} restarts came no further than step {furthest}; not restarted"
-            )
-            break
-        if unsaved == UNSAVED:
-            say(
-                f"{what}; the last {unsaved} starts left no new checkpoint (checkpoint.every); not restarted"
-            )
-            break
-        if starts == STARTS:
-            say(f"{what}, {starts} times in a row; not restarted")
+        step = step_begun(out)
+        history.record(step, newest_checkpoint(out))
+        where = "before any step" if step is None else f"in step {step}"
+        crash = f"{out}: ended by {_describe_status(status)} {where}"
+        reason = history.reason_to_give_up()
+        if reason is not None:
+            say(f"{crash}{reason}; not restarted")
             break
         if restart == restarts:
-            say(f"{what}; all {restarts} restarts are used up (--restarts)")
+            say(f"{crash}; all {restarts} restarts are used up (--restarts)")
             break
-        say(f"{what}; restart {restart + 1} of {restarts} in {wait:g} s")
-        pause(wait)
+        say(f"{crash}; restart {restart + 1} of {restarts} in {history.wait_s:g} s")
+        pause(history.wait_s)
     return max(status, 1)
 
 
 def step_begun(out: Path) -> int | None:
-    """The step, from 1, that the run's process was in; None if it had begun none, or the file does not say."""
+    """Return the step, from 1, that the run's process was in.
+
+    Return None if it had begun none, or if its file cannot be read.
+    """
     try:
-        text = (out / BEGUN).read_bytes()
+        text = (out / BEGUN).read_bytes().strip()
     except OSError:
         return None
-    return int(text) if re.fullmatch(rb"[1-9][0-9]{0,17}", text.strip()) else None
+    if not re.fullmatch(rb"[1-9][0-9]{0,17}", text):
+        return None
+    return int(text)
 
 
 def newest_checkpoint(out: Path) -> int:
-    """Its step; 0 if there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     try:
         names = os.listdir(out / CHECKPOINTS)
     except OSError:
         return 0
-    return max(
-        (int(name[5:]) for name in names if re.fullmatch(r"step_[0-9]{1,18}", name)), default=0
-    )
+    steps = [int(name[5:]) for name in names if re.fullmatch(r"step_[0-9]{1,18}", name)]
+    return max(steps, default=0)
 
 
 def _run(command: list[str]) -> int:
-    """Its exit status, negative: the signal that ended it. SIGTERM and SIGINT are passed on; after one of them the
-    status is 128 and its number, unless the command has finished."""
-    came: list[int] = []
+    """Run a command and return its exit status; -N if signal N ended it.
+
+    SIGTERM and SIGINT are passed on to it. After signal N the status is 128 + N, unless the command
+    succeeds.
+    """
+    signals: list[int] = []  # received by this process
     process = None
 
     def pass_on(number: int, _: object) -> None:
-        came.append(number)
+        signals.append(number)
         # A terminal sends Ctrl-C to the process as well, so that is not repeated.
         if process is not None and (number != signal.SIGINT or not _in_foreground()):
             process.send_signal(number)
 
-    with _heeded(pass_on):
+    with _signal_handlers(pass_on):
         process = subprocess.Popen(command)
-        if came:  # before there was a process to take it
-            process.send_signal(came[0])
-        status = _wait(process, came)
-    return 128 + came[-1] if came and status else status
+        if signals:  # received before there was a process to pass it on to
+            process.send_signal(signals[0])
+        status = _wait(process, signals)
+    if signals and status:
+        return 128 + signals[-1]
+    return status
 
 
-def _wait(process: subprocess.Popen[bytes], came: list[int]) -> int:
-    """Its exit status. SIGINT is taken here and not by a handler, because only so it says where it came from."""
+def _wait(process: subprocess.Popen[bytes], signals: list[int]) -> int:
+    """Wait for the process and return its exit status.
+
+    Append every SIGINT to `signals` and pass it on. SIGINT is received by sigtimedwait, because
+    only that tells a typed Ctrl-C from a signal of another process.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN or not hasattr(signal, "sigtimedwait"):
         return process.wait()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         while (status := process.poll()) is None:
-            told = signal.sigtimedwait({signal.SIGINT}, POLL_S)
-            if told is not None:
-                came.append(signal.SIGINT)
-                if told.si_code != FROM_KERNEL:  # a terminal sends it to the process as well
+            received = signal.sigtimedwait({signal.SIGINT}, POLL_S)
+            if received is not None:
+                signals.append(signal.SIGINT)
+                if received.si_code != FROM_KERNEL:  # a terminal sends it to the process as well
                     process.send_signal(signal.SIGINT)
         return status
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @contextmanager
-def _heeded(pass_on: Callable[[int, object], None]) -> Iterator[None]:
-    heeded = [
-        each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, pass_on) for number in heeded}
+def _signal_handlers(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT, unless this process ignores them."""
+    previous = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 def _in_foreground() -> bool:
-    """Whether this process is one of those that get what is typed at a terminal."""
+    """Return whether a Ctrl-C typed at the terminal reaches this process and its children."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
@@ -178,7 +231,9 @@ def _in_foreground() -> bool:
         os.close(terminal)
 
 
-def _words(status: int) -> str:
+def _describe_status(status: int) -> str:
     if status == NotThere.EXIT:
         return f"exit status {status}: what it needs is not there (yet)"
-    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+    if status < 0:
+        return signal.Signals(-status).name
+    return f"exit status {status}"

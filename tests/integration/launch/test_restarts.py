@@ -90,7 +90,7 @@ def test_trouble_at_the_start_is_outlasted(run):
 
 
 def test_a_run_that_never_gets_to_a_step_is_given_up(run):
-    status, _, waits, texts = run([(1, None)] * supervise.STARTS, restarts=50)
+    status, _, waits, texts = run([(1, None)] * supervise.MAX_CRASHES_BEFORE_STEP, restarts=50)
     assert (status, sum(waits)) == (1, 243)
     assert "before any step, 10 times in a row; not restarted" in texts[-1]
 
@@ -107,7 +107,7 @@ def test_faults_of_one_step_are_told_from_starts_in_between(run):
 def test_a_run_that_gets_no_further_is_given_up(run, steps):
     """Whatever the steps it dies in; and the waits grow."""
     ends = [(1, step) for step in steps * 50]
-    stalled = supervise.STALLED + steps.index(max(steps)) + 1
+    stalled = supervise.MAX_STALLED + steps.index(max(steps)) + 1
     status, _, waits, texts = run(ends[:stalled], restarts=100)
     assert (status, waits[-3:]) == (1, [8, 16, 32])
     assert f"came no further than step {max(steps)}; not restarted" in texts[-1]
@@ -115,7 +115,9 @@ def test_a_run_that_gets_no_further_is_given_up(run, steps):
 
 def test_a_run_that_gets_further_but_leaves_no_checkpoint_is_given_up(run):
     """Every restart begins where the first did."""
-    status, _, _, texts = run([(1, step) for step in range(1, supervise.UNSAVED + 1)], restarts=100)
+    status, _, _, texts = run(
+        [(1, step) for step in range(1, supervise.MAX_UNSAVED + 1)], restarts=100
+    )
     assert status == 1
     assert "left no new checkpoint (checkpoint.every); not restarted" in texts[-1]
 

@@ -19,8 +19,13 @@ from onepolicy.config.cluster import RayCluster
 from onepolicy.interfaces import EngineCaps, Progress, RolloutEngine
 from onepolicy.launch.launcher import Launcher
 from onepolicy.launch.rank_info import LaunchedRanks, RankInfo
-from onepolicy.launch.ranks import INTERFACE, gloo_on_loopback, loopback_interface
-from onepolicy.launch.ray.placement import PlacementGroup, ProcessInfo, ResourceRequest, table
+from onepolicy.launch.ranks import GLOO_INTERFACE_ENV, gloo_on_loopback, loopback_interface
+from onepolicy.launch.ray.placement import (
+    PlacementGroup,
+    ProcessInfo,
+    ResourceRequest,
+    process_table,
+)
 from onepolicy.launch.ray.rank_actor import RankProcess, process_info_json
 from onepolicy.launch.ray.remote_engine import RemoteEngine, remote_error
 from onepolicy.launch.ray.replica_actor import ReplicaProcess
@@ -34,189 +39,225 @@ from onepolicy.sync.weight_files import WeightFiles, Written
 from onepolicy.train.sharded.channel import RankLost
 from onepolicy.types import NumericsContract
 
-CALLS = 100
-"""That one replica answers at a time; there are never more than a few."""
+MAX_CONCURRENT_CALLS = 100
+"""Calls that one replica handles at a time. There are never more than a few."""
 
 
 @contextmanager
 def ray_launcher(config: RunConfig, cluster: RayCluster, progress: Progress) -> Iterator[Launcher]:
-    """Ray is connected. All processes are placed here and now, and start when the run asks for them."""
+    """Place all processes of the run at once and yield their launcher. Ray must be connected.
+
+    The processes start their work when the run asks for it.
+    """
     cuda = parse_device(config.train.device).type == "cuda"
-    room = PlacementGroup(ResourceRequest.from_config(config, cuda=cuda), cluster)
+    placement = PlacementGroup(ResourceRequest.from_config(config, cuda=cuda), cluster)
     try:
-        processes = _Processes(config, cluster, room, cuda)
-        progress.note(table(processes.where))
-        yield Launcher(processes.launch_ranks, processes.build_engine)
+        actors = _RunActors(config, cluster, placement, cuda)
+        progress.note(process_table(actors.processes))
+        yield Launcher(actors.launch_ranks, actors.build_engine)
     finally:
-        room.close()
+        placement.close()
 
 
-class _Processes:
-    """Actors of a run, one in every bundle."""
+class _RunActors:
+    """The actors of a run, one in every bundle of the placement group."""
 
     def __init__(
-        self, config: RunConfig, cluster: RayCluster, room: PlacementGroup, cuda: bool
+        self, config: RunConfig, cluster: RayCluster, placement: PlacementGroup, cuda: bool
     ) -> None:
         self.config, self.cluster, self.cuda = config, cluster, cuda
-        needs = room.needs
-        self.local_rank = _take_gpu(room) if needs.driver else 0
+        self.local_rank = 0
+        if placement.request.driver is not None:
+            self.local_rank = _reserve_driver_gpu(placement)
         self.address = ray.util.get_node_ip_address()
-        self._own_loopback = self.address.startswith("127.")
-        environment = {INTERFACE: loopback_interface()} if self._own_loopback else {}
-        replica: Any = ray.remote(ReplicaProcess)
-        rank: Any = ray.remote(RankProcess)
-        self.replicas = [
-            replica.options(
-                max_restarts=cluster.restarts,
-                max_concurrency=CALLS,
-                **room.options(needs.replica(i)),
-            ).remote()
-            for i in range(cluster.replicas)
-        ]
-        self.ranks = [
-            rank.options(**room.options(needs.rank(i))).remote(environment)
-            for i in range(1, len(needs.ranks) + 1)
-        ]
-        self.where = [
-            ProcessInfo.from_json(
-                "driver" + ", rank 0" * bool(config.train.ranks), process_info_json()
+        self._on_loopback = self.address.startswith("127.")
+        self.replicas = self._start_replicas(placement)
+        self.ranks = self._start_ranks(placement)
+        self.processes = self._process_infos()
+        self._check_shared_dir()
+
+    def _start_replicas(self, placement: PlacementGroup) -> list[Any]:
+        actor_class: Any = ray.remote(ReplicaProcess)
+        actors = []
+        for i in range(self.cluster.replicas):
+            options = placement.actor_options(placement.request.replica_bundle(i))
+            actor = actor_class.options(
+                max_restarts=self.cluster.restarts, max_concurrency=MAX_CONCURRENT_CALLS, **options
             )
-        ]
-        named: list[tuple[str, Any]] = [
-            (f"rank {i}", actor) for i, actor in enumerate(self.ranks, start=1)
-        ]
-        named += [(f"replica {i}", actor) for i, actor in enumerate(self.replicas)]
-        for name, actor in named:
-            self.where.append(
-                ProcessInfo.from_json(
-                    name, _get(name, actor.process_info_json.remote(), cluster.start_timeout)
-                )
-            )
-        if (
-            cluster.weights == "disk"
-            and cluster.shared_dir is None
-            and {each.address for each in self.where} != {self.address}
-        ):
+            actors.append(actor.remote())
+        return actors
+
+    def _start_ranks(self, placement: PlacementGroup) -> list[Any]:
+        environment = {}
+        if self._on_loopback:
+            environment[GLOO_INTERFACE_ENV] = loopback_interface()
+        actor_class: Any = ray.remote(RankProcess)
+        actors = []
+        for rank in range(1, len(placement.request.ranks) + 1):
+            options = placement.actor_options(placement.request.rank_bundle(rank))
+            actors.append(actor_class.options(**options).remote(environment))
+        return actors
+
+    def _process_infos(self) -> list[ProcessInfo]:
+        """Return the driver, the ranks and the replicas. Waits until all of them have started."""
+        driver = "driver"
+        if self.config.train.ranks:
+            driver = "driver, rank 0"
+        processes = [ProcessInfo.from_json(driver, process_info_json())]
+        actors = {f"rank {i}": actor for i, actor in enumerate(self.ranks, start=1)}
+        actors |= {f"replica {i}": actor for i, actor in enumerate(self.replicas)}
+        for name, actor in actors.items():
+            text = _get_at_start(name, actor.process_info_json.remote(), self.cluster.start_timeout)
+            processes.append(ProcessInfo.from_json(name, text))
+        return processes
+
+    def _check_shared_dir(self) -> None:
+        """Raise UsageError if replicas on other machines need a shared folder and none is set."""
+        cluster = self.cluster
+        elsewhere = any(process.address != self.address for process in self.processes)
+        if cluster.weights == "disk" and cluster.shared_dir is None and elsewhere:
             raise UsageError(
-                "cluster.shared_dir: replicas are on other machines than this process, and read a step's weights from "
-                "files; name a folder that all of them see"
+                "cluster.shared_dir: replicas are on other machines than this process, and read a "
+                "step's weights from files; name a folder that all of them see"
             )
 
     @contextmanager
     def launch_ranks(self, config: RunConfig) -> Iterator[LaunchedRanks]:
-        """The learner's ranks, which meet at a store of this process and hear of its token from Ray."""
-        with gloo_on_loopback() if self._own_loopback else nullcontext():
+        """Open the ranks' store in this process and yield the ranks.
+
+        They get the driver's token through Ray.
+        """
+        interface = gloo_on_loopback() if self._on_loopback else nullcontext()
+        with interface:
             store = open_store(self.address, config.train.rank_timeout)
-            serving: list[Any] = []
+            store_address = (self.address, store.port)
+            running: list[Any] = []  # references to the results of RankProcess.run_rank
 
             def publish_address(driver: str) -> None:
-                for i, actor in enumerate(self.ranks, start=1):
-                    serving.append(
-                        actor.serve.remote(
-                            i, config.train.ranks, (self.address, store.port), driver
-                        )
+                for rank, actor in enumerate(self.ranks, start=1):
+                    running.append(
+                        actor.run_rank.remote(rank, config.train.ranks, store_address, driver)
                     )
 
-            place = RankInfo(0, config.train.ranks, self.local_rank, False)
-            yield LaunchedRanks(
-                place, store, self.address, publish_address, partial(_alive, serving)
-            )
+            rank_info = RankInfo(0, config.train.ranks, self.local_rank, False)
+            check_alive = partial(_check_ranks_alive, running)
+            yield LaunchedRanks(rank_info, store, self.address, publish_address, check_alive)
 
     def build_engine(self, spec: EngineSpec) -> RolloutEngine:
-        """All replicas' engines, built at the same time. Ray gives each its own device, not the learner's."""
-        about = {
-            "model": spec.model.model_dump(),
-            "engine": spec.config.model_dump(),
-            "routes": None if spec.routes is None else dataclasses.asdict(spec.routes),
-            "max_len": spec.max_len,
-            "combine_weights": spec.combine_weights,
-            "numerics": spec.numerics,
-            "quant": None if spec.quant is None else spec.quant.model_dump(),
-            "threads": self.cluster.cpus_per_replica,
-            "cuda": self.cuda
-            if self.cluster.gpus_per_replica is None
-            else self.cluster.gpus_per_replica > 0,
-        }
-        text = json.dumps(about)
-        building = [actor.build.remote(text, 0) for actor in self.replicas]
+        """Build the engines of all replicas at the same time.
+
+        Ray gives each replica its own device.
+        """
+        settings = json.dumps(self._engine_settings(spec))
+        building = [actor.build.remote(settings, 0) for actor in self.replicas]
         engines: list[Replica] = []
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
-            built = json.loads(_get(f"replica {i}", reference, self.cluster.start_timeout))
-            engines.append(
-                RemoteEngine(
-                    f"replica {i}",
-                    actor,
-                    text,
-                    EngineCaps(**built["caps"]),
-                    self.cluster,
-                    self.address,
-                )
-            )
-        contract, sizes = built["contract"], built["sizes"]
+            name = f"replica {i}"
+            reply = json.loads(_get_at_start(name, reference, self.cluster.start_timeout))
+            caps = EngineCaps(**reply["caps"])
+            engines.append(RemoteEngine(name, actor, settings, caps, self.cluster, self.address))
+        # All replicas are built from the same settings, so the last reply is as good as any.
+        contract = sizes = None
+        if reply["contract"] is not None:
+            contract = contract_from_json(reply["contract"])
+        if reply["sizes"] is not None and spec.quant is not None:
+            sizes = sizes_from_json(spec.quant, *reply["sizes"])
+        broadcast = None
+        if self.cluster.weights == "stream":
+            broadcast = self._broadcast
         return Replicas(
             engines,
             WeightFiles(self.cluster.shared_dir, "cluster.shared_dir"),
-            broadcast=self._broadcast if self.cluster.weights == "stream" else None,
-            contract=None if contract is None else contract_of(contract),
-            sizes=None if spec.quant is None or sizes is None else sizes_of(spec.quant, *sizes),
+            broadcast=broadcast,
+            contract=contract,
+            sizes=sizes,
         )
+
+    def _engine_settings(self, spec: EngineSpec) -> dict[str, Any]:
+        """Return the settings that `replica_actor.build_engine` reads."""
+        gpus = self.cluster.gpus_per_replica
+        routes, quant = spec.routes, spec.quant
+        return {
+            "model": spec.model.model_dump(),
+            "engine": spec.config.model_dump(),
+            "routes": routes and dataclasses.asdict(routes),
+            "max_len": spec.max_len,
+            "combine_weights": spec.combine_weights,
+            "numerics": spec.numerics,
+            "quant": quant and quant.model_dump(),
+            "threads": self.cluster.cpus_per_replica,
+            "cuda": self.cuda if gpus is None else gpus > 0,
+        }
 
     def _broadcast(self, written: Written, receivers: int) -> Broadcast:
         return Broadcast(written, receivers, host=self.address, limit=self.cluster.reply_timeout)
 
 
-def sizes_of(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:
-    """As it was before JSON, like `contract_of`."""
+def sizes_from_json(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:
+    """Rebuild the sizes that `replica_actor.describe_engine` put into JSON."""
     return SizeReport(quant, [PartSize(**part) for part in parts], method)
 
 
-def contract_of(about: dict[str, Any]) -> NumericsContract:
-    return NumericsContract(
-        **{**about, "modules": tuple((name, text) for name, text in about["modules"])}
-    )
+def contract_from_json(fields: dict[str, Any]) -> NumericsContract:
+    """Rebuild the contract that `replica_actor.describe_engine` put into JSON."""
+    modules = tuple((name, text) for name, text in fields["modules"])
+    return NumericsContract(**{**fields, "modules": modules})
 
 
-def _get(name: str, reference: Any, limit: float) -> Any:
-    """What a process answers while the run starts."""
+def _get_at_start(name: str, reference: Any, timeout: float) -> Any:
+    """Wait for the reply of process `name` while the run starts.
+
+    Raises NotThere if there is none within `timeout` seconds, TrainingError if the process has
+    ended.
+    """
     try:
-        return ray.get(reference, timeout=limit)
+        return ray.get(reference, timeout=timeout)
     except GetTimeoutError:
         raise NotThere(
-            f"{name} did not start within {limit:g} s (cluster.start_timeout); see Ray's logs"
+            f"{name} did not start within {timeout:g} s (cluster.start_timeout); see Ray's logs"
         ) from None
     except RayTaskError as error:
         raise remote_error(name, error) from None
     except RayActorError as error:
-        raise TrainingError(f"{name} ended while it started: {_last(error)}") from None
+        raise TrainingError(f"{name} ended while it started: {_last_line(error)}") from None
 
 
-def _alive(serving: list[Any]) -> None:
-    """RankLost if one of the ranks has ended already."""
-    for rank, reference in enumerate(serving, start=1):
-        if ray.wait([reference], timeout=0)[0]:
+def _check_ranks_alive(running: list[Any]) -> None:
+    """Raise RankLost if a rank has ended with an error.
+
+    running: references to the results of `run_rank`.
+    """
+    for rank, reference in enumerate(running, start=1):
+        ended, _ = ray.wait([reference], timeout=0)
+        if ended:
             try:
                 ray.get(reference)
             except (RayTaskError, RayActorError) as error:
-                raise RankLost(f"rank {rank} ended before it had joined: {_last(error)}") from None
+                raise RankLost(
+                    f"rank {rank} ended before it had joined: {_last_line(error)}"
+                ) from None
 
 
-def _last(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _take_gpu(room: PlacementGroup) -> int:
-    """The GPU in the driver's bundle, as torch numbers it here; it stays reserved while the placement group lives."""
-    reservation: Any = ray.remote(Reservation)
-    reserved = reservation.options(**room.options(0)).remote()
-    (name,) = json.loads(ray.get(reserved.process_info_json.remote()))["gpus"]
+def _reserve_driver_gpu(placement: PlacementGroup) -> int:
+    """Reserve the GPU in the driver's bundle, select it here, and return its index in torch.
+
+    It stays reserved until the placement group is removed.
+    """
+    actor_class: Any = ray.remote(DriverReservation)
+    actor = actor_class.options(**placement.actor_options(0)).remote()
+    (gpu,) = json.loads(ray.get(actor.process_info_json.remote()))["gpus"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    number = visible.index(name) if name in visible else int(name)
-    torch.cuda.set_device(number)
-    return number
+    index = visible.index(gpu) if gpu in visible else int(gpu)
+    torch.cuda.set_device(index)
+    return index
 
 
-class Reservation:
-    """A Ray actor that stands for this process."""
+class DriverReservation:
+    """A Ray actor that holds the driver's GPU reserved."""
 
     def process_info_json(self) -> str:
         return process_info_json()

@@ -1,4 +1,4 @@
-"""Ray, for as long as a run lasts: connected to or started, with room for all processes of the run."""
+"""The connection to Ray: joins a running Ray or starts one, for as long as a run lasts."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ if TYPE_CHECKING:
     from onepolicy.launch.launcher import Launcher
 
 QUIET = {
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # or it warns of what it will not do one day
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of a future change
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for "this machine only": its processes then listen on the loopback."""
-ANSWER_S = 10.0
-OBJECTS = 2**30
-"""Bytes of shared memory for messages, of a Ray that is started here."""
+CONNECT_TIMEOUT_S = 10.0
+OBJECT_STORE_BYTES = 2**30
+"""Bytes of shared memory for messages, in a Ray that is started here."""
 
 
 @contextmanager
 def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launcher]:
-    """Ray with the room that the run needs; its processes end with it. UsageError if there is no Ray, or no room."""
+    """Connect to Ray, reserve the resources of the run, and yield its launcher.
+
+    The processes of the run end with it. Raises UsageError if ray is not installed or this process
+    was started by torchrun, NotThere if Ray does not answer or has no room.
+    """
     cluster = config.cluster
     assert isinstance(cluster, RayCluster)
     if importlib.util.find_spec("ray") is None:
@@ -58,29 +62,34 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
     prepare_environment(own=cluster.address is None)
     if cluster.address is not None:
         check_address(cluster.address, cluster.auth)
-        _refuse_silence(cluster.address)
+        _check_port_answers(cluster.address)
     import ray
     from ray.exceptions import RaySystemError
 
-    start: AbstractContextManager[None] = nullcontext()
+    starting: AbstractContextManager[None] = nullcontext()
+    settings: dict[str, Any] = {"address": cluster.address}
     if cluster.address is None:
-        start = _without_api_server()
-    limits: dict[str, Any] = (
-        {} if cluster.address else {"num_cpus": _cpus(cluster), "object_store_memory": OBJECTS}
-    )
+        starting = _without_api_server()
+        settings = {
+            "address": "local",
+            "include_dashboard": False,
+            "num_cpus": _cpus(cluster),
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
     try:
-        with start:
+        with starting:
             ray.init(
-                address=cluster.address or "local",
-                include_dashboard=None if cluster.address else False,
                 log_to_driver=False,
                 configure_logging=False,
                 logging_level=logging.ERROR,
-                **limits,
+                **settings,
             )
     except (ConnectionError, RuntimeError, RaySystemError, ValueError) as error:
-        where = f"no Ray at {cluster.address}" if cluster.address else "Ray does not start"
-        raise NotThere(f"cluster.address: {where}: {str(error).strip().splitlines()[0]}") from error
+        problem = "Ray does not start"
+        if cluster.address is not None:
+            problem = f"no Ray at {cluster.address}"
+        reason = str(error).strip().splitlines()[0]
+        raise NotThere(f"cluster.address: {problem}: {reason}") from error
     try:
         yield
     finally:
@@ -89,28 +98,27 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
 
 @contextmanager
 def _without_api_server() -> Iterator[None]:
-    """Start no API server, which Ray has no switch for.
+    """Keep ray.init from starting an API server, for which Ray has no switch.
 
-    Without a dashboard its one task is statistics. Also where those are off, it asks 169.254.169.254 and
-    metadata.google.internal which cloud this machine is in (Ray 2.60).
+    Without a dashboard the server only collects statistics. Even if those are off, it asks
+    169.254.169.254 and metadata.google.internal which cloud this machine is in (Ray 2.60).
     """
     from ray._private import services
 
-    started = services.start_api_server
-    services.start_api_server = lambda *arguments, **settings: (
-        None,
-        None,
-    )  # what it returns if it does not start
+    start_api_server = services.start_api_server
+    # (None, None) is also the result of a server that fails to start.
+    services.start_api_server = lambda *arguments, **settings: (None, None)
     try:
         yield
     finally:
-        services.start_api_server = started
+        services.start_api_server = start_api_server
 
 
 def prepare_environment(*, own: bool) -> None:
-    """The environment, before Ray is imported, which is when it reads some of it. own: Ray will be started here.
+    """Set Ray's environment variables. Call it before the first import of ray, which reads some.
 
-    UsageError, which does not repeat it, for a token that Ray could not send and would show in its error.
+    own: Ray will be started here. Raises UsageError for a token that Ray cannot send. The error
+    does not contain the token; Ray's own error would.
     """
     if "RAY_AUTH_TOKEN" in os.environ:
         checked(
@@ -122,36 +130,36 @@ def prepare_environment(*, own: bool) -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if own:
-        os.environ.update(_protected() | ON_LOOPBACK)
+        os.environ.update(_token_variables() | ON_LOOPBACK)
 
 
 def check_address(address: str, auth: str) -> None:
-    """UsageError for what is no address of a Ray, or one that everybody can command."""
+    """Raise UsageError if `address` is no address of a Ray, or if its Ray needs no token."""
     check_ray_address(address)
     if auth == "token" and os.environ.get("RAY_AUTH_MODE") != "token":
         raise UsageError(
-            "cluster.auth: a Ray without token authentication runs code for everybody who reaches its ports; start it "
-            "with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file> on all nodes and set both here, or set "
-            "cluster.auth=none"
+            "cluster.auth: a Ray without token authentication runs code for everybody who reaches "
+            "its ports; start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<file> on all "
+            "nodes and set both here, or set cluster.auth=none"
         )
 
 
-def _refuse_silence(address: str) -> None:
-    """NotThere if nothing listens at host:port, which Ray itself would go on asking for many minutes."""
+def _check_port_answers(address: str) -> None:
+    """Raise NotThere if nothing listens at host:port. Ray itself would retry for many minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise NotThere(f"cluster.address: no Ray at {address}: {error}") from None
 
 
 @cache  # Ray reads the token once in a process
 def _token_file() -> str:
-    """In a private folder that goes when this process ends."""
+    """Write a new token into a private folder, which is removed when this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="onepolicy-ray-")
-    _KEPT.append(folder)
+    _TOKEN_FOLDERS.append(folder)
     path = Path(folder.name) / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32), encoding="utf-8")
@@ -165,21 +173,24 @@ def _check_token_file(path: str) -> None:
         raise UsageError(
             f"cluster.auth: {path} (RAY_AUTH_TOKEN_PATH) cannot be read: {error.strerror}"
         ) from error
-    checked(
-        token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)"
-    )  # Ray strips it too
+    # Ray strips the token too.
+    checked(token.strip(), f"cluster.auth: the file {path} (RAY_AUTH_TOKEN_PATH)")
 
 
-_KEPT: list[tempfile.TemporaryDirectory] = []
+_TOKEN_FOLDERS: list[tempfile.TemporaryDirectory] = []
 
 
-def _protected() -> dict[str, str]:
-    """What makes Ray ask every connection for a token."""
-    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
-        return {"RAY_AUTH_MODE": "token"}
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": _token_file()}
+def _token_variables() -> dict[str, str]:
+    """Return the variables that make Ray require a token on every connection."""
+    variables = {"RAY_AUTH_MODE": "token"}
+    if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        variables["RAY_AUTH_TOKEN_PATH"] = _token_file()
+    return variables
 
 
 def _cpus(cluster: RayCluster) -> int:
-    """CPUs are what Ray counts, not what it binds to: on one's own machine everything that is asked for fits."""
+    """Return a number of CPUs that is enough for the run.
+
+    Ray only counts CPUs and binds nothing to them, so every request fits on the user's own machine.
+    """
     return max(os.cpu_count() or 1, 1 + cluster.replicas * cluster.cpus_per_replica)

@@ -1,4 +1,4 @@
-"""How much room a run needs, Ray's placement group for it, and what is where."""
+"""Ray's resources for a run: the request, the placement group, the table of processes."""
 
 from __future__ import annotations
 
@@ -15,66 +15,85 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from onepolicy.config import NotThere, RunConfig
 from onepolicy.config.cluster import RayCluster
 
-Bundle = dict[str, float]
+Bundle = dict[str, float]  # resource -> amount, as Ray reserves it
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """Of every process: what Ray reserves for it. In the order of the placement group's bundles."""
+    """The resources of every process, in the order of the placement group's bundles."""
 
-    driver: Bundle | None  # of the learner's first rank, which lives in the driver; None: nothing
+    driver: Bundle | None  # of the learner's first rank, which is in the driver; None on a CPU
     ranks: tuple[Bundle, ...]  # 1..N-1
     replicas: tuple[Bundle, ...]
 
     @classmethod
     def from_config(cls, config: RunConfig, *, cuda: bool) -> ResourceRequest:
-        """cuda: the learner computes on GPUs. Then the driver's is reserved too, on its own node."""
+        """Compute the request of a run.
+
+        cuda: the learner computes on GPUs, so the driver's GPU is reserved as well.
+        """
         cluster = config.cluster
         assert isinstance(cluster, RayCluster)
-        gpus = float(cuda) if cluster.gpus_per_replica is None else cluster.gpus_per_replica
-        rank = _bundle(config.train.threads or 1, float(cuda))
+        rank_gpus = float(cuda)
+        replica_gpus = cluster.gpus_per_replica
+        if replica_gpus is None:
+            replica_gpus = rank_gpus
+        rank = _bundle(config.train.threads or 1, rank_gpus)
+        replica = _bundle(cluster.cpus_per_replica, replica_gpus)
+        other_ranks = max(config.train.ranks - 1, 0)
         return cls(
-            rank if cuda else None,
-            (rank,) * max(config.train.ranks - 1, 0),
-            (_bundle(cluster.cpus_per_replica, gpus),) * cluster.replicas,
+            driver=rank if cuda else None,
+            ranks=(rank,) * other_ranks,
+            replicas=(replica,) * cluster.replicas,
         )
 
     @property
     def bundles(self) -> list[Bundle]:
-        return [*([self.driver] if self.driver else []), *self.ranks, *self.replicas]
+        bundles = [*self.ranks, *self.replicas]
+        if self.driver is not None:
+            bundles.insert(0, self.driver)
+        return bundles
 
-    def rank(self, rank: int) -> int:
-        """Index of the bundle of rank 1..N-1."""
+    def rank_bundle(self, rank: int) -> int:
+        """Return the index of the bundle of rank 1..N-1."""
         return (self.driver is not None) + rank - 1
 
-    def replica(self, replica: int) -> int:
+    def replica_bundle(self, replica: int) -> int:
+        """Return the index of the bundle of replica 0..N-1."""
         return (self.driver is not None) + len(self.ranks) + replica
 
 
 class PlacementGroup:
-    """A placement group that is there. `close` gives it back."""
+    """A placement group that Ray has reserved, until `close`."""
 
-    def __init__(self, needs: ResourceRequest, cluster: RayCluster) -> None:
-        """NotThere, with what is missing, if Ray does not find it within cluster.start_timeout."""
-        own = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        labels = [own if needs.driver and i == 0 else {} for i in range(len(needs.bundles))]
-        self.needs = needs
+    def __init__(self, request: ResourceRequest, cluster: RayCluster) -> None:
+        """Reserve the resources. The driver's bundle is on this node.
+
+        Raises NotThere, with the request and the nodes, if Ray cannot reserve it within
+        cluster.start_timeout.
+        """
+        bundles = request.bundles
+        labels: list[dict[str, str]] = [{} for _ in bundles]
+        if request.driver is not None:
+            labels[0] = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        self.request = request
         self.group: RayPlacementGroup = placement_group(
-            needs.bundles, strategy=STRATEGIES[cluster.placement], bundle_label_selector=labels
+            bundles, strategy=STRATEGIES[cluster.placement], bundle_label_selector=labels
         )
         if not self.group.wait(cluster.start_timeout):
             remove_placement_group(self.group)
             raise NotThere(
-                f"cluster: Ray found no room within {cluster.start_timeout:g} s (cluster.start_timeout) for\n"
-                f"{_listed(needs)}\nIts nodes, of which others may use a part:\n{_nodes()}\nAsk for "
-                "less (cluster.replicas, cluster.cpus_per_replica, cluster.gpus_per_replica, train.ranks, "
-                "train.threads), or add nodes"
+                f"cluster: Ray found no room within {cluster.start_timeout:g} s "
+                f"(cluster.start_timeout) for\n{_request_table(request)}\n"
+                f"Its nodes, of which others may use a part:\n{_node_table()}\n"
+                "Ask for less (cluster.replicas, cluster.cpus_per_replica, "
+                "cluster.gpus_per_replica, train.ranks, train.threads), or add nodes"
             )
 
-    def options(self, index: int) -> dict[str, Any]:
-        """Of the actor in bundle `index`."""
-        bundle = self.needs.bundles[index]
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Return Ray's options for the actor in bundle `index`."""
+        bundle = self.request.bundles[index]
         return {
             "num_cpus": bundle["CPU"],
             "num_gpus": bundle.get("GPU", 0.0),
@@ -84,12 +103,13 @@ class PlacementGroup:
         }
 
     def close(self) -> None:
+        """Release the resources."""
         remove_placement_group(self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """Of one process."""
+    """The node and the GPUs of one process of a run."""
 
     name: str
     pid: int
@@ -99,41 +119,53 @@ class ProcessInfo:
 
     @classmethod
     def from_json(cls, name: str, text: str) -> ProcessInfo:
-        about = json.loads(text)
-        return cls(name, about["pid"], about["address"], about["node"], tuple(about["gpus"]))
+        """Read the output of `rank_actor.process_info_json`."""
+        fields = json.loads(text)
+        gpus = tuple(fields["gpus"])
+        return cls(name, fields["pid"], fields["address"], fields["node"], gpus)
 
 
-def table(where: Sequence[ProcessInfo]) -> str:
+def process_table(processes: Sequence[ProcessInfo]) -> str:
+    """Return a table of all processes, as text."""
     rows = [("", "process", "node", "GPU")]
-    rows += [
-        (each.name, str(each.pid), f"{each.address} ({each.node[:6]})", ",".join(each.gpus))
-        for each in where
-    ]
+    for each in processes:
+        node = f"{each.address} ({each.node[:6]})"
+        rows.append((each.name, str(each.pid), node, ",".join(each.gpus)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _bundle(cpus: int, gpus: float) -> Bundle:
-    return {"CPU": float(cpus)} | ({"GPU": gpus} if gpus else {})
+    bundle = {"CPU": float(cpus)}
+    if gpus:
+        bundle["GPU"] = gpus
+    return bundle
 
 
-def _listed(needs: ResourceRequest) -> str:
-    kinds = {
-        "the learner in this process": [needs.driver] if needs.driver else [],
-        "learner ranks": needs.ranks,
+def _request_table(request: ResourceRequest) -> str:
+    kinds: dict[str, Sequence[Bundle]] = {
+        "learner ranks": request.ranks,
+        "replicas": request.replicas,
     }
-    kinds["replicas"] = needs.replicas
-    return "\n".join(
-        f"  {len(some)} x {_amount(some[0])}: {kind}" for kind, some in kinds.items() if some
-    )
+    if request.driver is not None:
+        kinds = {"the learner in this process": [request.driver]} | kinds
+    lines = []
+    for kind, bundles in kinds.items():
+        if bundles:
+            lines.append(f"  {len(bundles)} x {_amount(bundles[0])}: {kind}")
+    return "\n".join(lines)
 
 
-def _nodes() -> str:
-    living = [node for node in ray.nodes() if node["Alive"]]
-    return "\n".join(
-        f"  {_amount(node['Resources'])}: node {node['NodeManagerAddress']}" for node in living
-    )
+def _node_table() -> str:
+    lines = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            lines.append(f"  {_amount(node['Resources'])}: node {node['NodeManagerAddress']}")
+    return "\n".join(lines)
 
 
 def _amount(resources: dict[str, float]) -> str:

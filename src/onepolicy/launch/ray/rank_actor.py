@@ -1,4 +1,4 @@
-"""A learner rank's process under Ray."""
+"""The process of a learner rank under Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onepolicy.no_statistics import turn_off
 
 
 def process_info_json() -> str:
-    """JSON: process, node and GPUs that Ray gave it."""
+    """Return this process, its node and the GPUs that Ray gave it, as JSON."""
     context = ray.get_runtime_context()
     return json.dumps(
         {
@@ -25,24 +25,31 @@ def process_info_json() -> str:
 
 
 class RankProcess:
-    """A Ray actor. It is never restarted: its shards would be gone, and the run goes on from a checkpoint."""
+    """A Ray actor that runs one rank.
+
+    Ray never restarts it: its shards would be lost, so the run resumes from a checkpoint.
+    """
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """environment: variables to be set before torch is imported."""
-        turn_off()  # the worker's environment is that of a Ray which somebody else may have started
+        """Set the variables of `environment` before torch is imported."""
+        turn_off()  # this environment comes from Ray, which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.update(environment)
 
     def process_info_json(self) -> str:
         return process_info_json()
 
-    def serve(self, rank: int, ranks: int, store: tuple[str, int], driver: str) -> None:
-        """Be this rank of `ranks` until the run ends. store: where the ranks meet. driver: where it listens, and the
-        token it wants (channel.advertised)."""
+    def run_rank(self, rank: int, world_size: int, store: tuple[str, int], driver: str) -> None:
+        """Run this rank until the run ends.
+
+        store: host and port of the store that the ranks share. driver: address and token of the
+        driver (channel.advertised).
+        """
         from onepolicy.launch.rank_info import RankInfo
-        from onepolicy.launch.rank_main import JOIN_LIMIT, run_rank
+        from onepolicy.launch.rank_main import JOIN_TIMEOUT_S, run_rank
         from onepolicy.sync.group import join_store
         from onepolicy.train.sharded.channel import RankLost
 
-        with suppress(RankLost):  # the driver knows, and says why
-            run_rank(RankInfo(rank, ranks, 0, False), join_store(*store, JOIN_LIMIT), driver)
+        rank_info = RankInfo(rank, world_size, 0, False)
+        with suppress(RankLost):  # the driver reports why
+            run_rank(rank_info, join_store(*store, JOIN_TIMEOUT_S), driver)

@@ -1,6 +1,7 @@
-"""`RemoteEngine`: an engine in a Ray actor, as the loop sees it. It outlives its process.
+"""`RemoteEngine`: an engine in a Ray actor, which keeps working when Ray restarts the actor.
 
-Requests are pure functions of their prompt, sampling and seed, so what a lost process was asked is asked again.
+A completion is a function of the prompt, the sampling settings and the seed. So requests that a
+lost process did not answer are sent again to its successor.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,73 +37,84 @@ from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
 PROCESS_LOST = (RayActorError, ObjectLostError, NodeDiedError, NotBuilt, TimeoutError)
-"""What a process that is not there, or does not answer, looks like."""
+"""Errors of a call to a process that is gone or does not reply."""
 COLLECT_TIMEOUT_S = 5.0
-"""Seconds after which a replica answers even if no request has ended: it is alive."""
+"""Seconds after which a replica replies even if no request has finished: it is alive."""
 REBUILD_INTERVAL_S = 0.5
-"""Seconds between two looks at whether a replica is back."""
+"""Seconds between two attempts to build the engine in a restarted process."""
 REPLY_CHECKS = 10
-"""At an answer that does not come, before it is given up."""
+"""Number of checks for a reply before the caller gives up."""
 
 
 class RemoteEngine:
-    """actor: a ReplicaProcess that was built from `text`. version and caps: what it then has."""
+    """A rollout engine in a ReplicaProcess that was built from the JSON `settings`.
+
+    Every process of the replica has an incarnation number. A message to an earlier incarnation is
+    refused, so that a request which was sent twice is not run twice.
+    """
 
     def __init__(
-        self, name: str, actor: Any, text: str, caps: EngineCaps, config: RayCluster, host: str
+        self, name: str, actor: Any, settings: str, caps: EngineCaps, config: RayCluster, host: str
     ) -> None:
-        """host: this machine's address for the replica."""
+        """host: address of this machine as the replica sees it.
+
+        caps: those of the engine that was built.
+        """
         self.name, self.caps, self.version = name, caps, 0
-        self._actor, self._text, self._config, self._host = actor, text, config, host
-        self._numbers = itertools.count()
-        self._asked: dict[int, tuple[GenerateRequest, asyncio.Future[Completion]]] = {}
+        self._actor, self._settings, self._config, self._host = actor, settings, config, host
+        self._numbers = itertools.count()  # one for each request
+        self._pending: dict[int, tuple[GenerateRequest, asyncio.Future[Completion]]] = {}
         self._unsent: list[int] = []
-        self._more = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._new_request = asyncio.Event()
+        self._exchange_task: asyncio.Task[None] | None = None
         self._incarnation = 0  # of the process that requests are sent to
-        self._builds = itertools.count(1)
-        self._taken: list[int] = []  # answers that the process does not know to have arrived
-        self._loading = 0
+        self._next_incarnation = itertools.count(1)
+        self._unacknowledged: list[
+            int
+        ] = []  # replies that the process does not know to have arrived
+        self._loading = 0  # running calls of _load
         self._recovery_lock = asyncio.Lock()
-        self._weights: Written | None = None  # of load_files; None: those it was built with
-        self._restarts = self._repeated = 0
+        self._loaded: Written | None = None  # by load_files; None: the weights it was built with
+        self._restart_count = self._repeated_count = 0
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        """EngineLost if its process is gone for good."""
+        """Return the completion of one request.
+
+        Raises EngineLost if the process is gone for good.
+        """
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         prompt = torch.as_tensor(prompt_ids, dtype=torch.int64)
-        self._asked[number] = (GenerateRequest(prompt, sampling, seed), future)
+        self._pending[number] = (GenerateRequest(prompt, sampling, seed), future)
         self._unsent.append(number)
-        self._more.set()
-        if (
-            self._task is None
-        ):  # starts once all that are asked in this turn of the event loop have been noted
-            self._start()
+        self._new_request.set()
+        # The exchange starts in the next turn of the event loop, so that all requests of this turn
+        # are sent in one message.
+        if self._exchange_task is None:
+            self._start_exchange()
         try:
             return await future
         finally:
-            self._asked.pop(number, None)
+            self._pending.pop(number, None)
 
     async def load_files(self, written: Written, shared: Broadcast | None = None) -> None:
-        """See rollout.replicas.Replica."""
-        self.version, self._weights = -1, written
-        if (
-            self._recovery_lock.locked()
-        ):  # a new process is being given them, perhaps after older ones
+        """Load weights. See rollout.fleet.replicas.Replica."""
+        self.version, self._loaded = -1, written
+        if self._recovery_lock.locked():
+            # A new process is being built. It may be loading older weights.
             if shared is not None:
                 shared.give_up()
             shared = None
             async with self._recovery_lock:
                 pass
         while self.version != written.version:
-            life = self._incarnation
+            incarnation = self._incarnation
             try:
                 self.version = await self._load(written, shared)
                 return
             except PROCESS_LOST as error:
-                await self._recover(life, error)
+                await self._recover(incarnation, error)
             except TrainingError as error:
                 if shared is None:
                     raise
@@ -110,113 +122,120 @@ class RemoteEngine:
             shared = None
 
     async def reset_cache(self) -> None:
-        await self._retry_on_loss(
-            lambda: self._call("reset_cache", limit=self._config.reply_timeout)
-        )
+        """Discard the engine's cached prefixes, in a new process if the present one is lost."""
+        reset = partial(self._call, "reset_cache", limit=self._config.reply_timeout)
+        await self._retry_on_loss(reset)
 
     def take_metrics(self) -> dict[str, float]:
-        """What was lost and repeated since the last call; {} if nothing."""
+        """Return the counts of restarts and repeated requests since the last call, if not 0."""
         counts = {
-            "rollout/replica_restarts": self._restarts,
-            "rollout/requests_repeated": self._repeated,
+            "rollout/replica_restarts": self._restart_count,
+            "rollout/requests_repeated": self._repeated_count,
         }
-        self._restarts = self._repeated = 0
+        self._restart_count = self._repeated_count = 0
         return {name: count for name, count in counts.items() if count}
 
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._exchange())
-        self._task.add_done_callback(self._ended)
+    def _start_exchange(self) -> None:
+        self._exchange_task = asyncio.create_task(self._exchange())
+        self._exchange_task.add_done_callback(self._exchange_ended)
 
     async def _exchange(self) -> None:
-        """Send what is asked, take answers, until nothing is left to wait for."""
-        while self._asked:
-            life = self._incarnation
-            collecting: asyncio.Task[None] | None = None
-            try:
-                while self._asked and life == self._incarnation:
-                    if self._unsent:
-                        await self._send()
-                    collecting = collecting or asyncio.create_task(self._collect(life))
-                    more = asyncio.create_task(self._more.wait())
-                    await asyncio.wait((collecting, more), return_when=asyncio.FIRST_COMPLETED)
-                    more.cancel()
-                    if collecting.done():
-                        done, collecting = collecting, None
-                        done.result()
-            except PROCESS_LOST as error:
-                await self._recover(life, error)
-            finally:
-                if collecting is not None:
-                    collecting.cancel()
+        """Send requests and collect replies until no request is pending."""
+        while self._pending:
+            await self._exchange_with(self._incarnation)
 
-    async def _send(self) -> None:
-        life = self._incarnation
-        self._more.clear()
-        requests = {
-            number: self._asked[number][0] for number in self._unsent if number in self._asked
-        }
-        await self._call(
-            "submit", life, encode_requests(requests), limit=self._config.reply_timeout
-        )
-        if life == self._incarnation:  # a new process has been asked nothing yet
+    async def _exchange_with(self, incarnation: int) -> None:
+        """Send requests and collect replies until no request is pending or the process is lost."""
+        collecting: asyncio.Task[None] | None = None
+        try:
+            while self._pending and incarnation == self._incarnation:
+                if self._unsent:
+                    await self._submit_unsent()
+                collecting = collecting or asyncio.create_task(self._collect_replies(incarnation))
+                new_request = asyncio.create_task(self._new_request.wait())
+                await asyncio.wait((collecting, new_request), return_when=asyncio.FIRST_COMPLETED)
+                new_request.cancel()
+                if collecting.done():
+                    finished, collecting = collecting, None
+                    finished.result()
+        except PROCESS_LOST as error:
+            await self._recover(incarnation, error)
+        finally:
+            if collecting is not None:
+                collecting.cancel()
+
+    async def _submit_unsent(self) -> None:
+        incarnation = self._incarnation
+        self._new_request.clear()
+        numbers = [number for number in self._unsent if number in self._pending]
+        requests = {number: self._pending[number][0] for number in numbers}
+        data = encode_requests(requests)
+        await self._call("submit", incarnation, data, limit=self._config.reply_timeout)
+        if incarnation == self._incarnation:  # else the new process has none of these requests
             self._unsent = [
                 number
                 for number in self._unsent
-                if number in self._asked and number not in requests
+                if number in self._pending and number not in requests
             ]
 
-    async def _collect(self, life: int) -> None:
-        limit, taken = self._config.reply_timeout, list(self._taken)
-        answers = decode_replies(
-            await self._call("collect", life, min(COLLECT_TIMEOUT_S, limit / 2), taken, limit=limit)
-        )
-        self._taken = list(answers)
-        self._settle(answers)
+    async def _collect_replies(self, incarnation: int) -> None:
+        limit, acknowledged = self._config.reply_timeout, list(self._unacknowledged)
+        timeout = min(COLLECT_TIMEOUT_S, limit / 2)
+        data = await self._call("collect", incarnation, timeout, acknowledged, limit=limit)
+        replies = decode_replies(data)
+        self._unacknowledged = list(replies)
+        self._resolve_futures(replies)
 
-    def _settle(self, answers: dict[int, Completion | Exception]) -> None:
-        for number, answer in answers.items():
-            if number not in self._asked:  # nobody waits for it any more
+    def _resolve_futures(self, replies: dict[int, Completion | Exception]) -> None:
+        for number, reply in replies.items():
+            if number not in self._pending:  # its caller has been cancelled
                 continue
-            _, future = self._asked.pop(number)
+            _, future = self._pending.pop(number)
             if future.done():
                 continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
+            if isinstance(reply, Exception):
+                future.set_exception(reply)
             else:
-                future.set_result(answer)
+                future.set_result(reply)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """However the exchange ended, nobody is left waiting for it."""
-        self._task = None
+    def _exchange_ended(self, task: asyncio.Task[None]) -> None:
+        """Fail all pending requests if the exchange ended with an error.
+
+        Start it again if requests have come since.
+        """
+        self._exchange_task = None
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
-            if self._asked:  # came between the exchange's last look and this call
-                self._start()
+            if self._pending:  # they came between the exchange's last check and this call
+                self._start_exchange()
             return
-        for _, future in self._asked.values():
+        for _, future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
-        self._asked.clear()
+        self._pending.clear()
         self._unsent.clear()
 
-    async def _retry_on_loss(self, act: Any) -> None:
-        """Do it, with a new process if need be."""
+    async def _retry_on_loss(self, action: Callable[[], Awaitable[Any]]) -> None:
+        """Run `action` until it succeeds, with a new process after each loss."""
         while True:
-            life = self._incarnation
+            incarnation = self._incarnation
             try:
-                return await act()
+                await action()
+                return
             except PROCESS_LOST as error:
-                await self._recover(life, error)
+                await self._recover(incarnation, error)
 
-    async def _recover(self, life: int, error: Exception) -> None:
-        """A process with the model, the current weights and nothing to do; all that is asked will be sent again.
+    async def _recover(self, incarnation: int, error: Exception) -> None:
+        """Wait until a new process has the newest weights, and mark all pending requests unsent.
 
-        EngineLost if Ray has given it up, or it takes too long.
+        Raises EngineLost if Ray does not restart the process any more, or not within
+        cluster.restart_timeout.
         """
         async with self._recovery_lock:
-            if life != self._incarnation:
-                return  # somebody else saw it first
-            LOG.warning("%s is gone (%s); waiting for Ray to restart it", self.name, _words(error))
+            if incarnation != self._incarnation:
+                return  # another caller has recovered it
+            reason = _describe_loss(error)
+            LOG.warning("%s is gone (%s); waiting for Ray to restart it", self.name, reason)
             begun = time.monotonic()
             if isinstance(error, TimeoutError):
                 ray.kill(self._actor, no_restart=False)
@@ -226,67 +245,88 @@ class RemoteEngine:
             except TimeoutError:
                 ray.kill(self._actor)
                 raise EngineLost(
-                    f"{self.name} did not come back within {self._config.restart_timeout:g} s (cluster.restart_timeout)"
+                    f"{self.name} did not come back within {self._config.restart_timeout:g} s "
+                    "(cluster.restart_timeout)"
                 ) from error
-            self._restarts += 1
-            self._repeated += len(self._asked)
-            self._unsent = list(self._asked)
-            self._more.set()
-            seconds = time.monotonic() - begun
+            self._restart_count += 1
+            self._repeated_count += len(self._pending)
+            self._unsent = list(self._pending)
+            self._new_request.set()
             LOG.warning(
                 "%s is back after %.1f s; %d requests are repeated",
                 self.name,
-                seconds,
-                len(self._asked),
+                time.monotonic() - begun,
+                len(self._pending),
             )
 
     async def _rebuild(self, error: Exception) -> int:
-        """The new process's life: requests under it are taken from now on."""
+        """Build the engine in the restarted process and load the newest weights.
+
+        Return the new incarnation.
+        """
         while True:
             if isinstance(error, ActorDiedError):
                 raise EngineLost(
                     f"{self.name} is gone for good (cluster.restarts = {self._config.restarts})"
                 ) from error
             try:
-                life = next(self._builds)
-                await self._call("build", self._text, life, limit=self._config.restart_timeout)
-                while (newest := self._weights) is not None:
-                    version = await self._load(newest)
-                    if newest is self._weights:  # no update came meanwhile
-                        self.version = version
-                        break
-                return life
-            except PROCESS_LOST as again:
-                error = again
+                incarnation = next(self._next_incarnation)
+                limit = self._config.restart_timeout
+                await self._call("build", self._settings, incarnation, limit=limit)
+                await self._load_newest()
+                return incarnation
+            except PROCESS_LOST as next_error:
+                error = next_error
                 await asyncio.sleep(REBUILD_INTERVAL_S)
 
+    async def _load_newest(self) -> None:
+        """Load the weights of the newest `load_files`.
+
+        If `load_files` is called meanwhile, load its weights too.
+        """
+        while self._loaded is not None:
+            newest = self._loaded
+            version = await self._load(newest)
+            if newest is self._loaded:
+                self.version = version
+                return
+
     async def _load(self, written: Written, shared: Broadcast | None = None) -> int:
-        """From files: read by the replica, or read here and sent. shared: to others too. The version it then holds."""
+        """Load weights and return their version.
+
+        The replica reads the files, or this process reads and sends them. shared: a broadcast to
+        other replicas too.
+        """
         limit = self._config.restart_timeout
         self._loading += 1
         try:
             if self._config.weights == "disk":
-                about = written.folder, written.version, written.key, written.sums
-                return await self._call("load", *about, limit=limit)
+                files = written.folder, written.version, written.key, written.sums
+                return await self._call("load", *files, limit=limit)
+            receive = partial(self._receive, written.version)
             if shared is not None:
-                return await shared.to(partial(self._receive, written.version))
-            async with Broadcast(written, 1, host=self._host, limit=limit) as alone:
-                return await alone.to(partial(self._receive, written.version))
+                return await shared.to(receive)
+            async with Broadcast(written, 1, host=self._host, limit=limit) as single:
+                return await single.to(receive)
         finally:
             self._loading -= 1
 
     async def _receive(self, version: int, invitation: str, rank: int) -> int:
-        return await self._call(
-            "receive", invitation, rank, version, limit=math.inf
-        )  # whose limit is the broadcast's
+        # The broadcast has a time limit of its own.
+        return await self._call("receive", invitation, rank, version, limit=math.inf)
 
     async def _call(self, method: str, *args: Any, limit: float) -> Any:
-        """One of GONE, or the error that the method raised. limit: seconds; while weights are loaded, which has a limit
-        of its own, requests may wait longer."""
-        answer = asyncio.ensure_future(getattr(self._actor, method).remote(*args))
-        asking = method in ("submit", "collect")
+        """Call a method of the actor.
+
+        Raises one of PROCESS_LOST, or the error that the method raised. limit: seconds. While
+        weights are loaded, which has a limit of its own, submit and collect may wait longer.
+        """
+        reply = asyncio.ensure_future(getattr(self._actor, method).remote(*args))
+        waits_for_loading = method in ("submit", "collect")
         try:
-            return await wait_for_reply(answer, limit, lambda: asking and self._loading > 0)
+            return await wait_for_reply(
+                reply, limit, lambda: waits_for_loading and self._loading > 0
+            )
         except RayTaskError as error:
             if isinstance(error.cause, NotBuilt):
                 raise error.cause from None
@@ -294,34 +334,36 @@ class RemoteEngine:
 
 
 async def wait_for_reply(
-    answer: asyncio.Future[Any], limit: float, excused: Callable[[], bool] = lambda: False
+    reply: asyncio.Future[Any], limit: float, paused: Callable[[], bool] = lambda: False
 ) -> Any:
-    """Its result. TimeoutError if there is none after `limit` seconds in which this event loop could have seen it.
+    """Return the result of `reply`. Raises TimeoutError if there is none after `limit` seconds.
 
-    What holds the event loop up, for however long, takes one of LOOKS parts of the limit. excused(): this one does not
-    count.
+    The limit is divided into REPLY_CHECKS checks. A blocked event loop costs one check, however
+    long it is blocked, so a reply that arrived meanwhile is not lost. A check during which paused()
+    is true does not count.
     """
-    left = REPLY_CHECKS
+    checks_left = REPLY_CHECKS
+    interval = None if limit == math.inf else limit / REPLY_CHECKS
     try:
-        while not answer.done():
-            if left == 0:
+        while not reply.done():
+            if checks_left == 0:
                 raise TimeoutError
-            await asyncio.wait(
-                (answer,), timeout=None if limit == math.inf else limit / REPLY_CHECKS
-            )
-            left -= not excused()
-        return answer.result()
+            await asyncio.wait((reply,), timeout=interval)
+            checks_left -= not paused()
+        return reply.result()
     finally:
-        answer.cancel()
+        reply.cancel()
 
 
 def remote_error(name: str, error: RayTaskError) -> Exception:
-    """What a method raised in its own process, as it would be here."""
+    """Return the error that a method of process `name` raised, as an error of this process."""
     cause = error.cause
     if isinstance(cause, TrainingError | UsageError):
         return type(cause)(f"{name}: {cause}")
     return TrainingError(f"{name}: {type(cause).__name__}: {cause}")
 
 
-def _words(error: Exception) -> str:
-    return "no answer" if isinstance(error, TimeoutError) else type(error).__name__
+def _describe_loss(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return type(error).__name__

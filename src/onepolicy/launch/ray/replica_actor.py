@@ -1,6 +1,7 @@
-"""What a rollout replica's process does: an engine of its own, asked in messages.
+"""The process of a rollout replica under Ray: it has an engine and handles the driver's messages.
 
-Imported by every worker before its settings are known, so torch and the engines are imported when an engine is built.
+Every worker imports this module before its settings are known. So torch and the engines are
+imported when an engine is built.
 """
 
 from __future__ import annotations
@@ -23,145 +24,158 @@ if TYPE_CHECKING:
 
 
 WEIGHTS_POLL_S = 0.05
-"""Seconds between two looks at whether an engine has whole weights again."""
+"""Seconds between two checks whether an engine has a complete set of weights again."""
 
 
 class NotBuilt(Exception):
-    """This process was restarted and has no engine yet, or was built again since."""
+    """An error of a process that has no engine yet, or was built again after the message."""
 
 
 class ReplicaProcess:
-    """A Ray actor. Ray starts it anew when its process dies; it then knows nothing, and is built again."""
+    """A Ray actor with a rollout engine.
+
+    Ray restarts it when its process dies; the driver then builds it again.
+    """
 
     def __init__(self) -> None:
-        turn_off()  # the worker's environment is that of a Ray which somebody else may have started
+        turn_off()  # this environment comes from Ray, which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None
         self._incarnation = 0
         self._running: set[asyncio.Task[None]] = set()
-        self._done: dict[
-            int, Completion | BaseException
-        ] = {}  # until the driver says that it has them
-        self._some = asyncio.Event()
+        # Replies stay here until the driver acknowledges them.
+        self._replies: dict[int, Completion | BaseException] = {}
+        self._has_reply = asyncio.Event()
 
     async def process_info_json(self) -> str:
         return process_info_json()
 
-    async def build(self, text: str, life: int) -> str:
-        """With the model's own weights. Asked again, it keeps its engine and drops what it was doing.
+    async def build(self, settings: str, incarnation: int) -> str:
+        """Build the engine with the model's own weights and return its description as JSON.
 
-        life: the driver counts them up; what comes under another one from now on was sent earlier, and is refused.
+        If there is an engine already, keep it and drop its requests. incarnation: the driver's
+        counter of builds. Messages with another number from now on were sent before this build, and
+        raise NotBuilt.
         """
-        if life < self._incarnation:
+        if incarnation < self._incarnation:
             raise NotBuilt
-        self._incarnation = life
+        self._incarnation = incarnation
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
-        self._done.clear()
+        self._replies.clear()
         if self._engine is None:
-            self._engine = build_engine(json.loads(text))
-        return json.dumps(description(self._engine))
+            self._engine = build_engine(json.loads(settings))
+        return json.dumps(describe_engine(self._engine))
 
-    async def submit(self, life: int, data: bytes) -> None:
-        """Requests that meet in one message start together, in their order."""
+    async def submit(self, incarnation: int, data: bytes) -> None:
+        """Start the requests of one message together, in their order."""
         from onepolicy.launch.ray.wire import decode_requests
 
-        engine = self._of(life)
+        engine = self._engine_of(incarnation)
         for number, request in decode_requests(data).items():
-            task = asyncio.create_task(self._run(engine, number, request))
+            task = asyncio.create_task(self._generate(engine, number, request))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def collect(self, life: int, limit: float, taken: list[int]) -> bytes:
-        """All answers there are, as soon as there is one, but after `limit` seconds at the latest.
+    async def collect(self, incarnation: int, timeout: float, acknowledged: list[int]) -> bytes:
+        """Return all replies as soon as there is one, or none after `timeout` seconds.
 
-        They stay here until they are in `taken`: nobody can say whether what is returned arrives.
+        A reply is kept, and returned again, until it is in `acknowledged`, because a returned
+        message can get lost.
         """
         from onepolicy.launch.ray.wire import encode_replies
 
-        self._of(life)
-        for number in taken:
-            self._done.pop(number, None)
-        if not self._done:
-            self._some.clear()
+        self._engine_of(incarnation)
+        for number in acknowledged:
+            self._replies.pop(number, None)
+        if not self._replies:
+            self._has_reply.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
-                    await self._some.wait()
-        return encode_replies(self._done)
+                async with asyncio.timeout(timeout):
+                    await self._has_reply.wait()
+        return encode_replies(self._replies)
 
     async def load(self, folder: str, version: int, key: bytes, sums: Sums) -> int:
-        """Files that this process sees, too, whose checksums with `key` are `sums`. The version it holds afterwards."""
+        """Load weights from files that this process can read, and return their version.
+
+        sums: checksums of the tensors under `key`. Raises TrainingError if the files have others.
+        """
         from onepolicy.config import TrainingError
         from onepolicy.sync.checksum import Checksums, difference
         from onepolicy.sync.weight_files import read_weights
 
+        engine = self._built_engine
         checksums = Checksums(key)
-        await self._built.load_weights(checksums.passing(read_weights(folder)), version)
-        if (problem := difference(sums, checksums.take())) is not None:
-            self._built.version = -1  # it answers nothing
+        await engine.load_weights(checksums.passing(read_weights(folder)), version)
+        problem = difference(sums, checksums.take())
+        if problem is not None:
+            engine.version = -1  # the engine refuses all requests
             raise TrainingError(
                 f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}"
             )
-        return self._built.version
+        return engine.version
 
     async def receive(self, invitation: str, rank: int, version: int) -> int:
-        """What a sync.broadcast.Sender sends to this rank. Returns the version it holds afterwards."""
+        """Receive the weights of a sync.broadcast.Sender as `rank`. Return their version."""
         from onepolicy.sync.broadcast import Receiver
 
-        engine = self._built
+        engine = self._built_engine
         with Receiver(invitation, rank, version=version) as weights:
             await engine.load_weights(weights, version)
         return engine.version
 
     async def reset_cache(self) -> None:
-        await self._built.reset_cache()
+        await self._built_engine.reset_cache()
 
-    def _of(self, life: int) -> RolloutEngine:
-        if life != self._incarnation:
+    def _engine_of(self, incarnation: int) -> RolloutEngine:
+        if incarnation != self._incarnation:
             raise NotBuilt
-        return self._built
+        return self._built_engine
 
     @property
-    def _built(self) -> RolloutEngine:
+    def _built_engine(self) -> RolloutEngine:
         if self._engine is None:
             raise NotBuilt
         return self._engine
 
-    async def _run(self, engine: RolloutEngine, number: int, request: GenerateRequest) -> None:
+    async def _generate(self, engine: RolloutEngine, number: int, request: GenerateRequest) -> None:
         prompt = request.prompt_ids.tolist()
         while True:
-            asked = engine.generate(prompt, request.sampling, seed=request.seed)
-            (answer,) = await asyncio.gather(asked, return_exceptions=True)
-            if not isinstance(answer, Exception) or engine.version >= 0:
+            reply = engine.generate(prompt, request.sampling, seed=request.seed)
+            (result,) = await asyncio.gather(reply, return_exceptions=True)
+            if not isinstance(result, Exception) or engine.version >= 0:
                 break
-            while (
-                engine.version < 0
-            ):  # a broadcast broke off half-way; the weights are sent once more, alone
+            # A broadcast broke off, so the engine has no complete weights. The driver sends them to
+            # this replica again.
+            while engine.version < 0:
                 await asyncio.sleep(WEIGHTS_POLL_S)
-        self._done[number] = answer
-        self._some.set()
+        self._replies[number] = result
+        self._has_reply.set()
 
 
-def description(engine: RolloutEngine) -> dict[str, Any]:
-    """What cluster.hosts wants to know of an engine, for JSON."""
+def describe_engine(engine: RolloutEngine) -> dict[str, Any]:
+    """Return the properties that `_RunActors.build_engine` reads, for JSON."""
     from onepolicy.models.quant.size_report import SizeReport
 
     contract, sizes = engine.caps.contract, engine.caps.sizes
     assert sizes is None or isinstance(sizes, SizeReport)
-    return {
+    description: dict[str, Any] = {
         "caps": dataclasses.asdict(dataclasses.replace(engine.caps, contract=None, sizes=None)),
-        "contract": None if contract is None else dataclasses.asdict(contract),
-        "sizes": None
-        if sizes is None
-        else [[dataclasses.asdict(part) for part in sizes.parts], sizes.method],
+        "contract": None,
+        "sizes": None,
     }
+    if contract is not None:
+        description["contract"] = dataclasses.asdict(contract)
+    if sizes is not None:
+        description["sizes"] = [[dataclasses.asdict(part) for part in sizes.parts], sizes.method]
+    return description
 
 
 def build_engine(settings: dict[str, Any]) -> RolloutEngine:
-    """settings: what cluster.hosts sends, from JSON."""
+    """Build an engine from the settings of `_RunActors.build_engine`, read from JSON."""
     import torch
     from pydantic import TypeAdapter
 
@@ -173,16 +187,17 @@ def build_engine(settings: dict[str, Any]) -> RolloutEngine:
     from onepolicy.rollout.spec import EngineSpec
 
     torch.set_num_threads(settings["threads"])
+    device = "cuda" if settings["cuda"] else "cpu"
     routes = settings["routes"]
+    if routes is not None:
+        routes = RouteSpec(**{**routes, "layers": tuple(routes["layers"])})
     return engines.build_engine(
         EngineSpec(
             ModelConfig.model_validate(settings["model"]),
             TypeAdapter(EngineConfig).validate_python(settings["engine"]),
-            parse_device("cuda" if settings["cuda"] else "cpu"),
+            parse_device(device),
             settings["max_len"],
-            routes=None
-            if routes is None
-            else RouteSpec(**{**routes, "layers": tuple(routes["layers"])}),
+            routes=routes,
             combine_weights=settings["combine_weights"],
             numerics=settings["numerics"],
             quant=TypeAdapter(QuantConfig).validate_python(settings["quant"]),

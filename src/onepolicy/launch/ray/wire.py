@@ -1,4 +1,4 @@
-"""Requests and completions as bytes: the ranks' message format, so that nothing of a sample is pickled."""
+"""Requests and completions as bytes, in the ranks' message format: samples are never pickled."""
 
 from __future__ import annotations
 
@@ -14,41 +14,58 @@ from onepolicy.config import TrainingError
 from onepolicy.sync.messages import read_as
 from onepolicy.train.sharded.team import ERRORS, Failed
 from onepolicy.train.sharded.wire import Message, TraceAbout, kind_of, trace_of
-from onepolicy.types import Completion, Finish, RouteSource, RouteSpan, Sampling
+from onepolicy.types import (
+    Completion,
+    Finish,
+    RouteSource,
+    RouteSpan,
+    RoutingTrace,
+    Sampling,
+)
 
-PARTS = {
-    "token_ids": ("int", 1, True),
-    "logp": ("float", 1, True),
-    "version": ("int", 1, True),
-    "top_ids": ("int", 2, False),
-    "top_logp": ("float", 2, False),
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorFormat:
+    """The expected form of one tensor of a Completion, which has a row per token."""
+
+    kind: str  # of its numbers, as kind_of says
+    dims: int
+    required: bool
+
+
+COMPLETION_TENSORS = {
+    "token_ids": TensorFormat("int", 1, True),
+    "logp": TensorFormat("float", 1, True),
+    "version": TensorFormat("int", 1, True),
+    "top_ids": TensorFormat("int", 2, False),
+    "top_logp": TensorFormat("float", 2, False),
 }
-"""A Completion's tensors, with a row per token: numbers, axes, and whether it always has them."""
-TENSORS, ABOUT = tuple(PARTS), ("finish", "first_slot", "fingerprint")
-SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
-TRACE = ("ids", "valid", "weights")
+COMPLETION_FIELDS = ("finish", "first_slot", "fingerprint")
+SAMPLING_FIELDS = {field.name for field in dataclasses.fields(Sampling)}
+TRACE_TENSORS = ("ids", "valid", "weights")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerateRequest:
+    """A request for one completion."""
+
     prompt_ids: Tensor  # [P] int64
     sampling: Sampling
     seed: int
 
 
 def encode_requests(requests: Mapping[int, GenerateRequest]) -> bytes:
-    """In this order, under their numbers."""
-    about = [
+    """Encode requests by number, in their order."""
+    headers = [
         {"number": number, "seed": each.seed, "sampling": dataclasses.asdict(each.sampling)}
         for number, each in requests.items()
     ]
-    return Message(
-        {"requests": about}, {str(number): each.prompt_ids for number, each in requests.items()}
-    ).encode()
+    prompts = {str(number): each.prompt_ids for number, each in requests.items()}
+    return Message({"requests": headers}, prompts).encode()
 
 
-class RequestAbout(TypedDict):
-    """What a message's header says of a request beside its prompt."""
+class RequestHeader(TypedDict):
+    """The part of a request in a message's header. Its prompt is a tensor of the message."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     number: int
@@ -57,49 +74,54 @@ class RequestAbout(TypedDict):
 
 
 def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
-    """TrainingError for bytes that are no requests."""
+    """Decode requests by number, in their order. Raises TrainingError if `data` is malformed."""
     message = Message.decode(data)
+    headers = read_as(list[RequestHeader], message.header.get("requests"), "a batch of requests")
     requests: dict[int, GenerateRequest] = {}
-    for each in read_as(list[RequestAbout], message.header.get("requests"), "a batch of requests"):
-        prompt = message.tensors.get(str(each["number"]))
-        if (
-            prompt is None
-            or prompt.dim() != 1
-            or kind_of(prompt) != "int"
-            or each["sampling"].keys() != SAMPLING
-        ):
+    for header in headers:
+        number = header["number"]
+        prompt = message.tensors.get(str(number))
+        is_prompt = prompt is not None and prompt.dim() == 1 and kind_of(prompt) == "int"
+        if not is_prompt or header["sampling"].keys() != SAMPLING_FIELDS:
             raise TrainingError(
-                f"request {each['number']} is malformed: its prompt or its sampling is none"
+                f"request {number} is malformed: its prompt or its sampling is missing or wrong"
             )
-        sampling = read_as(Sampling, each["sampling"], f"request {each['number']}")
-        requests[each["number"]] = GenerateRequest(prompt, sampling, each["seed"])
+        assert prompt is not None
+        sampling = read_as(Sampling, header["sampling"], f"request {number}")
+        requests[number] = GenerateRequest(prompt, sampling, header["seed"])
     return requests
 
 
-def encode_replies(answers: Mapping[int, Completion | BaseException]) -> bytes:
-    """What became of requests, by their numbers."""
-    header: dict[str, Any] = {}
+def encode_replies(replies: Mapping[int, Completion | BaseException]) -> bytes:
+    """Encode completions and errors by the number of their request."""
+    headers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for number, answer in answers.items():
-        if isinstance(answer, BaseException):
-            header[str(number)] = {
-                "error": str(answer) or type(answer).__name__,
-                "kind": type(answer).__name__,
-            }
+    for number, reply in replies.items():
+        if isinstance(reply, BaseException):
+            kind = type(reply).__name__
+            headers[str(number)] = {"error": str(reply) or kind, "kind": kind}
             continue
-        parts = {name: getattr(answer, name) for name in TENSORS}
-        about = {name: getattr(answer, name) for name in ABOUT}
-        if (trace := answer.routing) is not None:
-            parts |= {f"trace.{name}": getattr(trace, name) for name in TRACE}
-            about["trace"] = {"layers": trace.layers, "num_experts": trace.num_experts}
-            about["spans"] = [dataclasses.astuple(span) for span in trace.spans]
-        header[str(number)] = about
+        headers[str(number)], parts = _completion_parts(reply)
         tensors |= {f"{number}.{name}": part for name, part in parts.items() if part is not None}
-    return Message({"answers": header}, tensors).encode()
+    return Message({"answers": headers}, tensors).encode()
 
 
-class Done(TypedDict):
-    """What a message's header says of a completion beside its tensors."""
+def _completion_parts(
+    completion: Completion,
+) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+    """Split a completion into its header and its tensors by name."""
+    header = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
+    tensors = {name: getattr(completion, name) for name in COMPLETION_TENSORS}
+    trace = completion.routing
+    if trace is not None:
+        tensors |= {f"trace.{name}": getattr(trace, name) for name in TRACE_TENSORS}
+        header["trace"] = {"layers": trace.layers, "num_experts": trace.num_experts}
+        header["spans"] = [dataclasses.astuple(span) for span in trace.spans]
+    return header, tensors
+
+
+class CompletionHeader(TypedDict):
+    """The part of a completion in a message's header. The rest are tensors of the message."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     finish: Finish
@@ -110,45 +132,67 @@ class Done(TypedDict):
 
 
 def decode_replies(data: bytes) -> dict[int, Completion | Exception]:
-    """TrainingError for bytes that are no answers."""
+    """Decode completions and errors by the number of their request.
+
+    Raises TrainingError if `data` is malformed.
+    """
     message = Message.decode(data)
-    answers: dict[int, Completion | Exception] = {}
-    for number, about in read_as(
-        dict[str, Failed | Done], message.header.get("answers"), "a batch of answers"
-    ).items():
+    headers = read_as(
+        dict[str, Failed | CompletionHeader], message.header.get("answers"), "a batch of answers"
+    )
+    replies: dict[int, Completion | Exception] = {}
+    for number, header in headers.items():
         if not (number.isascii() and number.isdecimal()):
             raise TrainingError(
                 f"an answer is malformed: {number[:20]!r} is no number of a request"
             )
-        answers[int(number)] = _answer(number, about, message.tensors)
-    return answers
+        replies[int(number)] = _decode_reply(number, header, message.tensors)
+    return replies
 
 
-def _answer(
-    number: str, about: dict[str, Any], tensors: dict[str, Tensor]
+def _decode_reply(
+    number: str, header: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Completion | Exception:
-    if "error" in about:
-        kind = ERRORS.get(about["kind"])
-        return kind(about["error"]) if kind else TrainingError(f"{about['kind']}: {about['error']}")
-    parts: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in TENSORS}
-    rows = -1 if parts["token_ids"] is None else parts["token_ids"].shape[:1].numel()
-    for name, (kind_wanted, dims, needed) in PARTS.items():
+    if "error" in header:
+        error_class = ERRORS.get(header["kind"])
+        if error_class is None:
+            return TrainingError(f"{header['kind']}: {header['error']}")
+        return error_class(header["error"])
+    parts: dict[str, Any] = {name: tensors.get(f"{number}.{name}") for name in COMPLETION_TENSORS}
+    _check_completion_tensors(number, parts)
+    fields = {name: header[name] for name in COMPLETION_FIELDS}
+    return Completion(**parts, **fields, routing=_decode_trace(number, header, tensors))
+
+
+def _check_completion_tensors(number: str, parts: dict[str, Tensor | None]) -> None:
+    """Raise TrainingError if a tensor is missing or differs from COMPLETION_TENSORS."""
+    token_ids = parts["token_ids"]
+    rows = -1
+    if token_ids is not None:
+        rows = token_ids.shape[:1].numel()
+    for name, expected in COMPLETION_TENSORS.items():
         part = parts[name]
-        if part is None and not needed:
-            continue
-        if part is None or kind_of(part) != kind_wanted or part.dim() != dims or len(part) != rows:
+        if part is None:
+            fits = not expected.required
+        else:
+            kind, dims = kind_of(part), part.dim()
+            fits = (kind, dims) == (expected.kind, expected.dims) and len(part) == rows
+        if not fits:
             raise TrainingError(
                 f"answer {number} is malformed: its {name} is missing or does not fit its tokens"
             )
-    routing = None
-    if "trace" in about:
-        spans = tuple(RouteSpan(*span) for span in about.get("spans", ()))
-        routing = trace_of(tensors, f"{number}.trace", about["trace"], spans)
-        if any(
-            span.start < 0 or span.length < 0 or span.start + span.length > len(routing)
-            for span in spans
-        ):
+
+
+def _decode_trace(
+    number: str, header: dict[str, Any], tensors: dict[str, Tensor]
+) -> RoutingTrace | None:
+    if "trace" not in header:
+        return None
+    spans = tuple(RouteSpan(*span) for span in header.get("spans", ()))
+    routing = trace_of(tensors, f"{number}.trace", header["trace"], spans)
+    for span in spans:
+        if span.start < 0 or span.length < 0 or span.start + span.length > len(routing):
             raise TrainingError(
                 f"answer {number} is malformed: a span of its routes is not among them"
             )
-    return Completion(**parts, **{name: about[name] for name in ABOUT}, routing=routing)
+    return routing

@@ -228,20 +228,20 @@ def test_a_node_that_goes_takes_its_replica_along(
 ):
     """No other node has room for it, so it is lost after cluster.restart_timeout; the other replica goes on."""
     (other,) = two_nodes.worker_nodes
-    send, done = RemoteEngine._send, []
+    send, done = RemoteEngine._submit_unsent, []
 
     async def send_and_remove(engine):
         await send(engine)
         if (
             processes[engine.name].node == other.node_id
             and engine.version >= 1
-            and len(engine._asked) > 1
+            and len(engine._pending) > 1
             and not done
         ):
             done.append(engine.name)
             two_nodes.remove_node(other, allow_graceful=False)
 
-    monkeypatch.setattr(RemoteEngine, "_send", send_and_remove)
+    monkeypatch.setattr(RemoteEngine, "_submit_unsent", send_and_remove)
     settings = ["cluster.replicas=2", "cluster.cpus_per_replica=2", "cluster.restart_timeout=20"]
     out = train("ray", *OVERRIDES, *EXACT, *RAY, *settings, f"cluster.address={two_nodes.address}")
     assert done

@@ -47,7 +47,7 @@ def two():
     settings = resolve(
         BASE, ["train.ranks=2", "train.rank_timeout=60", "train.threads=1", "train.device=cpu"]
     )
-    with ranks.started_ranks(settings) as others:
+    with ranks.started_rank_processes(settings) as others:
         yield others
 
 

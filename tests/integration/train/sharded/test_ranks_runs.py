@@ -34,7 +34,7 @@ def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
     )
 
     def busy():
-        with ranks.started_ranks(settings) as others:
+        with ranks.started_rank_processes(settings) as others:
             os.kill(
                 int(re.search(r"process (\d+)", others.team.channels[1].peer)[1]), signal.SIGKILL
             )
@@ -124,7 +124,7 @@ def test_more_ranks_equal_one(count, tmp_path):
     settings = resolve(BASE, [f"train.ranks={count}", "train.threads=1", "train.device=cpu"])
     for family in MOE:
         make(family).save_pretrained(tmp_path / family)
-    with ranks.started_ranks(settings) as others:
+    with ranks.started_rank_processes(settings) as others:
         for case in ("idle", "recompute", "critic_kl_entropy", "bypass"):
             assert_equal_steps(CASES[case], others, tmp_path / "qwen3_moe")
         for family in MOE:

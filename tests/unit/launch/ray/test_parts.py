@@ -13,7 +13,7 @@ connect.prepare_environment(own=True)  # for tests in this process that start Ra
 ray = pytest.importorskip("ray")
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
-from onepolicy.launch.ray.actors import contract_of  # noqa: E402
+from onepolicy.launch.ray.actors import contract_from_json  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.wire import (  # noqa: E402
     GenerateRequest,
@@ -85,14 +85,19 @@ def test_room():
     config = settings(
         "cluster.replicas=2", "cluster.cpus_per_replica=3", "train.ranks=3", "train.threads=2"
     )
-    needs = ResourceRequest.from_config(config, cuda=False)
-    assert needs.bundles == [{"CPU": 2.0}] * 2 + [{"CPU": 3.0}] * 2
-    assert [needs.rank(1), needs.rank(2), needs.replica(0), needs.replica(1)] == [0, 1, 2, 3]
-    needs = ResourceRequest.from_config(config, cuda=True)  # the driver's GPU is reserved as well
-    assert needs.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 3 + [{"CPU": 3.0, "GPU": 1.0}] * 2
-    assert [needs.rank(1), needs.replica(0)] == [1, 3]
-    needs = ResourceRequest.from_config(settings("cluster.gpus_per_replica=0.5"), cuda=True)
-    assert needs.replicas == ({"CPU": 1.0, "GPU": 0.5},)
+    request = ResourceRequest.from_config(config, cuda=False)
+    assert request.bundles == [{"CPU": 2.0}] * 2 + [{"CPU": 3.0}] * 2
+    assert [
+        request.rank_bundle(1),
+        request.rank_bundle(2),
+        request.replica_bundle(0),
+        request.replica_bundle(1),
+    ] == [0, 1, 2, 3]
+    request = ResourceRequest.from_config(config, cuda=True)  # the driver's GPU is reserved as well
+    assert request.bundles == [{"CPU": 2.0, "GPU": 1.0}] * 3 + [{"CPU": 3.0, "GPU": 1.0}] * 2
+    assert [request.rank_bundle(1), request.replica_bundle(0)] == [1, 3]
+    request = ResourceRequest.from_config(settings("cluster.gpus_per_replica=0.5"), cuda=True)
+    assert request.replicas == ({"CPU": 1.0, "GPU": 0.5},)
 
 
 def completion(weights=False):
@@ -159,7 +164,9 @@ def test_contract_survives_json():
     contract = NumericsContract(
         "on-policy", "float32", "a", "b", "c", (("m", "x"), ("n", "y")), "d"
     )
-    assert contract_of({**vars_of(contract), "modules": [["m", "x"], ["n", "y"]]}) == contract
+    assert (
+        contract_from_json({**vars_of(contract), "modules": [["m", "x"], ["n", "y"]]}) == contract
+    )
 
 
 def vars_of(contract):

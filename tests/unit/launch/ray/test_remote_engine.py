@@ -418,7 +418,7 @@ def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(
         waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
         await until(lambda: len(engines) == 2)
         update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
-        await until(lambda: engine._weights.version == 2)
+        await until(lambda: engine._loaded.version == 2)
         assert (files.folder / "version_1").exists()
         assert not update.done()
         engines[1].may_load.set()
