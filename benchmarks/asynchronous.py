@@ -1,16 +1,18 @@
-"""What sampling while learning gains, on the tiny policy; what older tokens cost is in staleness.py.
+"""The gain of sampling while learning, on the tiny policy. The cost of older tokens is in
+staleness.py.
 
     onepolicy make-policy
-    python benchmarks/asynchronous.py --speed                # seconds per step and who is busy, of runs in turn
-    python benchmarks/asynchronous.py --elsewhere 4          # the same, with an engine that costs this machine nothing
-    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 slots=64 cache_gib=0.25 block_size=32
-    python benchmarks/asynchronous.py --show                 # tables of what is there
+    python benchmarks/asynchronous.py --speed           # seconds per step, of runs in turn
+    python benchmarks/asynchronous.py --elsewhere 4     # an engine that costs this machine nothing
+    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 slots=64 cache_gib=0.25 \
+      block_size=32
+    python benchmarks/asynchronous.py --show            # tables of the finished runs
 
-`--speed` runs `onepolicy train` in processes of their own, one after the other, and leaves out the steps in which the
-pipeline fills; with `--server` their engine is a vLLM server in a process of its own, which this starts with these
-settings and ends. `--elsewhere SECONDS` has an engine whose requests take up to that long and compute nothing, as if it
-sampled on other hardware; the loops take turns in one process.
-Rows are kept in --out, and what is there is not measured again.
+`--speed` runs `onepolicy train` in processes of their own, one after the other, and leaves out the
+steps in which the pipeline fills. With `--server` their engine is a vLLM server in a process of its
+own, which this script starts with these settings and ends. `--elsewhere SECONDS` has an engine
+whose requests take up to that long and compute nothing, as if it sampled on other hardware; the
+loops take turns in one process. Rows are kept in --out, and finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -143,7 +145,8 @@ def train(out: Path, steps: int, settings: Sequence[str]) -> None:
 
 @contextmanager
 def served(settings: Sequence[str], out: Path) -> Iterator[tuple[str, ...]]:
-    """A vLLM server of the tiny policy in a process of its own; yields the settings of runs on it."""
+    """Start a vLLM server of the tiny policy in a process of its own, and yield the settings of
+    runs on it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -174,7 +177,8 @@ def served(settings: Sequence[str], out: Path) -> Iterator[tuple[str, ...]]:
 
 
 class Elsewhere:
-    """An engine on other hardware: random tokens, after the time it would take to sample them one by one."""
+    """An engine on other hardware: random tokens, after the time it would take to sample them one
+    by one."""
 
     def __init__(self, engine: RolloutEngine, seconds: float) -> None:
         self.caps, self.version, self.seconds = engine.caps, 0, seconds
@@ -197,7 +201,7 @@ class Elsewhere:
 
 
 async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
-    """Name -> metrics of the counted steps; the loops take turns."""
+    """Return name -> metrics of the counted steps. The loops take turns."""
     tiny = ("rollout.prompts_per_step=2", "replay.mode=off", "correction.preset=recompute")
     config = load(RECIPE, ["out=unused", "steps=1000", *SMALL, *tiny])
     parts, _ = build_parts(config)
@@ -248,7 +252,7 @@ def speed_runs(options: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def speed_table(found: dict[str, list[Row]]) -> list[tuple[str, ...]]:
-    """Medians over all counted steps; slots per second beside those of the first row."""
+    """Return medians over all counted steps, and slots per second relative to the first row."""
     lines: list[tuple[str, ...]] = []
     first = 0.0
     for name, rows in found.items():

@@ -3,9 +3,9 @@
     python benchmarks/audit.py --millions 1 5 20
     python benchmarks/audit.py --millions 1 --layers 24
 
-Writes a synthetic dump of 2000-token samples in 50 steps (Gaussian log-ratio), then audits it in a fresh process, whose
-peak resident memory is read at the end. `baseline`: the same process after its imports, before it reads. layers: both
-sides' routes too, top 8 of 128 in so many layers.
+Writes a synthetic dump of 2000-token samples in 50 steps (Gaussian log-ratio), then audits it in a
+fresh process, whose peak resident memory is read at the end. `baseline`: the same process after its
+imports, before it reads. layers: both sides' routes too, top 8 of 128 in so many layers.
 """
 
 import argparse
@@ -23,7 +23,8 @@ LENGTH, STEPS, TOP_K = 2000, 50, 8
 
 
 def write(path: Path, tokens: int, layers: int) -> None:
-    """In parts, so that writing needs no more memory than reading. Same columns and row groups as write_parquet."""
+    """Write the dump in parts, so that writing needs no more memory than reading. Columns and row
+    groups are those of write_parquet."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -71,7 +72,7 @@ def write(path: Path, tokens: int, layers: int) -> None:
 
 
 def measure(path: Path) -> None:
-    """In the child: prints one JSON line."""
+    """Audit in the child process and print one JSON line."""
     from onepolicy.audit.run import audit
 
     def peak() -> float:
@@ -121,8 +122,10 @@ def main() -> None:
             )
         row = json.loads(done.stdout.splitlines()[-1])
         print(
-            f"{row['tokens'] / 1e6:.0f}M tokens ({size:.0f} MiB): {row['tokens'] / row['seconds'] / 1e6:.2f}M tokens/s "
-            f"({row['tokens'] / row['cpu_seconds'] / 1e6:.2f}M per CPU second), peak {row['peak_mib']:.0f} MiB "
+            f"{row['tokens'] / 1e6:.0f}M tokens ({size:.0f} MiB): "
+            f"{row['tokens'] / row['seconds'] / 1e6:.2f}M tokens/s "
+            f"({row['tokens'] / row['cpu_seconds'] / 1e6:.2f}M per CPU second), "
+            f"peak {row['peak_mib']:.0f} MiB "
             f"(imports alone {row['baseline_mib']:.0f}), k3 {row['k3']:.3e}, {row['verdict']}",
             flush=True,
         )

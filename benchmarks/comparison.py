@@ -1,9 +1,11 @@
-"""Replay rules as other projects publish them, beside ours, on the same tiny models and rollouts: docs/comparison.md.
+"""Replay rules of other projects beside ours, on the same tiny models and rollouts:
+docs/comparison.md.
 
     python benchmarks/comparison.py            # prints the table
     python benchmarks/comparison.py --write    # and writes it into docs/comparison.md
 
-Every rule is our own few lines of what the project's source or paper says; no other project is run or copied.
+Every rule is our own few lines from the project's source or paper. No other project is run or
+copied.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def off(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractC
 def layers_in_order(
     model: PreTrainedModel, routers: Routers, rollout: Rollout
 ) -> AbstractContextManager:
-    """The i-th MoE block takes entry i of an axis of all decoder layers, whose dense entries are zero."""
+    """Let the i-th MoE block take entry i of an axis of all decoder layers, whose dense entries are
+    zero."""
     trace = rollout.trace
     whole = trace.ids.new_zeros(len(trace), model.config.num_hidden_layers, trace.top_k)
     whole[:, list(trace.layers)] = trace.ids
@@ -82,14 +85,14 @@ def layers_in_order(
 
 
 def zero_fill(model: PreTrainedModel, routers: Routers, rollout: Rollout) -> AbstractContextManager:
-    """Rows that were not captured are expert 0, K times."""
+    """Give rows that were not captured expert 0, K times."""
     return _unchecked(routers, rollout.trace.ids.masked_fill(_missing(rollout)[:, None, None], 0))
 
 
 def first_experts(
     model: PreTrainedModel, routers: Routers, rollout: Rollout
 ) -> AbstractContextManager:
-    """Rows that were not captured are experts 0..K-1."""
+    """Give rows that were not captured experts 0..K-1."""
     filler = torch.arange(rollout.trace.top_k, dtype=rollout.trace.ids.dtype)
     return _unchecked(
         routers, torch.where(_missing(rollout)[:, None, None], filler, rollout.trace.ids)
@@ -99,7 +102,7 @@ def first_experts(
 def own_choice(
     model: PreTrainedModel, routers: Routers, rollout: Rollout
 ) -> AbstractContextManager:
-    """Rows that were not captured are routed by the trainer: onepolicy's valid=False."""
+    """Let the trainer route rows that were not captured: onepolicy's valid=False."""
     ids, layers, experts = rollout.trace.ids, rollout.trace.layers, rollout.trace.num_experts
     return routers.replay(RoutingTrace(ids, ~_missing(rollout), layers, experts), check=False)
 
@@ -107,7 +110,8 @@ def own_choice(
 def softmax_of_all(
     model: PreTrainedModel, routers: Routers, rollout: Rollout
 ) -> AbstractContextManager:
-    """Weights are the softmax over all experts at the recorded ids, normalised if the config says so."""
+    """Weigh by the softmax over all experts at the recorded ids, normalised if the config sets
+    it."""
     normalise = getattr(model.config, "norm_topk_prob", False)
 
     def weigh(logits: Tensor, ids: Tensor) -> Tensor:
@@ -120,7 +124,8 @@ def softmax_of_all(
 def softmax_of_selected(
     model: PreTrainedModel, routers: Routers, rollout: Rollout
 ) -> AbstractContextManager:
-    """The R3 paper's equation (8) to the letter: weights are the softmax over the recorded experts' logits."""
+    """Weigh by the R3 paper's equation (8) to the letter: the softmax over the recorded experts'
+    logits."""
     return _weighed(routers, rollout.trace, lambda logits, ids: logits.gather(-1, ids).softmax(-1))
 
 
@@ -142,7 +147,7 @@ def _missing(rollout: Rollout) -> Tensor:
 
 @contextmanager
 def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
-    """Replay of what our check of traces would refuse."""
+    """Replay traces that our check would refuse."""
     trace = RoutingTrace(
         ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts
     )
@@ -154,7 +159,7 @@ def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
 def _weighed(
     routers: Routers, trace: RoutingTrace, weigh: Callable[[Tensor, Tensor], Tensor]
 ) -> AbstractContextManager:
-    """Routers that return (logits, weigh(logits, ids), ids) for the recorded ids."""
+    """Let routers return (logits, weigh(logits, ids), ids) for the recorded ids."""
 
     def standing_in(forward: Callable, ids: Tensor) -> Callable:
         def route(*args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +177,7 @@ def _weighed(
 
 
 def build(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The trainer in float32, and its copy in bfloat16 that stands for the rollout engine."""
+    """Build the trainer in float32, and its copy in bfloat16 that represents the rollout engine."""
     family, changes = MODELS[name]
     trainer, engine = (
         TABLE[family].model(dtype=dtype, **changes).eval()
@@ -188,7 +193,7 @@ def logp(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def roll_out(engine: PreTrainedModel, samples: int, length: int) -> Rollout:
-    """Tokens that the engine sampled, so that k3 estimates KL(rollout || trainer)."""
+    """Sample tokens with the engine, so that k3 estimates KL(rollout || trainer)."""
     torch.manual_seed(3)
     tokens = torch.randint(2, 60, (samples, 1))
     for _ in range(length - 1):
@@ -201,7 +206,7 @@ def roll_out(engine: PreTrainedModel, samples: int, length: int) -> Rollout:
 
 @contextmanager
 def experts_used(routers: Routers) -> Iterator[list[Tensor]]:
-    """[rows, K] ids that left each router, in layer order."""
+    """Return [rows, K] ids that left each router, in layer order."""
     seen: list[Tensor] = []
     hooks = [
         r.module.register_forward_hook(lambda _, __, out: seen.append(out[2]))

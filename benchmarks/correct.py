@@ -1,10 +1,12 @@
-"""Weights, gates and receipt of every preset over one million slots, against one softmax over the same slots.
+"""Weights, gates and statistics of every preset over one million slots, against one softmax over
+the same slots.
 
     python benchmarks/correct.py
 
-512 sequences; the softmax has a vocabulary of 1000, in chunks of 8192 slots, float32. Prints seconds, the ratio to the
-softmax of the same run (median of 3 each), and the peak of memory held during a call beside its inputs and the returned
-weight and keep (1.25 fields), in [T] float32 fields.
+512 sequences; the softmax has a vocabulary of 1000, in chunks of 8192 slots, float32. Prints
+seconds, the ratio to the softmax of the same run (median of 3 each), and the peak of memory held
+during a call beside its inputs and the returned weight and keep (1.25 fields), in [T] float32
+fields.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def main() -> None:
     }
     yardstick = median(softmax)
     print(
-        f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; softmax {yardstick:.3f} s\n"
+        f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; "
+        f"softmax {yardstick:.3f} s\n"
     )
     print("| preset | seconds | / softmax | memory [T float32] |\n| --- | --- | --- | --- |")
     for name in args.presets or presets():
@@ -87,7 +90,8 @@ def main() -> None:
         fields = peak.peak / (4 * T) - 1.25
         print(f"| {name} | {seconds:.3f} | {seconds / yardstick:.2f} | {fields:.1f} |", flush=True)
     print(
-        f"\npeak of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB"
+        f"\npeak of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} "
+        f"MiB"
     )
 
 

@@ -1,12 +1,13 @@
-"""What the alignment detector costs, and how far real routes agree: the numbers of docs/replay_checks.md.
+"""The cost of the alignment detector, and the agreement of real routes: the numbers of
+docs/replay_checks.md.
 
-    python benchmarks/detector.py cost --model tiny          # the parts of a replayed forward
-    python benchmarks/detector.py cost --experts 64          # a random MoE of about 200M parameters
-    python benchmarks/detector.py agreement --model tiny     # bf16 engine, fp32 trainer; clean and misaligned routes
-    python benchmarks/detector.py agreement --kind vllm      # the same with routes of vLLM
+    python benchmarks/detector.py cost --model tiny        # the parts of a replayed forward
+    python benchmarks/detector.py cost --experts 64        # a random MoE of about 200M parameters
+    python benchmarks/detector.py agreement --model tiny   # bf16 engine, fp32 trainer
+    python benchmarks/detector.py agreement --kind vllm    # the same with routes of vLLM
 
-`cost` counts CPU seconds, runs all ways in every round and prints medians of the ratios within a round with their 95%
-bootstrap intervals.
+`cost` counts CPU seconds, runs all variants in every round and prints medians of the ratios within
+a round with their 95% bootstrap intervals.
 """
 
 import argparse
@@ -65,7 +66,8 @@ from onepolicy.run.step_metrics import measure  # noqa: E402
 from onepolicy.sync.check import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
 
-# plain; replay: routes replayed; native: and the router's own choice and gate mass kept; detector: and compared
+# plain; replay: routes replayed; native: and the router's own choice and gate mass kept; detector:
+# and compared
 WAYS = ("plain", "replay", "native", "detector")
 
 
@@ -126,8 +128,10 @@ def cost() -> None:
         del rounds[0]  # warm-up
     plain = statistics.median(r["plain"] for r in rounds)
     print(
-        f"{model.num_parameters() / 1e6:.1f}M parameters, {len(routers.layers)} MoE layers, top {routers.top_k} of "
-        f"{routers.num_experts}, {args.tokens} tokens: plain forward {plain * 1000:.0f} ms of CPU, {args.rounds} rounds"
+        f"{model.num_parameters() / 1e6:.1f}M parameters, {len(routers.layers)} MoE layers, "
+        f"top {routers.top_k} of "
+        f"{routers.num_experts}, {args.tokens} tokens: "
+        f"plain forward {plain * 1000:.0f} ms of CPU, {args.rounds} rounds"
     )
     for one, other in (
         ("replay", "plain"),
@@ -140,7 +144,8 @@ def cost() -> None:
             statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(2000)
         )
         print(
-            f"{one:8s} / {other:8s} {statistics.median(ratios):.4f} [{draws[50]:.4f}, {draws[1949]:.4f}]"
+            f"{one:8s} / {other:8s} {statistics.median(ratios):.4f} [{draws[50]:.4f}, "
+            f"{draws[1949]:.4f}]"
         )
 
 
@@ -209,12 +214,13 @@ def agreement() -> None:
     equal = (ids[1:] == ids[:-1]).flatten(1).all(1)
     other = equal & (batch.input_ids[1:] != batch.input_ids[:-1])
     print(
-        f"adjacent rows with equal routes in all layers: {int(equal.sum())}, of other tokens {int(other.sum())}"
+        f"adjacent rows with equal routes in all layers: {int(equal.sum())}, "
+        f"of other tokens {int(other.sum())}"
     )
 
 
 def agreements(learner, batch, ids):
-    """Mean agreement of every layer [L] and of every window of 8 or more rows."""
+    """Return the mean agreement of every layer [L] and of every window of 8 or more rows."""
     scored = learner.score(batch.replace(routing=dataclasses.replace(batch.routing, ids=ids)))
     found = routing_agreement(scored.routing, scored.routing_native)
     starts = [*window_starts(scored.cu_seqlens).tolist(), len(found)]
@@ -223,7 +229,7 @@ def agreements(learner, batch, ids):
 
 
 def refusal(learner, batch, ids) -> str:
-    """What the detector says of these routes at its default threshold."""
+    """Return the detector's error for these routes at its default threshold."""
     scored = learner.score(batch.replace(routing=dataclasses.replace(batch.routing, ids=ids)))
     try:
         check_alignment(scored.routing, scored.routing_native, scored.cu_seqlens)
@@ -239,7 +245,7 @@ def show(name: str, layers, cells) -> None:
 
 @torch.no_grad()
 def quantise(model) -> None:
-    """Weights of attention and experts rounded, one scale per row."""
+    """Round the weights of attention and experts, one scale per row."""
     for name, weight in model.named_parameters():
         if weight.dim() < 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
             continue

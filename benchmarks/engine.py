@@ -1,11 +1,12 @@
 """Tokens per second of the embedded engine and of `model.generate`, interleaved in one run.
 
-    python benchmarks/engine.py                       # batch 16, 64, 256 in float32 and bfloat16, one thread
+    python benchmarks/engine.py              # batch 16, 64, 256 in float32 and bfloat16, one thread
     python benchmarks/engine.py --batches 64 --dtypes float32 --rounds 7
 
-Absolute numbers depend on the machine and on what else runs on it (one thread is timed in CPU seconds, so that waiting
-for a core does not count); the ratios are what to look at. `on / off` is the
-speed with routes recorded against the speed without. Stock `generate` returns neither log-probabilities nor routes.
+Absolute numbers depend on the machine and on what else runs on it (one thread is timed in CPU
+seconds, so that waiting for a core does not count); the ratios are what to look at. `on / off` is
+the speed with routes recorded against the speed without. Stock `generate` returns neither
+log-probabilities nor routes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from onepolicy.types import Sampling
 
 
 def build_model(max_len: int = 512) -> PreTrainedModel:
-    """3.6M parameters: 8 layers of 32 experts, 4 active."""
+    """Build a model of 3.6M parameters: 8 layers of 32 experts, 4 active."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=32,
@@ -76,7 +77,7 @@ def stock_runner(model: PreTrainedModel, prompts: torch.Tensor, new: int) -> Cal
 def interleaved(
     runners: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Median seconds of each; every round runs all of them, after one warm-up."""
+    """Return median seconds of each. Every round runs all of them, after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for n in range(rounds + 1):
         for name, run in runners.items():
@@ -119,7 +120,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     table = Table(
-        title=f"tokens per second, {args.prompt} + {args.new} tokens, {args.threads} thread(s), {args.device}"
+        title=f"tokens per second, {args.prompt} + {args.new} tokens, {args.threads} thread(s), "
+        f"{args.device}"
     )
     for name in (
         "dtype",

@@ -1,11 +1,13 @@
-"""Tokens per second of vLLM and of the embedded engine on one core, interleaved in one run; needs `make vllm`.
+"""Tokens per second of vLLM and of the embedded engine on one core, interleaved in one run; needs
+`make vllm`.
 
     python benchmarks/engine_vllm.py                    # batch 64 and 256, 26 + 75 tokens
-    python benchmarks/engine_vllm.py --kinds vllm --rounds 15    # only what the adapter and the routes cost
+    python benchmarks/engine_vllm.py --kinds vllm --rounds 15  # only adapter and routes
 
-"bare" is the same vLLM engine with the same requests, without our adapter. The adapter's cost is also given as the
-share of its round outside vLLM's `SamplingParams`, `add_request` and `step`, which is less noisy. Seconds are CPU
-seconds of the process; ratios are medians of the ratios within a round, with the lowest and highest.
+"bare" is the same vLLM engine with the same requests, without our adapter. The adapter's cost is
+also given as the share of its round outside vLLM's `SamplingParams`, `add_request` and `step`,
+which is less noisy. Seconds are CPU seconds of the process; ratios are medians of the ratios within
+a round, with the lowest and highest.
 """
 
 from __future__ import annotations
@@ -155,12 +157,14 @@ def report(
             f"batch {batch}: {name:22s} {statistics.median(s[name] for s in speeds):8.0f} tokens/s"
         )
     print(
-        f"batch {batch}: adapter's share {statistics.median(shares):.4f} [{min(shares):.4f}, {max(shares):.4f}]"
+        f"batch {batch}: adapter's share {statistics.median(shares):.4f} [{min(shares):.4f}, "
+        f"{max(shares):.4f}]"
     )
     for one, other in [pair for pair in RATIOS if pair[1] in runs]:
         found = sorted(s[one] / s[other] for s in speeds)
         print(
-            f"batch {batch}: {one} / {other}: {statistics.median(found):.3f} [{found[0]:.3f}, {found[-1]:.3f}]"
+            f"batch {batch}: {one} / {other}: {statistics.median(found):.3f} [{found[0]:.3f}, "
+            f"{found[-1]:.3f}]"
         )
 
 

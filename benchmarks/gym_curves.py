@@ -1,7 +1,9 @@
-"""Reward curves on reasoning-gym data sets: for every recipes/gym_*.toml, make its policy and train a few seeds.
+"""Reward curves on reasoning-gym data sets: for every recipes/gym_*.toml, make its policy and train
+a few seeds.
 
-Policies and finished runs that are already there are kept, and an interrupted run is resumed, so the script can be
-stopped and started again. Each policy is made with the command in the recipe's first comment.
+Policies and finished runs that are already there are kept, and an interrupted run is resumed, so
+the script can be stopped and started again. Each policy is made with the command in the recipe's
+first comment.
 
     python benchmarks/gym_curves.py                 # all of them, seeds 0 1 2
     python benchmarks/gym_curves.py recipes/gym_spell_backward.toml --seeds 0 --threads 1
@@ -55,7 +57,8 @@ def arguments() -> argparse.Namespace:
 
 
 def policy_command(recipe: Path) -> list[str]:
-    """The arguments of the `onepolicy make-policy` command in the recipe's leading comment."""
+    """Return the arguments of the `onepolicy make-policy` command in the recipe's leading
+    comment."""
     comment = []
     for line in recipe.read_text().splitlines():
         if not line.startswith("#"):
@@ -113,7 +116,8 @@ def onepolicy(command: list[str], log: Path) -> None:
 
 
 def figures(run: Path) -> tuple[str, ...]:
-    """Mean reward of the first and last steps; evaluations before and after; seconds per step."""
+    """Return the mean reward of the first and last steps, evaluations before and after, and seconds
+    per step."""
     summary = json.loads((run / "summary.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row for row in rows if "eval/greedy" in row]

@@ -2,8 +2,9 @@
 
     python benchmarks/hardware.py
 
-Prints JSON for src/onepolicy/plan/hardware.json. Multiplication and memory speed are torch's own; the efficiencies and
-overheads are those of our trainer and embedded engine, from two sizes each of the tiny policy's shape.
+Prints JSON for src/onepolicy/plan/hardware.json. Multiplication and memory speed are torch's own;
+the efficiencies and overheads are those of our trainer and embedded engine, from two sizes each of
+the tiny policy's shape.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ BATCHES = (8, 96)  # sequences decoded together
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Median, after a warm-up; CPU seconds of one thread, so that waiting for a core does not count."""
+    """Return the median, after a warm-up, in CPU seconds of one thread, so that waiting for a core
+    does not count."""
     found = []
     for _ in range(ROUNDS + 1):
         start = time.process_time()
@@ -57,7 +59,8 @@ def bandwidth() -> float:
 
 
 def training(flops: float, dims: Dims) -> tuple[float, float]:
-    """Efficiency, and seconds per layer and forward, of a forward and backward (three forwards)."""
+    """Return the efficiency, and seconds per layer and forward, of a forward and backward (three
+    forwards)."""
     model = build_model()
     prepare_for_training(model, torch.device("cpu"))
     found = []
@@ -82,7 +85,8 @@ def training(flops: float, dims: Dims) -> tuple[float, float]:
 
 
 def decoding(flops: float, dims: Dims) -> tuple[float, float]:
-    """Efficiency, and seconds per layer and step, of the embedded engine in bfloat16 with routes recorded."""
+    """Return the efficiency, and seconds per layer and step, of the embedded engine in bfloat16
+    with routes recorded."""
     found = []
     for batch in BATCHES:
         prompts = torch.randint(3, 32, (batch, PROMPT))
@@ -97,7 +101,8 @@ def decoding(flops: float, dims: Dims) -> tuple[float, float]:
 
 
 def line(work: list[float], found: list[float], flops: float, parts: float) -> tuple[float, float]:
-    """Share of `flops` that more work is done at, and seconds of each of `parts` without any."""
+    """Fit a line: the share of `flops` at which more work is done, and the seconds of each of
+    `parts` without any."""
     slope = (found[1] - found[0]) / (work[1] - work[0])
     return 1 / (slope * flops), max(0.0, found[0] - slope * work[0]) / parts
 

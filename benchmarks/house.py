@@ -1,7 +1,7 @@
-"""Measure the code's shape: files, lines, what a run imports, what one step runs through, circles.
+"""Measure the code's shape: files, lines, imports of a run, files of one step, circles.
 
 python benchmarks/house.py            # the static counts, in a second
-python benchmarks/house.py --steps    # also which files one plain local step runs, by tracing it (a minute)
+python benchmarks/house.py --steps    # also the files that one local step runs (a minute)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGE = ROOT / "onepolicy"
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package and its file."""
+    """Return every module of the package and its file."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -30,7 +30,8 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path], *, lazy: bool) -> set[str]:
-    """The package's modules that a file imports; lazy: also inside functions and under TYPE_CHECKING."""
+    """Return the package's modules that a file imports. lazy: also inside functions and under
+    TYPE_CHECKING."""
     found: set[str] = set()
     for node in _nodes(ast.parse(path.read_text()), lazy):
         names = []
@@ -53,7 +54,7 @@ def _nodes(tree: ast.AST, lazy: bool) -> Iterator[ast.AST]:
 
 
 def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """All modules that come with `start`, its packages' __init__ included."""
+    """Return all modules that come with `start`, its packages' __init__ included."""
     seen: set[str] = set()
     todo = [start]
     while todo:
@@ -68,7 +69,7 @@ def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def circle(graph: dict[str, set[str]]) -> str:
-    """A circle of modules that import each other, or none."""
+    """Return a circle of modules that import each other, or nothing."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -77,7 +78,7 @@ def circle(graph: dict[str, set[str]]) -> str:
 
 
 def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph of the top folders."""
+    """Return the graph of the top folders."""
 
     def room(name: str) -> str:
         return ".".join(name.split(".")[:2])
@@ -117,7 +118,7 @@ print("FILES", json.dumps(sorted(f for f in files if "/onepolicy/" in f)))
 
 
 def step_files(settings: list[str]) -> list[Path]:
-    """The package's files in which one step of the quickstart calls a function."""
+    """Return the package's files in which one step of the quickstart calls a function."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["train", "recipes/quickstart.toml", f"out={folder}/run", "steps=2", *settings]
         done = subprocess.run(
@@ -150,7 +151,8 @@ def main() -> None:
     for entry in ("run.train", "run.step"):
         names = closure(f"onepolicy.{entry}", eager)
         print(
-            f"import closure of {entry}: {len(names)} files, {lines([known[n] for n in names]):,} lines"
+            f"import closure of {entry}: {len(names)} files, "
+            f"{lines([known[n] for n in names]):,} lines"
         )
     print(f"folder circle: {circle(rooms(every))}")
     print(f"file circle, TYPE_CHECKING and lazy imports included: {circle(every)}")

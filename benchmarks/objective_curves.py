@@ -1,7 +1,8 @@
-"""Do the objectives learn? One policy and one task (recipes/gym_spell_backward.toml), the learning rate of the recipe,
-replay on; every objective on a few seeds. Finished runs are kept, an interrupted one is resumed.
+"""Learning curves of the objectives: one policy and one task (recipes/gym_spell_backward.toml), the
+learning rate of the recipe, replay on; every objective on a few seeds. Finished runs are kept, an
+interrupted one is resumed.
 
-    python benchmarks/objective_curves.py                            # all of OBJECTIVES, seeds 0 1 2
+    python benchmarks/objective_curves.py                # all of OBJECTIVES, seeds 0 1 2
     python benchmarks/objective_curves.py ppo --seeds 0
 """
 

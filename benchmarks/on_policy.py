@@ -1,11 +1,13 @@
-"""A GRPO step with numerics = on-policy beside one with fast: rollout, scoring and update, one step of each in turn.
+"""A GRPO step with numerics = on-policy beside one with fast: rollout, scoring and update, one step
+of each in turn.
 
-    python benchmarks/on_policy.py                                   # float32 and bfloat16, one thread
+    python benchmarks/on_policy.py                     # float32 and bfloat16, one thread
     python benchmarks/on_policy.py --dtypes float32 --steps 9 --profile
 
-64 sequences of about 75 new tokens of the tiny policy (8 problems, 8 completions each); the learning rate is so small
-that both sides keep sampling from the same policy. Ratios are of medians; absolute times depend on the machine.
-`--profile` prints where the time of one step of each goes, by operator.
+64 sequences of about 75 new tokens of the tiny policy (8 problems, 8 completions each); the
+learning rate is so small that both sides keep sampling from the same policy. Ratios are of medians;
+absolute times depend on the machine. `--profile` prints where the time of one step of each goes, by
+operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""torch.compile of the small kernels both sides of on-policy numerics share: same bits at any place? faster?
+"""torch.compile of the small kernels that both sides of on-policy numerics share: equal bits and
+speed.
 
 python benchmarks/on_policy_compile.py
 """

@@ -1,10 +1,11 @@
-"""How near vLLM on this machine comes to the trainer, to the bit: log-probabilities that differ, and k3.
+"""Distance of vLLM on this machine to the trainer, to the bit: log-probabilities that differ, and
+k3.
 
     python benchmarks/on_policy_vllm.py float32
     VLLM_BATCH_INVARIANT=1 python benchmarks/on_policy_vllm.py bfloat16 --model FOLDER
 
-In the environment of `make vllm`. The same tokens are scored by the trainer with fast and with on-policy numerics; then
-vLLM samples them again one request at a time.
+Run it in the environment of `make vllm`. The same tokens are scored by the trainer with fast and
+with on-policy numerics. Then vLLM samples them again one request at a time.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ async def compare(parts: MeasureComponents) -> None:
     again = await sample_again(parts, groups, batch, alone=True)
     moved = int((again.same & (again.logp != again.before)).sum())
     print(
-        f"vLLM one request at a time: {again.share:.0%} of the tokens come out the same, {moved} of them differ"
+        f"vLLM one request at a time: {again.share:.0%} of the tokens come out the same, "
+        f"{moved} of them differ"
     )
 
 

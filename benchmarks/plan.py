@@ -1,12 +1,14 @@
-"""Bytes that `onepolicy plan` predicts of a learner's step, beside those that a step holds: both sum tensors' storages.
+"""Bytes that `onepolicy plan` predicts of a learner's step, beside those that a step holds: both
+sum tensors' storages.
 
-    python benchmarks/plan.py                            # the tiny policy's shape and 196M parameters, one process
+    python benchmarks/plan.py                      # the tiny policy's shape and 196M parameters
     python benchmarks/plan.py --models tiny --dtype bfloat16
-    python benchmarks/plan.py --ranks 2                  # of the first of two ranks (FSDP2 over gloo)
+    python benchmarks/plan.py --ranks 2            # the first of two ranks (FSDP2 over gloo)
     python benchmarks/plan.py --ranks 2 --compute bfloat16
 
-The measured step is the second one of a real LocalLearner on the CPU, with routes replayed: parameters, AdamW's state
-and the most of everything else that is alive at once. A rank has as many samples as the one process.
+The measured step is the second one of a real LocalLearner on the CPU, with routes replayed:
+parameters, AdamW's state and the most of everything else that is alive at once. A rank has as many
+samples as the one process.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Case:
 
 
 def measured(name: str, case: Case) -> float:
-    """Bytes of the second step, of the first rank."""
+    """Return the bytes of the second step, of the first rank."""
     if not case.ranks:
         return _measured(MODELS[name](), case, None)
     with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +129,8 @@ def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> floa
 
 @contextmanager
 def resizes(peak: PeakMemory) -> Iterator[None]:
-    """FSDP2 frees what it gathered by resizing its storage to nothing, and fills it again later."""
+    """Return whether the call resizes a storage. FSDP2 frees gathered tensors by resizing to
+    nothing, and fills them again later."""
     own = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> object:
@@ -152,7 +155,7 @@ def step(learner: LocalLearner, case: Case) -> None:
 
 
 def sample(learner: LocalLearner, case: Case, seed: int) -> Sample:
-    """Random tokens with random routes."""
+    """Return random tokens with random routes."""
     random = torch.Generator().manual_seed(seed)
     routers, total = learner.routers, case.prompt + case.response
     assert routers is not None
@@ -229,8 +232,10 @@ def main() -> None:
                 )
                 guess, found = predicted(name, case), measured(name, case)
                 print(
-                    f"{name}: {micro_batches} micro-batches, checkpointing {'on ' if checkpointing else 'off'}: "
-                    f"predicted {guess / 1e6:7.1f} MB, measured {found / 1e6:7.1f} MB, off by {guess / found - 1:+.1%}",
+                    f"{name}: {micro_batches} micro-batches, "
+                    f"checkpointing {'on ' if checkpointing else 'off'}: "
+                    f"predicted {guess / 1e6:7.1f} MB, measured {found / 1e6:7.1f} MB, "
+                    f"off by {guess / found - 1:+.1%}",
                     flush=True,
                 )
 

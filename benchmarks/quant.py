@@ -1,12 +1,12 @@
 """Rollout tokens per second and weight sizes, per format of the engine's weights.
 
-    python benchmarks/quant.py                                     # tiny and 196M parameters, three response lengths
+    python benchmarks/quant.py                # tiny and 196M parameters, three lengths
     python benchmarks/quant.py --models tiny --lengths 16 64 --rounds 5 --formats int8 fp8
-    python benchmarks/quant.py --device cuda                       # and 1.3B parameters
+    python benchmarks/quant.py --device cuda  # and 1.3B parameters
 
-Formats are interleaved: every round samples the same prompts with each; the median of the ratios to bfloat16 of the
-same round counts. On the CPU one thread is timed in CPU seconds, so that waiting for a core does not count; on a GPU
-its own events are, which wait for the host as sampling does.
+Formats are interleaved: every round samples the same prompts with each; the median of the ratios to
+bfloat16 of the same round counts. On the CPU one thread is timed in CPU seconds, so that waiting
+for a core does not count; on a GPU its own events are, which wait for the host as sampling does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onepolicy.types import Sampling
 
 
 def large_model() -> PreTrainedModel:
-    """1.3B parameters: 24 layers of 32 experts, 4 active."""
+    """Build a model of 1.3B parameters: 24 layers of 32 experts, 4 active."""
     config = Qwen3MoeConfig(
         vocab_size=32_768,
         hidden_size=1024,
@@ -122,7 +122,8 @@ def megabytes(engine: HFEngine) -> float:
 def speeds(
     engines: dict[str, HFEngine], batch: int, length: int, rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Tokens per second of every round; a short one before them warms up and calibrates."""
+    """Return the tokens per second of every round. A short round before them warms up and
+    calibrates."""
     vocabulary = next(iter(engines.values())).model.config.vocab_size
     prompts = torch.randint(
         vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0)

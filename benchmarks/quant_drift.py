@@ -1,10 +1,12 @@
-"""Does RL drift less than supervised fine-tuning, so that activation scales calibrated once stay good (FlashRL)?
+"""Drift under RL and under supervised fine-tuning: do activation scales calibrated once stay good
+(FlashRL)?
 
     python benchmarks/quant_drift.py --steps 20 --out runs/quant_drift
 
-From one policy: RL with static int8 rollouts, and supervised steps on right answers of the same task, as many optimiser
-steps, at RL's learning rate and at 10 times that. Then all weights sample the same problems in an engine that has the
-scales of the first policy: the largest activation of each layer over the calibrated one, and the share that is cut off.
+From one policy: RL with static int8 rollouts, and supervised steps on right answers of the same
+task, as many optimiser steps, at RL's learning rate and at 10 times that. Then all weights sample
+the same problems in an engine that has the scales of the first policy: the largest activation of
+each layer over the calibrated one, and the share that is cut off.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def fine_tune(start: ModelConfig, path: Path, lr: float, steps: int) -> None:
 
 
 def staleness(config: RunConfig, path: Path, scales: Path) -> dict[str, float]:
-    """Of the weights in `path` under the first policy's scales."""
+    """Return the staleness of the weights in `path` under the first policy's scales."""
     model, quant = ModelConfig(path=str(path)), config.rollout.quant
     environment, tokenizer, max_len = open_environment(config, model)
     device, stop = torch.device("cpu"), (tokenizer.eos_token_id,)
@@ -115,7 +117,7 @@ def staleness(config: RunConfig, path: Path, scales: Path) -> dict[str, float]:
 
 
 def change(start: ModelConfig, path: Path) -> float:
-    """|new - old| / |old| over all weights."""
+    """Return |new - old| / |old| over all weights."""
     cpu, paths = torch.device("cpu"), (start.path, str(path))
     first, last = (
         load_model(ModelConfig(path=each), torch.float32, cpu).state_dict() for each in paths

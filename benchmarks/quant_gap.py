@@ -1,9 +1,10 @@
-"""How far each format takes the rollout from the trainer, on the same problems with the same seeds.
+"""Distance of each format's rollout from the trainer, on the same problems with the same seeds.
 
     python benchmarks/quant_gap.py                   # the tiny policy, 40 sequences
     python benchmarks/quant_gap.py --model FOLDER rollout.prompts_per_step=20
 
-What `onepolicy measure --quant FORMAT` shows of one format, without its waterfall; TIS as predicted at that k3.
+The numbers are those of `onepolicy measure --quant FORMAT` for one format, without its waterfall,
+and TIS as predicted at that k3.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What share of a training step a format of the rollout saves: a random MoE of 196M parameters, sampled and trained.
+"""Share of a training step that a format of the rollout saves: a random MoE of 196M parameters,
+sampled and trained.
 
     python benchmarks/quant_step.py --formats off int8 --steps 2
 
-Steps are the loop's own. Formats take their steps in turn, so that other work on the machine meets all of them; every
-format keeps a learner of its own (about 4 GB).
+Steps are the loop's own. Formats take their steps in turn, so that other work on the machine meets
+all of them. Every format keeps a learner of its own (about 4 GB).
 """
 
 from __future__ import annotations

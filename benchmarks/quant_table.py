@@ -1,15 +1,18 @@
-"""The slides' table on the tiny policy: which corrections keep training healthy under quantised rollouts?
+"""The slides' table on the tiny policy: corrections under quantised rollouts, and whether training
+stays healthy.
 
-recompute, PPO-IS, Vanilla-IS, TIS (replay off) and R3, each with bfloat16, int8, fp8 and 3-bit rollouts, on 5 seeds of
-100 steps: 100 runs. Evaluation is always with unquantised weights. Seeds pair the problems and the random numbers.
+recompute, PPO-IS, Vanilla-IS, TIS (replay off) and R3, each with bfloat16, int8, fp8 and 3-bit
+rollouts, on 5 seeds of 100 steps: 100 runs. Evaluation is always with unquantised weights. Seeds
+pair the problems and the random numbers.
 
-    python benchmarks/quant_table.py --search --workers 2                  # the learning rate, unquantised runs only
-    python benchmarks/quant_table.py --minutes 60 --workers 2              # runs for an hour; again until all are there
-    python benchmarks/quant_table.py --show --figures FOLDER               # table and curves of the runs there are
+    python benchmarks/quant_table.py --search --workers 2      # the learning rate, unquantised only
+    python benchmarks/quant_table.py --minutes 60 --workers 2  # an hour of runs; repeat until done
+    python benchmarks/quant_table.py --show --figures FOLDER   # table and curves of finished runs
 
-Fixed before the first quantised run: seeds, horizon, settings (quant_table.toml, which must be committed) and the rule:
-a run falls back if its held-out avg@2 ends, or at any evaluation lies, FALL or more below its best so far. The learning
-rate is the largest of RATES at which no unquantised run of the recompute arm falls back on any seed.
+Fixed before the first quantised run: seeds, horizon, settings (quant_table.toml, which must be
+committed) and the rule. A run falls back if its held-out avg@2 ends, or is at any evaluation, FALL
+or more below its best so far. The learning rate is the largest of RATES at which no unquantised run
+of the recompute arm falls back on any seed.
 """
 
 from __future__ import annotations
@@ -98,7 +101,8 @@ def arguments() -> argparse.Namespace:
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(method, format, seed), seeds outermost: what is there after any time can be compared."""
+    """Return (method, format, seed), seeds outermost, so that finished runs can be compared at any
+    time."""
     return [
         (method, quant, seed)
         for seed, quant, method in itertools.product(
@@ -139,7 +143,8 @@ def finished(out: Path, method: str, quant: str, seed: int) -> Outcome | None:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Rates from the largest; the first that no seed fails at ends it. Writes OUT/search.json."""
+    """Try rates from the largest. The first at which no seed fails ends the search. Writes
+    OUT/search.json."""
     steady = None
     for rate in RATES:
         failed = []
@@ -166,7 +171,8 @@ def search(options: argparse.Namespace) -> None:
 
 
 def require_fixed(out: Path) -> None:
-    """The settings are committed, and their learning rate is the one that was found."""
+    """Check that the settings are committed, and that their learning rate is the one that the
+    search found."""
     path = out / "search.json"
     if not path.exists():
         raise SystemExit(f"{path}: run --search first")

@@ -29,8 +29,8 @@ LABEL = {
     "showarrow": False,
 }
 HEADER = (
-    "rollouts", "method", "seeds", "fell back", "largest fall", "held-out, last", "reward, last 10", "k3, mean",
-    "gradient norm, largest", "entropy, last 10",
+    "rollouts", "method", "seeds", "fell back", "largest fall", "held-out, last",
+    "reward, last 10", "k3, mean", "gradient norm, largest", "entropy, last 10",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def fall(self) -> float:
-        """Largest fall of the held-out accuracy below its best so far."""
+        """Return the largest fall of the held-out accuracy below its best so far."""
         best, worst = 0.0, 0.0
         for value in self.series(EVAL)[1]:
             best = max(best, value)
@@ -61,16 +61,17 @@ class Outcome:
 
 
 def table(found: list[Outcome], fall: float) -> str:
-    """A row for every format and method: mean ± standard deviation over seeds."""
+    """Return a row for every format and method: mean ± standard deviation over seeds."""
     lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
     for quant, method in dict.fromkeys((each.quant, each.method) for each in found):
         runs = [each for each in found if (each.quant, each.method) == (quant, method)]
+        k3 = (statistics.fmean(run.series("mismatch/k3")[1]) for run in runs)
         cells = (
             f"{sum(run.fall >= fall for run in runs)} of {len(runs)}",
             over(runs, lambda run: run.fall),
             over(runs, lambda run: run.series(EVAL)[1][-1]),
             over(runs, lambda run: run.last("train/reward")),
-            f"{statistics.fmean(statistics.fmean(run.series('mismatch/k3')[1]) for run in runs):.2g}",
+            f"{statistics.fmean(k3):.2g}",
             over(runs, lambda run: max(run.series("train/grad_norm")[1])),
             over(runs, lambda run: run.last("train/entropy")),
         )
@@ -85,7 +86,7 @@ def over(runs: list[Outcome], value: Callable[[Outcome], float]) -> str:
 
 
 def figures(found: list[Outcome]) -> list[Figure]:
-    """One per quantity, a panel per format, a line per method."""
+    """Draw one figure per quantity, a panel per format, a line per method."""
     return [panels(found, name) for name in CURVES]
 
 
@@ -116,7 +117,8 @@ def panels(found: list[Outcome], name: str) -> Figure:
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """Means of WINDOW steps, at the last of each; evaluations, which are fewer, as they are."""
+    """Return means of WINDOW steps, at the last of each. Evaluations, which are fewer, are not
+    smoothed."""
     if len(steps) <= 2 * WINDOW:
         return steps, values
     ends = range(WINDOW, len(steps) + 1, WINDOW)

@@ -1,4 +1,5 @@
-"""One linear layer in torchao's int8 and in ours: microseconds a call, and how far apart they and float32 are.
+"""One linear layer in torchao's int8 and in ours: microseconds a call, and the distances between
+them and float32.
 
 pip install --no-deps --target AO torchao==0.18.0
 PYTHONPATH=AO python benchmarks/quant_torchao.py
@@ -23,7 +24,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(
-        "| size | float32, us | torchao, us | ours, us | torchao - float32 | ours - float32 | ours - torchao |"
+        "| size | float32, us | torchao, us | ours, "
+        "us | torchao - float32 | ours - float32 | ours - torchao |"
     )
     print("|" + " --- |" * 7)
     for size in SIZES:
@@ -40,7 +42,7 @@ def main() -> None:
 
 
 def best(layer: torch.nn.Module, x: torch.Tensor) -> float:
-    """Microseconds, the best of 5 rounds."""
+    """Return microseconds, the best of 5 rounds."""
     found = []
     for _ in range(5):
         start = time.perf_counter()

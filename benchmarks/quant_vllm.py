@@ -1,4 +1,5 @@
-"""Which of vLLM's own quantisation methods load the tiny policy on this machine, and why the others do not; needs vLLM.
+"""vLLM's own quantisation methods that load the tiny policy on this machine, and the errors of the
+others; needs vLLM.
 
 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 python benchmarks/quant_vllm.py
 """

@@ -1,14 +1,16 @@
-"""What replay and recording cost, in one run: forward + backward with replay against without, in interleaved pairs.
+"""The cost of replay and recording, in one run: forward + backward with replay against without, in
+interleaved pairs.
 
-    python benchmarks/replay.py                          # 8, 32, 128 experts and 210M parameters, eager, one thread
-    python benchmarks/replay.py --models 32 --compiled   # torch.compile (batched_mm experts: see docs/replay.md)
-    python benchmarks/replay.py --models --recording     # share of rollout time in the embedded engine
-    python benchmarks/replay.py --check                  # a forward whose routes are checked, against one without
+    python benchmarks/replay.py                         # 8, 32, 128 experts and 210M parameters
+    python benchmarks/replay.py --models 32 --compiled  # torch.compile (see docs/replay.md)
+    python benchmarks/replay.py --models --recording    # share of the engine's rollout time
+    python benchmarks/replay.py --check                 # a forward with and without the check
 
-Replayed are the model's own routes, so both sides do the same arithmetic and the ratio is the cost of replay: opening
-the context, checking the trace, answering the top-k (which saves sorting the scores). A ratio is the median over pairs
-with a 95% bootstrap interval. One thread is timed in CPU seconds too, which other processes disturb less. `kept` is
-what autograd keeps for the backward.
+Replayed are the model's own routes, so both sides do the same arithmetic and the ratio is the cost
+of replay: opening the context, checking the trace, answering the top-k (which saves sorting the
+scores). A ratio is the median over pairs with a 95% bootstrap interval. One thread is timed in CPU
+seconds too, which other processes disturb less. `kept` is the memory that autograd keeps for the
+backward.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ Times = dict[str, list[float]]
 
 
 def build(name: str) -> PreTrainedModel:
-    """The tiny policy with `name` experts of which 4 run, or "large": 8 layers of 64 experts, 210M parameters."""
+    """Build the tiny policy with `name` experts of which 4 run, or "large": 8 layers of 64 experts,
+    210M parameters."""
     if name != "large":
         return make_model(PolicyConfig(experts=int(name)), 32).eval()
     torch.manual_seed(0)
@@ -85,7 +88,8 @@ def samples(count: int, length: int) -> TokenBatch:
 
 
 def loss_of(model: PreTrainedModel, batch: TokenBatch, *, compiled: bool) -> Callable[[], Tensor]:
-    """A training forward: packed with our functions; compiled: the stock model on [S, T] tokens, one graph."""
+    """Return the loss of a training forward: packed with our functions; compiled: the stock model
+    on [S, T] tokens, one graph."""
     if not compiled:
         prepare_for_training(model, torch.device("cpu"))
         return lambda: -forward(model, batch).logp.sum()
@@ -100,7 +104,8 @@ def loss_of(model: PreTrainedModel, batch: TokenBatch, *, compiled: bool) -> Cal
 def pairs_of(
     first: Callable[[], None], second: Callable[[], None], count: int
 ) -> tuple[Times, Times]:
-    """Seconds of both by every clock; who goes first alternates. Two pairs of warm-up do not count."""
+    """Return the seconds of both by every clock. The first of the two alternates. Two pairs of
+    warm-up do not count."""
     times: tuple[Times, Times] = ({name: [] for name in CLOCKS}, {name: [] for name in CLOCKS})
     for pair in range(-2, count):
         for which, run in sorted(enumerate((first, second)), reverse=bool(pair % 2)):
@@ -113,7 +118,7 @@ def pairs_of(
 
 
 def ratio(above: list[float], below: list[float]) -> str:
-    """Median of the pairs' ratios, and its 95% bootstrap interval."""
+    """Return the median of the pairs' ratios, and its 95% bootstrap interval."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
@@ -121,7 +126,8 @@ def ratio(above: list[float], below: list[float]) -> str:
 
 
 def kept(run: Callable[[], Tensor]) -> int:
-    """Bytes of the distinct storages that autograd keeps between forward and backward."""
+    """Return the bytes of the distinct storages that autograd keeps between forward and
+    backward."""
     storages: dict[int, int] = {}
 
     def see(tensor: Tensor) -> Tensor:
@@ -158,13 +164,14 @@ def measure_replay(name: str, args: argparse.Namespace) -> list[str]:
         f"{statistics.median(off['wall']) * 1e3:.0f} ms",
         ratio(on["wall"], off["wall"]),
         ratio(on["CPU"], off["CPU"]) if args.threads == 1 else "-",
-        f"{trace.ids.numel() * trace.ids.element_size() / len(trace):.0f} = {len(routers.layers)} x {routers.top_k}",
+        f"{trace.ids.numel() * trace.ids.element_size() / len(trace):.0f} = "
+        f"{len(routers.layers)} x {routers.top_k}",
         extra,
     ]
 
 
 def measure_check(name: str, args: argparse.Namespace) -> list[str]:
-    """Forwards alone, of which the default checks one in CHECK_EVERY."""
+    """Time forwards alone, of which the default checks one in CHECK_EVERY."""
     model, batch = build(name), samples(args.samples, args.length)
     routers, loss = bind_routers(model), loss_of(model, batch, compiled=False)
     trace = own_routes(model, routers, loss)
@@ -252,7 +259,8 @@ def main() -> None:
         return Console(width=150).print(table)
     how = "compiled" if args.compiled else "eager"
     table = Table(
-        title=f"forward + backward, {args.samples} x {args.length} tokens, {args.threads} thread(s), {how}"
+        title=f"forward + backward, {args.samples} x {args.length} tokens, "
+        f"{args.threads} thread(s), {how}"
     )
     for column in (
         "model",

@@ -1,10 +1,13 @@
-"""Seconds of a weight sync to replicas of `cluster.kind = ray` on this machine: one broadcast to all of them, one
-for each, and files that each reads itself; in turn, for several numbers of replicas.
+"""Seconds of a weight sync to replicas of `cluster.kind = ray` on this machine.
+
+One broadcast to all of them, one for each, and files that each reads itself; in turn, for several
+numbers of replicas.
 
     python benchmarks/replica_sync.py --rounds 6         # 1, 2 and 4 replicas of 196M parameters
     python benchmarks/replica_sync.py --models tiny --replicas 1 8
 
-Writing the step's files, which all three begin with, counts and is shown alone. Median of the rounds after the first.
+Writing the step's files, which all three begin with, counts and is shown alone. Median of the
+rounds after the first.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from onepolicy.rollout.fleet.replicas import Replicas
 
 
 class Written:
-    """The learner's tensors, and how long it took to take them, checksums and files included."""
+    """The learner's tensors, and the seconds of taking them, checksums and files included."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.weights = model.state_dict()
@@ -46,7 +49,7 @@ class Written:
 def measured(
     folder: str, model: PreTrainedModel, count: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds by what was done, sorted."""
+    """Return seconds by kind of work, sorted."""
     settings = {"out": "x", "steps": 1, "model": {"path": folder}, "task": {"kind": "chain"}}
     config = resolve(
         settings, ["cluster.kind=ray", f"cluster.replicas={count}", "train.device=cpu"]

@@ -1,10 +1,11 @@
-"""Did a change of the code's shape change a number? Run the same recipes before and after, and compare every value.
+"""A check that a change of the code's shape changed no number: the same recipes before and after,
+compared value by value.
 
-    python benchmarks/same_numbers.py run OUT       # OUT/NAME/... of each run below, with the checkout's own source
-    python benchmarks/same_numbers.py compare A B   # rows that differ, field by field; exit 1 if any does
+    python benchmarks/same_numbers.py run OUT       # OUT/NAME/... of each run below
+    python benchmarks/same_numbers.py compare A B   # rows that differ; exit 1 if any does
 
-Only times are left out. Runs that are there already are kept, so an interrupted `run` goes on. Its policies are made
-once, beside OUT, and shared by both runs.
+`run` uses the checkout's own source. Only times are left out. Finished runs are kept, so an
+interrupted `run` continues. Its policies are made once, beside OUT, and shared by both runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "steps=3 rollout.prompts_per_step=4 rollout.group_size=4 rollout.engine.slots=16 objective.entropy_coef=0.01 "
+    "steps=3 rollout.prompts_per_step=4 rollout.group_size=4 rollout.engine.slots=16 "
+    "objective.entropy_coef=0.01 "
     "eval.every=0 log.counterfactual_every=2 log.report=false log.tensorboard=false"
 )
 QUICK = "train recipes/quickstart.toml model.path={tiny} "
@@ -59,9 +61,11 @@ RUNS = {  # the five that are asked for, then one for each option of the learner
 }
 POLICIES = {
     "tiny": "",
-    "agent": "layers=4 max_len=256 tokens_per_step=2048 steps=120 mistakes=0.5 mistakes_from=0.6 task.kind=react "
+    "agent": "layers=4 max_len=256 tokens_per_step=2048 steps=120 mistakes=0.5 mistakes_from=0.6 "
+    "task.kind=react "
     'task.max_turns=3 task.instructions="" task.tools=[{kind="calculator"}] task.problems.kind=gym '
-    "task.problems.name=products task.problems.params.min_digits=2 task.problems.params.max_digits=2",
+    "task.problems.name=products task.problems.params.min_digits=2 "
+    "task.problems.params.max_digits=2",
 }
 
 
@@ -95,7 +99,7 @@ def run(out: Path, names: list[str]) -> None:
 
 
 def numbers(folder: Path) -> dict[str, Any]:
-    """Every value a run wrote, by its place; without times."""
+    """Return every value that a run wrote, by its place; without times."""
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("*.json*")):
         if path.name in {"metrics.jsonl", "measure.json", "samples.jsonl", "bitwise.json"}:

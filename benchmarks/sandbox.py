@@ -1,10 +1,12 @@
-"""How much memory of the kernel code in the Python tool's sandbox can hold, attack by attack.
+"""Memory of the kernel that code in the Python tool's sandbox can hold, attack by attack.
 
-    python benchmarks/sandbox.py [--seconds 5] [--memory 128] [--usage FILE | --field NAME] [ATTACK ...]
+    python benchmarks/sandbox.py [--seconds 5] [--memory 128] [--usage FILE | --field NAME] \
+      [ATTACK ...]
 
-Prints the most memory that a call took, its processes' included, less what an idle call takes, and what the call said:
-by MemAvailable on an idle machine. Where other programs run beside it: by --usage, or by a --field of /proc/meminfo
-that an attack fills and others leave alone (Shmem, PageTables). Ends an attack that took 2 GiB.
+Prints the most memory that a call took, its processes' included, less that of an idle call, and the
+call's output. On an idle machine the memory is MemAvailable. Where other programs run beside it: by
+--usage, or by a --field of /proc/meminfo that an attack fills and others leave alone (Shmem,
+PageTables). Ends an attack that took 2 GiB.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ spread(work)""",
 SETUP, SUBMIT = {"x86_64": (206, 209), "aarch64": (0, 2)}[os.uname().machine]
 def work(number):
     ring = ctypes.c_ulong()
-    if libc.syscall(SETUP, 400, ctypes.byref(ring)) != 0: raise OSError(ctypes.get_errno(), "io_setup")
+    if libc.syscall(SETUP, 400, ctypes.byref(ring)) != 0:
+        raise OSError(ctypes.get_errno(), "io_setup")
     for i in range(200):
         pair = socket.socketpair()
         for end in pair:
@@ -136,10 +139,12 @@ def work(number):
             try:
                 while True: end.send(bytes(2**15))
             except BlockingIOError: pass
-            never = struct.pack("<QIIHhIQQqQII", 0, 0, 0, 5, 0, end.fileno(), 2, 0, 0, 0, 0, 0)  # a poll, for POLLPRI
+            # a poll, for POLLPRI
+            never = struct.pack("<QIIHhIQQqQII", 0, 0, 0, 5, 0, end.fileno(), 2, 0, 0, 0, 0, 0)
             piece = ctypes.create_string_buffer(never, 64)
             pieces = (ctypes.c_void_p * 1)(ctypes.addressof(piece))
-            if libc.syscall(SUBMIT, ring, ctypes.c_long(1), pieces) != 1: raise OSError(ctypes.get_errno(), "io_submit")
+            if libc.syscall(SUBMIT, ring, ctypes.c_long(1), pieces) != 1:
+                raise OSError(ctypes.get_errno(), "io_submit")
 spread(work)""",
     "pages in sockets": """
 def work(number):
@@ -196,7 +201,9 @@ time.sleep(60)""",
 def work(number):
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    while libc.mmap(None, 4096, 1, 0x22, -1, 0) != 2**64 - 1 != libc.mmap(None, 4096, 3, 0x22, -1, 0): pass
+    failed = 2**64 - 1
+    while libc.mmap(None, 4096, 1, 0x22, -1, 0) != failed != libc.mmap(None, 4096, 3, 0x22, -1, 0):
+        pass
 spread(work)""",
     "epoll entries": """
 def work(number):
@@ -230,7 +237,8 @@ spread(work)""",
 def work(number):
     timer = ctypes.c_void_p()
     while True:
-        if libc.timer_create(1, None, ctypes.byref(timer)) != 0: raise OSError(ctypes.get_errno(), "timer_create")
+        if libc.timer_create(1, None, ctypes.byref(timer)) != 0:
+            raise OSError(ctypes.get_errno(), "timer_create")
 spread(work)""",
 }
 
@@ -250,7 +258,8 @@ def held_by_machine(field: str) -> int:
 
 
 async def attack(tool: PythonSandbox, code: str, held: Held) -> tuple[int, str]:
-    """The most that was taken, in KiB, and the errors that the call returned."""
+    """Return the most memory that the attack took, in KiB, and the errors that the call
+    returned."""
     before, taken = held(), 0
     call = asyncio.ensure_future(tool.call(SPREAD + code))
     while not call.done():
@@ -269,7 +278,7 @@ async def attack(tool: PythonSandbox, code: str, held: Held) -> tuple[int, str]:
 
 
 async def gone(most: int, held: Held) -> None:
-    """Wait until the kernel has given back what an attack took."""
+    """Wait until the kernel has freed an attack's memory."""
     for _ in range(200):
         if held() < most:
             return

@@ -1,10 +1,11 @@
-"""Tokens per second of a vLLM server beside vLLM in this process, interleaved in one run; needs `make vllm`.
+"""Tokens per second of a vLLM server beside vLLM in this process, interleaved in one run; needs
+`make vllm`.
 
     onepolicy engine serve --port 8000 tiny cache_gib=0.25 slots=96
     python benchmarks/server.py                  # batch 64 and 256, 26 + 75 tokens
 
-Wall time: the server works in processes of its own. Ratios are medians of the ratios within a round, with the lowest
-and highest.
+Wall time: the server works in processes of its own. Ratios are medians of the ratios within a
+round, with the lowest and highest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PROMPT, NEW = 26, 75
 
 
 def speed(engine: RolloutEngine, batch: int) -> float:
-    """Tokens per second."""
+    """Return the tokens per second."""
 
     async def together() -> float:
         await engine.reset_cache()

@@ -1,16 +1,22 @@
-"""A run of many steps whose processes are killed at random moments: does it end as if nobody had disturbed it?
+"""A run of many steps whose processes are killed at random moments, compared with an undisturbed
+run.
 
-    python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak                   # driver and ranks
-    python benchmarks/soak.py --server --steps 300 --kills 12 --out runs/soak-server   # and a vLLM server
-    python benchmarks/soak.py --show --out runs/soak --figures docs/figures --png      # of a soak that has ended
+    python benchmarks/soak.py --steps 500 --kills 20 --out runs/soak      # driver and ranks
+    python benchmarks/soak.py --server --steps 300 --kills 12 --out runs/soak-server
+    python benchmarks/soak.py --show --out runs/soak --figures docs/figures --png
 
-A small policy is made and trained twice, at once: in peace, and under `onepolicy train --restarts` while SIGKILL
-strikes at seeded moments, start-up, save and resume included. The second run must have every step once with whole
-batches, the first one's numbers and weights to the bit, and a reward that rose.
-With --server a vLLM server samples and is killed as well, alone or together with the driver; whoever ends is started
-again on its port. The bits of a log-probability then depend on which requests met in a batch, so nothing runs in peace:
-every batch must have been sampled from the learner's own weights (k3 in float32).
-OUT/soak.json holds what held, what was lost and how long it took until a new step; exit 1 unless everything held.
+A small policy is made and trained twice, at once: undisturbed, and under `onepolicy train
+--restarts` while SIGKILL strikes at seeded moments, start-up, save and resume included. The second
+run must have every step once with whole batches, the first one's numbers and weights to the bit,
+and a reward that rose.
+
+With --server a vLLM server samples and is killed as well, alone or together with the driver. A
+killed process is started again on its port. The bits of a log-probability then depend on the
+requests that met in a batch, so there is no undisturbed run: every batch must have been sampled
+from the learner's own weights (k3 in float32).
+
+OUT/soak.json has the conditions that held, the losses, and the seconds until a new step; exit 1
+unless everything held. --show draws a soak that has ended.
 """
 
 import argparse
@@ -34,7 +40,10 @@ out = "set below"
 steps = {steps}
 model = {{ path = "{policy}" }}
 task = {{ kind = "chain", ops = 2 }}
-rollout = {{ prompts_per_step = 4, group_size = 8, sampling = {{ max_tokens = 16 }}, engine = {engine} }}
+rollout.prompts_per_step = 4
+rollout.group_size = 8
+rollout.sampling = {{ max_tokens = 16 }}
+rollout.engine = {engine}
 optim = {{ lr = 1e-4, warmup_steps = 10 }}
 train = {{ threads = 1, device = "cpu", ranks = {ranks} }}
 eval = {{ every = 0 }}
@@ -142,8 +151,8 @@ def soak(args: argparse.Namespace) -> None:
 
 
 def strike(train: list[str], args: argparse.Namespace, server: Server | None) -> list[dict]:
-    """Run and kill. Of every kill: whom, after which step, steps that are computed again, seconds until the next new
-    step; None where the run had no step left."""
+    """Run and kill. Return for every kill: victim, step before it, steps that are computed again,
+    seconds until the next new step (None where the run had no step left)."""
     generator, strikes, out = random.Random(args.seed), [], args.out / "killed"
     kinds = [
         "driver",
@@ -181,7 +190,7 @@ def strike(train: list[str], args: argparse.Namespace, server: Server | None) ->
 
 
 def wait_beyond(step: int, run: subprocess.Popen, out: Path, limit_s: float) -> bool:
-    """Whether the log came to have a later step in time and before the run ended."""
+    """Return whether the log came to have a later step in time and before the run ended."""
     end = time.monotonic() + limit_s
     while run.poll() is None and last_step(out) <= step and time.monotonic() < end:
         time.sleep(0.02)
@@ -213,7 +222,7 @@ def hit(run: subprocess.Popen, whom: str, server: Server | None, out: Path) -> d
 
 
 def victim(supervisor: int, whom: str) -> int | None:
-    """The driver's or, for `rank`, one of its ranks'."""
+    """Return the driver's process or, for `rank`, one of its ranks'."""
     for driver in children_of(supervisor):
         return driver if whom != "rank" else next(iter(children_of(driver)), None)
     return None
@@ -229,7 +238,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def stop(run: subprocess.Popen) -> None:
-    """What is still there of a soak that failed: the supervisor passes SIGTERM on."""
+    """Stop the processes of a soak that failed: the supervisor passes SIGTERM on."""
     if run.poll() is None:
         run.terminate()
         run.wait()

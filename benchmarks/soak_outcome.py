@@ -1,4 +1,4 @@
-"""What soak.py found: did everything hold, what did the kills cost, reward over steps."""
+"""Results of soak.py: the conditions that held, the cost of the kills, reward over steps."""
 
 import json
 import math
@@ -22,7 +22,8 @@ from onepolicy.report.figure import (
 
 TAIL = 1 << 16  # bytes, more than a line
 SAMPLES = 32  # a step
-K3 = 1e-9  # float32 on both sides: rounding leaves 2e-13, the weights of one update before 4e-7 and more
+# float32 on both sides: rounding leaves 2e-13, the weights of one update before 4e-7 and more
+K3 = 1e-9
 SMOOTH = 25  # steps
 LOOKS = {
     "driver": ROLLOUT,
@@ -38,7 +39,8 @@ CURVES = {  # folder -> name, look, width
 
 
 def outcome(out: Path, steps: int, strikes: list[dict]) -> dict:
-    """What held (true or false) and what it cost. In OUT/killed, beside OUT/whole where that is there."""
+    """Return the conditions (true or false) and the costs of the run in OUT/killed, compared with
+    OUT/whole if it exists."""
     rows = lines(out / "killed" / "metrics.jsonl")
     folder = out / "killed" / "checkpoints" / f"step_{steps:05d}"
     tensors = tensors_of(folder)
@@ -63,7 +65,8 @@ def failed(found: dict) -> list[str]:
 
 
 def samples_in(row: dict) -> float:
-    """Trainable slots / mean tokens of a sample; the two are counted apart."""
+    """Return the number of samples: trainable slots / mean tokens of a sample; the two are counted
+    separately."""
     return row["correction/slots"] / row["train/response_length"]
 
 
@@ -87,7 +90,7 @@ def timeless(row: dict) -> dict:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Of the model, the optimiser and their shards: `file/name` -> tensor."""
+    """Return the tensors of the model, the optimiser and their shards: `file/name` -> tensor."""
     files = sorted(checkpoint.rglob("*.safetensors"))
     return {
         f"{file.relative_to(checkpoint)}/{name}": t
@@ -97,13 +100,13 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def tenths(rows: list[dict]) -> tuple[list[float], list[float]]:
-    """Rewards of the first and of the last tenth of the steps, at least two each."""
+    """Return rewards of the first and of the last tenth of the steps, at least two each."""
     rewards, tenth = [row["train/reward"] for row in rows], max(2, len(rows) // 10)
     return rewards[:tenth], rewards[-tenth:]
 
 
 def rose(rows: list[dict]) -> dict:
-    """By more than three standard errors of the difference."""
+    """Return whether the reward rose by more than three standard errors of the difference."""
     first, last = tenths(rows)
     error = math.sqrt(
         statistics.variance(first) / len(first) + statistics.variance(last) / len(last)
@@ -117,7 +120,8 @@ def reward(rows: list[dict]) -> dict:
 
 
 def cost(strikes: list[dict]) -> dict:
-    """Of all kills and per kind of victim: how many, steps computed again, seconds until a new step."""
+    """Return, for all kills and per kind of victim: how many, steps computed again, seconds until a
+    new step."""
     kinds = dict.fromkeys(each["whom"] for each in strikes)
     return {
         name: cost_of([each for each in strikes if name in ("all", each["whom"])])
@@ -134,7 +138,7 @@ def cost_of(strikes: list[dict]) -> dict:
 
 
 def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
-    """Moving average of the reward, with every kill on it, over the undisturbed run's."""
+    """Draw the moving average of the reward, with every kill on it, over the undisturbed run's."""
     curves = {
         name: smooth(lines(out / name / "metrics.jsonl"))
         for name in CURVES
@@ -154,7 +158,8 @@ def figure(out: Path, strikes: list[dict], found: dict) -> Figure:
                 markers(f"killed: {whom} ({len(steps)})", steps, at, look, marker={"size": size})
             )
     note = (
-        f"{len(curves['killed'])} steps of {SAMPLES} samples, {len(strikes)} kills at random moments; mean of the "
+        f"{len(curves['killed'])} steps of {SAMPLES} samples, "
+        f"{len(strikes)} kills at random moments; mean of the "
         f"last {SMOOTH} steps. "
     )
     if found["held"].get("metrics_bit_equal"):
@@ -176,7 +181,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def last_step(out: Path) -> int:
-    """Of the last complete line of a log that is being written."""
+    """Return the last complete step of a log that is being written."""
     path = out / "metrics.jsonl"
     if not path.exists():
         return 0

@@ -14,7 +14,8 @@ SETTINGS = ["dtype=float32", "slots=32", "cache_gib=0.125", "block_size=32"]
 
 
 class Server:
-    """A context in which the server runs. kill() strikes all its processes at once, as the death of its host would."""
+    """A context in which the server runs. kill() strikes all its processes at once, as the death of
+    its host would."""
 
     def __init__(self, command: list[str], policy: Path, log: Path) -> None:
         with socket.socket() as free:

@@ -1,13 +1,15 @@
-"""What training on older tokens costs, on the tiny policy: mismatch, and at which age and rate it still learns.
+"""The cost of training on older tokens, on the tiny policy: mismatch, and the ages and rates at
+which it still learns.
 
     onepolicy make-policy
-    python benchmarks/staleness.py --seeds 0 1               # every age, rate and correction; again until all are there
+    python benchmarks/staleness.py --seeds 0 1  # every age, rate and correction; until done
     python benchmarks/staleness.py --show --figures docs/figures --png
 
-Trains one step after the other with an engine that is given the weights of K updates ago, so that every token has that
-age and how busy the machine is changes nothing. Settings are those of quant_table.toml (32 sequences a step) with R3;
-every fourth batch is also scored without replay. After the last step the newest weights answer 128 held-out problems
-twice. A run's rows are kept in --out, and what is there is not run again.
+Trains one step after the other with an engine that is given the weights of K updates ago. Every
+token has that age, however busy the machine is. Settings are those of quant_table.toml (32
+sequences a step) with R3; every fourth batch is also scored without replay. After the last step the
+newest weights answer 128 held-out problems twice. A run's rows are kept in --out, and finished runs
+are not repeated.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ def arguments() -> argparse.Namespace:
 
 
 class Aged:
-    """An engine that samples with the weights of `age` updates ago; before there are as many, with the first."""
+    """An engine that samples with the weights of `age` updates ago, or with the first weights if
+    there are fewer."""
 
     def __init__(self, engine: RolloutEngine, age: int) -> None:
         self.engine, self.caps, self.version = engine, engine.caps, engine.version
@@ -128,7 +131,8 @@ class Aged:
 
 
 async def aged(arm: Arm, seed: int, steps: int) -> Row:
-    """Trains on rollouts that are `arm.age` updates old: the metrics of each step, and a held-out score at the end."""
+    """Train on rollouts that are `arm.age` updates old. Return the metrics of each step, and a
+    held-out score at the end."""
     # routes this old may look like those of other tokens, which would stop a run
     settings = [
         "out=unused",
@@ -176,7 +180,7 @@ def finished(arm: Arm, out: Path, seeds: Sequence[int]) -> list[Row]:
 
 
 def settled(run: Row) -> list[Row]:
-    """Steps whose tokens have the age of the run, whichever it is, with the learning rate warm."""
+    """Return the steps whose tokens have the age of the run, with the learning rate warm."""
     return run["rows"][WARM:]
 
 
@@ -185,7 +189,7 @@ def mean(runs: list[Row], name: str) -> float:
 
 
 def mismatch_rows(found: dict[Arm, list[Row]]) -> list[tuple[str, ...]]:
-    """Means over steps and seeds."""
+    """Return means over steps and seeds."""
     rows: list[tuple[str, ...]] = []
     for arm, runs in found.items():
         cells = []
@@ -221,7 +225,7 @@ VALUES: dict[str, Callable[[Row], float]] = {
 
 
 def learning_rows(found: dict[Arm, list[Row]]) -> list[tuple[str, ...]]:
-    """Of every seed, uncorrected beside TIS."""
+    """Return the rows of every seed, uncorrected beside TIS."""
     rows = []
     for rate, age in sorted({(arm.rate, arm.age) for arm in found}):
         cells = []
@@ -242,7 +246,7 @@ def reward(rows: list[Row]) -> float:
 
 
 def mismatch_figure(found: dict[Arm, list[Row]]) -> Figure:
-    """Of the uncorrected runs."""
+    """Draw the mismatch of the uncorrected runs."""
     rates, curves = sorted({arm.rate for arm in found}), []
     for rate, (way, prefix, look) in itertools.product(
         rates, (("R3", "", REPLAY), ("no replay", "native/", TRAINER))
@@ -257,8 +261,10 @@ def mismatch_figure(found: dict[Arm, list[Row]]) -> Figure:
     scale = LogScale.of(*([value for _, value in points] for _, _, points in curves))
     layout = {"xaxis": axis("updates old", dtick=1), "yaxis": scale.axis("k3 (nats per token)")}
     note = (
-        "k3 of the rollout's tokens under the weights that train on them, no correction; bfloat16 rollouts, float32 "
-        f"trainer, mean from step {WARM + 1} on. The same batches scored with the rollout's experts and with the "
+        "k3 of the rollout's tokens under the weights that train on them, no correction; "
+        "bfloat16 rollouts, float32 "
+        f"trainer, mean from step {WARM + 1} on. "
+        f"The same batches scored with the rollout's experts and with the "
         "trainer's own."
     )
     title = "How fast age outgrows the engines' difference is a matter of the learning rate"
@@ -284,13 +290,17 @@ def learning_figure(found: dict[Arm, list[Row]]) -> Figure:
         "yaxis": axis("held-out accuracy", rangemode="tozero"),
     }
     steps = max(len(run["rows"]) for runs in found.values() for run in runs)
-    note = f"Newest weights after {steps} steps on tokens of that age, R3: 128 problems, 2 samples each; seeds averaged."
+    note = (
+        f"Newest weights after {steps} steps on tokens of that age, R3: 128 problems, "
+        f"2 samples each; seeds averaged."
+    )
     title = "The older the tokens, the lower the learning rate that still learns"
     return Figure("asynchronous_learning", title, note, drawn(curves), layout)
 
 
 def of_rate(look: Look, lower: bool) -> Look:
-    """Dotted for the lower rate; open markers for the higher one."""
+    """Return the line style of a rate: dotted for the lower rate, open markers for the higher
+    one."""
     dash, symbol = ("dot", look.symbol) if lower else ("solid", f"{look.symbol}-open")
     return Look(look.color, dash, symbol, look.pattern)
 

@@ -1,11 +1,13 @@
-"""A whole GRPO step beside TRL's, in one process: same policy, same prompts, same threads, one step of each in turn.
+"""A whole GRPO step beside TRL's, in one process: same policy, same prompts, same threads, one step
+of each in turn.
 
     pip install trl==1.16.0
     python benchmarks/step.py --threads 1
 
-64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours records and replays
-routes (R3) and measures the mismatch; TRL does neither, and its load-balancing loss is off. Prints medians, their ratio
-pair by pair, the same of CPU seconds (which other work on the machine moves less), and where our time goes.
+64 sequences of about 75 new tokens (8 problems, 8 completions each), fp32 on both sides. Ours
+records and replays routes (R3) and measures the mismatch; TRL does neither, and its load-balancing
+loss is off. Prints medians, their ratio pair by pair, the same of CPU seconds (which other work on
+the machine moves less), and where our time goes.
 """
 
 import argparse
@@ -54,7 +56,7 @@ PARTS = ("rollout", "score", "update", "sync")
 
 
 def now() -> tuple[float, float]:
-    """Seconds of the clock, and of this process on all its cores."""
+    """Return the seconds of the clock, and of this process on all its cores."""
     return time.perf_counter(), time.process_time()
 
 
@@ -64,7 +66,7 @@ def since(begun: tuple[float, float]) -> tuple[float, float]:
 
 
 class SideBySide(TrainerCallback):
-    """After every TRL step, one of ours."""
+    """A callback that runs one of our steps after every TRL step."""
 
     def __init__(self, parts) -> None:
         self.parts, self.trl, self.ours, self.split = parts, [], [], []
@@ -125,7 +127,8 @@ def main() -> None:
                 max_steps=args.steps + 1,
                 learning_rate=1e-5,
                 beta=0.0,
-                router_aux_loss_coef=0.0,  # here: the trainer reads it once, when it is made; ours has no such loss
+                # here: the trainer reads it once, when it is made; ours has no such loss
+                router_aux_loss_coef=0.0,
                 bf16=False,
                 use_cpu=True,
                 gradient_checkpointing=False,
@@ -157,7 +160,8 @@ def main() -> None:
     print(f"threads {args.threads}, our rollouts {args.dtype}, median of {args.steps} steps")
     print(f"TRL        {trl:.2f} s per step")
     print(
-        f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; CPU seconds: {of_cpu:.2f})"
+        f"onepolicy  {ours:.2f} s per step, {pairs:.2f} of TRL's (pair by pair; "
+        f"CPU seconds: {of_cpu:.2f})"
     )
     print(f"load average {os.getloadavg()[0]:.1f}")
     for part in PARTS:

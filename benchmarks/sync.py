@@ -1,11 +1,13 @@
-"""Seconds of a weight sync, per GB of the learner's float32 tensors, for every engine; needs `make vllm`.
+"""Seconds of a weight sync, per GB of the learner's float32 tensors, for every engine; needs `make
+vllm`.
 
-    python benchmarks/sync.py                            # the tiny policy's shape and 196M parameters
+    python benchmarks/sync.py                      # the tiny policy's shape and 196M parameters
     python benchmarks/sync.py --models big --kinds vllm --rounds 3
 
-Each engine in turn loads the tensors of the same random MoE; the median of the rounds after the first. Everything the
-engine does until it could sample again counts: conversion, files, reload, packing, an empty cache. A server is given
-them by broadcast and by files in turn. First the checksum of all tensors alone, beside a copy of them.
+Each engine in turn loads the tensors of the same random MoE; the median of the rounds after the
+first. Everything that the engine does until it could sample again counts: conversion, files,
+reload, packing, an empty cache. A server gets them by broadcast and by files in turn. First the
+checksum of all tensors alone, beside a copy of them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ KINDS = ("hf", "vllm", "vllm-server")
 
 
 def big_model() -> PreTrainedModel:
-    """196M parameters: 14 layers of 32 experts, 4 active."""
+    """Build a model of 196M parameters: 14 layers of 32 experts, 4 active."""
     config = Qwen3MoeConfig(
         vocab_size=8192,
         hidden_size=512,
@@ -70,7 +72,7 @@ def big_model() -> PreTrainedModel:
 
 @contextmanager
 def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngine]]:
-    """By name: the engine, or the same server's two ways."""
+    """Yield the engines by name: the engine, or the same server's two transports."""
 
     def build(config: EngineConfig) -> RolloutEngine:
         return build_engine(EngineSpec(ModelConfig(path=folder), config, CPU, MAX_LEN))
@@ -89,7 +91,7 @@ def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngin
 
 @contextmanager
 def serving(folder: str, log: Path) -> Iterator[str]:
-    """A server of the model in a process of its own; its address."""
+    """Start a server of the model in a process of its own and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +113,7 @@ def serving(folder: str, log: Path) -> Iterator[str]:
 def seconds(
     engines: dict[str, RolloutEngine], model: PreTrainedModel, rounds: int
 ) -> dict[str, list[float]]:
-    """Of every engine, in turn."""
+    """Return the seconds of every engine, in turn."""
 
     async def load() -> dict[
         str, list[float]
@@ -130,7 +132,7 @@ def seconds(
 
 
 def checksum(model: PreTrainedModel, rounds: int) -> dict[str, list[float]]:
-    """Of all tensors, and a copy of them, in turn."""
+    """Time the checksum of all tensors, and a copy of them, in turn."""
     found: dict[str, list[float]] = {"checksum": [], "copy": []}
     for _ in range(rounds + 1):
         checksums, start = Checksums(), time.perf_counter()
@@ -149,13 +151,14 @@ def show(name: str, found: dict[str, list[float]], size: float) -> None:
     for what, times in found.items():
         middle = statistics.median(times)
         print(
-            f"{name}: {what:16s} {middle:.3f} s [{times[0]:.3f}, {times[-1]:.3f}], {middle / size:.2f} s/GB",
+            f"{name}: {what:16s} {middle:.3f} s [{times[0]:.3f}, {times[-1]:.3f}], "
+            f"{middle / size:.2f} s/GB",
             flush=True,
         )
 
 
 def saved(names: list[str]) -> Iterator[tuple[str, PreTrainedModel, float, str]]:
-    """Name, model, gigabytes in float32, and a folder that it is saved in."""
+    """Return name, model, gigabytes in float32, and the folder with its checkpoint."""
     for name in names:
         model = build_model() if name == "tiny" else big_model()
         size = sum(tensor.nbytes for tensor in model.state_dict().values()) / 1e9

@@ -1,11 +1,13 @@
-"""Threads of engine and trainer in one process: a few quickstart steps per setting, each in a process of its own.
+"""Threads of engine and trainer in one process: a few quickstart steps per setting, each in a
+process of its own.
 
-    python benchmarks/threads.py                       # hf and vllm, 1 and 2 threads, OpenMP passive and active
+    python benchmarks/threads.py                 # hf and vllm, 1 and 2 threads, OpenMP both ways
     python benchmarks/threads.py --kinds hf --rounds 3
     python benchmarks/threads.py --kinds vllm --threads 1 --omp 0 1 2   # OMP_NUM_THREADS (0: unset)
 
-Slots (prompts included) per second of the rollout, and seconds of the update; medians over the steps after the first.
-Needs the tiny policy (`onepolicy make-policy`).
+Slots (prompts included) per second of the rollout, and seconds of the update; medians over the
+steps after the first. OpenMP waits passively and actively. Needs the tiny policy (`onepolicy
+make-policy`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ SMALL = ["eval.every=0", "log.counterfactual_every=0", "log.tensorboard=false", 
 
 
 def run(setting: Setting, recipe: str, steps: int) -> list[dict[str, float]]:
-    """Metrics of the steps of one run, the first left out."""
+    """Return the metrics of the steps of one run, the first left out."""
     kind, threads, wait, omp = setting
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
     environment["OMP_WAIT_POLICY"] = wait

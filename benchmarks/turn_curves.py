@@ -1,12 +1,14 @@
-"""Interaction scaling: reward against the number of allowed turns, with and without replay, on paired seeds.
+"""Interaction scaling: reward against the number of allowed turns, with and without replay, on
+paired seeds.
 
-One policy and one task (turn_task.py, turn_curves.toml); for every seed, every number of allowed turns and every arm
-one run, and an evaluation of its last weights under the same limit. Finished runs are kept and an interrupted one is
-resumed, so the script can be stopped and started again. Seeds come one after the other, so what is complete is paired.
+One policy and one task (turn_task.py, turn_curves.toml); for every seed, every number of allowed
+turns and every arm one run, and an evaluation of its last weights under the same limit. Finished
+runs are kept and an interrupted one is resumed, so the script can be stopped and started again.
+Seeds come one after the other, so that finished runs are paired.
 
-    python benchmarks/turn_curves.py                                        # everything: 45 runs, then the tables
-    python benchmarks/turn_curves.py --bits 4 --turns 16 8 2                # rollouts with weights rounded to 4 bits
-    python benchmarks/turn_curves.py --show --figures docs/figures --png    # tables and figures of the runs there are
+    python benchmarks/turn_curves.py                          # everything: 45 runs, then the tables
+    python benchmarks/turn_curves.py --bits 4 --turns 16 8 2  # rollouts with 4-bit weights
+    python benchmarks/turn_curves.py --show --figures docs/figures --png    # the finished runs
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ ARMS = {
     "r3": ("replay.mode=r3", "correction.preset=recompute"),
     "off + tis": ("replay.mode=off", "correction.preset=tis"),
 }
-# What a change of the last bits of the gradient does to a run: the same arm, its gradient summed in another order.
+# What a change of the last bits of the gradient does to a run: the same arm, its gradient summed in
+# another order.
 CONTROL = ("off, reordered", (*ARMS["off"], "train.tokens_per_micro_batch=4096"))
 TURNS = (16, 8, 4, 2, 1)
 JUDGED = EvalConfig(problems=HELD_OUT, greedy=True, k=2)
@@ -92,7 +95,8 @@ def arguments() -> argparse.Namespace:
 
 
 def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | None = None) -> None:
-    """Train and judge one run in this process, whose start would cost as much as a short run; on one thread."""
+    """Train and judge one run in this process, on one thread. Starting a process would cost as much
+    as a short run."""
     make_data(folder)
     corpus = f'[{{kind="search",corpus="{folder}/corpus.jsonl",passages=1}}]'
     task = (

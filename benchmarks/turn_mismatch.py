@@ -1,11 +1,13 @@
-"""Mismatch by turn number in scripted episodes of 32 and 100 turns: bfloat16 rollout against float32 trainer.
+"""Mismatch by turn number in scripted episodes of 32 and 100 turns: bfloat16 rollout against
+float32 trainer.
 
-The policy samples its turns; what it reads is scripted: after turn n comes the n-th passage of a chain, whatever was
-searched for. So every episode has all its turns. The sampled tokens are then scored twice by the trainer, with the
-rollout's routes and with its own: both are of the same tokens. The policy is that of turn_curves.py, warmed up further
-on episodes of up to 100 turns, or (--short) as it is: then turns from the 17th on are none it was warmed up on.
+The policy samples its turns, and its observations are scripted: after turn n comes the n-th passage
+of a chain, whatever the search asked for. So every episode has all its turns. The trainer then
+scores the sampled tokens twice, with the rollout's routes and with its own: both scores are of the
+same tokens. The policy is that of turn_curves.py, warmed up further on episodes of up to 100 turns,
+or (--short) not: then turns from the 17th on are none it was warmed up on.
 
-    python benchmarks/turn_mismatch.py --figures docs/figures --png         # 16 episodes of 32 turns, 16 of 100
+    python benchmarks/turn_mismatch.py --figures docs/figures --png   # 16 episodes of 32 and of 100
     python benchmarks/turn_mismatch.py --short
 """
 
@@ -66,7 +68,8 @@ def main() -> None:
         native, replayed = pair.scorer.score(batch, replay=False), pair.scorer.score(batch)
         slots = batch.num_slots // batch.num_samples
         print(
-            f"{batch.num_samples} episodes of {turns} turns and {slots} slots; {right:.1%} search as scripted\n"
+            f"{batch.num_samples} episodes of {turns} turns and {slots} slots; "
+            f"{right:.1%} search as scripted\n"
         )
         rows = [metrics(native.select([i]), replayed.select([i])) for i in range(batch.num_samples)]
         print(f"{turn_table(rows)}\n\n{table(native, replayed)}\n", flush=True)
@@ -102,7 +105,8 @@ def arguments() -> argparse.Namespace:
 async def play(
     engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, turns: int, episodes: int
 ) -> tuple[TokenBatch, float]:
-    """All episodes packed, and the share of turns that made the search whose passage came next."""
+    """Return all episodes packed, and the share of turns that made the search whose passage came
+    next."""
     rng = np.random.default_rng(turns)
     chains = [random_chain(turns, rng) for _ in range(episodes)]
     played = await asyncio.gather(
@@ -117,7 +121,7 @@ async def play(
 async def episode(
     engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, chain: Chain, number: int
 ) -> tuple[Sample, int]:
-    """One scripted episode, and how many of its turns made the script's search."""
+    """Play one scripted episode, and count its turns that made the script's search."""
     path, right = Trajectory(encode(tokenizer, f"{question(chain.entries[0])}\n")), 0
     for turn, (entry, passage) in enumerate(zip(chain.entries, chain.passages, strict=True)):
         asked = Sampling(1.0, TURN, stop=(tokenizer.eos_token_id,), routes_from=path.next_route)
@@ -129,14 +133,15 @@ async def episode(
 
 
 def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:
-    """k3 by turn of one episode, scored both ways."""
+    """Return k3 by turn of one episode, scored both ways."""
     return per_turn(replayed) | {
         f"{NATIVE}{name}": value for name, value in per_turn(native).items()
     }
 
 
 def table(native: TokenBatch, replayed: TokenBatch) -> str:
-    """What else differs by turn, over all episodes; the entropy is that of the scoring without replay."""
+    """Return other differences by turn, over all episodes. The entropy is that of the scoring
+    without replay."""
     names = ("max dlogp", "routers differing")
     rows = [
         (
@@ -164,7 +169,8 @@ def largest(batch: TokenBatch, slots: Tensor) -> float:
 
 
 def differing(batch: TokenBatch, slots: Tensor) -> float:
-    """Share of routers at which the trainer's own choice, in this scoring, is not the rollout's."""
+    """Return the share of routers at which the trainer's own choice, in this scoring, is not the
+    rollout's."""
     assert batch.routing is not None
     assert batch.routing_native is not None
     return routing_disagreement(batch.routing_native.at(slots), batch.routing.at(slots)).routers

@@ -28,7 +28,7 @@ class Outcome:
     scores: dict[str, float]
 
     def reward(self, last: int) -> float:
-        """Mean training reward of the last steps."""
+        """Return the mean training reward of the last steps."""
         return mean(row["train/reward"] for row in self.rows[-last:])
 
     @property
@@ -53,20 +53,22 @@ def spread(values: Sequence[float]) -> float:
 
 
 def cell(values: Sequence[float], digits: int = 3) -> str:
-    """mean ± standard deviation; of one value, that."""
+    """Return mean ± standard deviation; for one value, the value."""
     if len(values) < 2:
         return "".join(f"{value:.{digits}f}" for value in values)
     return f"{mean(values):.{digits}f} ± {spread(values):.{digits}f}"
 
 
 def tables(found: list[Outcome]) -> str:
-    """Markdown: what each arm earns, and the differences to `off` on the same seed and turns."""
+    """Return Markdown: each arm's reward, and the differences to `off` on the same seed and
+    turns."""
     own = (table(found, title, value) for title, value in VALUES.items())
     return "\n\n".join((*own, k3_table(found), turn_table(probes(found))))
 
 
 def table(found: list[Outcome], title: str, value: Callable[[Outcome], float]) -> str:
-    """Mean and standard deviation over the seeds, of every arm and of its differences to `off` seed by seed."""
+    """Return mean and standard deviation over the seeds, of every arm and of its differences to
+    `off` seed by seed."""
     arms = list(dict.fromkeys(run.arm for run in found))
     others = [arm for arm in arms if arm != "off"]
     rows = [(f"turns: {title}", *arms, *(f"{arm} - off" for arm in others), "seeds")]
@@ -109,14 +111,15 @@ def markdown(rows: list[tuple[str, ...]]) -> str:
 
 
 def probes(found: list[Outcome]) -> list[Row]:
-    """Steps of the r3 runs with the most turns that were scored both with and without replay."""
+    """Return the steps of the r3 runs with the most turns that were scored both with and without
+    replay."""
     most = max(run.turns for run in found)
     rows = [row for run in found if (run.arm, run.turns) == ("r3", most) for row in run.rows]
     return [row for row in rows if f"{NATIVE}{K3}0" in row]
 
 
 def turn_curves(rows: Sequence[Row]) -> list[Curve]:
-    """Two scorings of the same tokens."""
+    """Draw two scorings of the same tokens."""
     return [
         Curve.of("with replay", REPLAY, rows),
         Curve.of("without replay", TRAINER, rows, NATIVE),
@@ -139,7 +142,10 @@ def turn_table(rows: Sequence[Row]) -> str:
 
 def figures(found: list[Outcome]) -> list[Figure]:
     rows = probes(found)
-    where = f"The r3 runs with the most turns, steps 1, 4, 7, 10: {len(rows)} batches, each scored twice."
+    where = (
+        f"The r3 runs with the most turns, steps 1, 4, 7, 10: {len(rows)} batches, "
+        f"each scored twice."
+    )
     return [
         reward_figure(found),
         dataclasses.replace(by_turn(turn_curves(rows), where), name="turns_k3"),
@@ -165,15 +171,17 @@ def reward_figure(found: list[Outcome]) -> Figure:
         ticktext=[str(t) for t in turns],
     )
     note = (
-        "Share of 64 held-out problems solved, 2 samples each, by the policy after training under the same limit: mean "
-        f"and standard deviation of {len({run.seed for run in found})} seeds. A problem takes 2 to 16 turns."
+        "Share of 64 held-out problems solved, 2 samples each, "
+        "by the policy after training under the same limit: mean "
+        f"and standard deviation of {len({run.seed for run in found})} seeds. "
+        f"A problem takes 2 to 16 turns."
     )
     layout = {"xaxis": xaxis, "yaxis": axis("held-out accuracy", rangemode="tozero")}
     return Figure("turns_reward", "Reward against the number of allowed turns", note, data, layout)
 
 
 def points(name: str, x: Sequence[float], values: Sequence[Sequence[float]], look: Look) -> Spec:
-    """Means, joined, with bars of one standard deviation."""
+    """Draw means, joined, with bars of one standard deviation."""
     bars = {
         "type": "data",
         "array": [spread(each) for each in values],

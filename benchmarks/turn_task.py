@@ -1,8 +1,10 @@
-"""A retrieval task whose problems take as many turns as they have links, and a policy that knows it (turn_curves.py).
+"""A retrieval task whose problems take as many turns as they have links, and a policy that knows it
+(turn_curves.py).
 
-A problem names an entry. `search[exyz]` finds the passage of entry xyz, which names the next entry or, at the end of
-the chain, holds the answer: a problem of n links takes n searches, one a turn, and a turn for the answer. Each step
-needs only the last reply, so turns and not reasoning are what is scarce.
+A problem names an entry. `search[exyz]` finds the passage of entry xyz, which names the next entry
+or, at the end of the chain, holds the answer: a problem of n links takes n searches, one a turn,
+and a turn for the answer. Each step needs only the last reply, so turns and not reasoning are what
+is scarce.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ HELD_OUT = 64
 
 
 def make_data(folder: Path) -> None:
-    """FOLDER/corpus.jsonl and problems.jsonl: training problems of 1 to LINKS links, as many of each, and HELD_OUT on
-    chains of their own. The same files every time."""
+    """Write FOLDER/corpus.jsonl and problems.jsonl: training problems of 1 to LINKS links, as many
+    of each, and HELD_OUT on chains of their own. The files are the same every time."""
     if (folder / "problems.jsonl").exists():
         return
     rng = np.random.default_rng(0)
@@ -56,7 +58,8 @@ class Chain:
 
     @property
     def passages(self) -> list[str]:
-        """`exyz abc`: only one passage has the word a search for an entry looks for."""
+        """Return passages `exyz abc`: only one passage has the word that a search for an entry
+        looks for."""
         following = [*self.entries[1:], self.answer]
         return [f"e{entry} {after}" for entry, after in zip(self.entries, following, strict=True)]
 
@@ -65,7 +68,7 @@ class Chain:
         return [{"prompt": question(entry), "answer": self.answer} for entry in self.entries]
 
     def episode(self, searches: int, answer: str) -> Example:
-        """Prompt, turn, observation, turn, ...: after so many searches this answer."""
+        """Return prompt, turn, observation, turn, ...: after so many searches this answer."""
         texts = [f"{question(self.entries[0])}\n"]
         for entry, passage in list(zip(self.entries, self.passages, strict=True))[:searches]:
             texts += [search(entry), found(passage)]
@@ -85,13 +88,14 @@ def found(passage: str) -> str:
 
 
 def random_chain(links: int, rng: np.random.Generator) -> Chain:
-    """Its entries need not be different, nor in the corpus."""
+    """Draw a chain whose entries need not be different, nor in the corpus."""
     names = ["".join(rng.choice(list(string.ascii_lowercase), size=3)) for _ in range(links)]
     return Chain(names, rng)
 
 
 def worked(mistakes: float, *, seed: int = 0, links: int = LINKS) -> Iterator[Example]:
-    """Endless worked episodes of 1 to `links` links on entries of their own; a mistake is a guess for a search."""
+    """Yield worked episodes of 1 to `links` links on entries of their own without end. A mistake is
+    a guess for a search."""
     rng = np.random.default_rng(1 + seed)
     while True:
         chain = random_chain(int(rng.integers(1, links + 1)), rng)
@@ -116,7 +120,7 @@ def policy_config(folder: Path) -> PolicyConfig:
 
 
 def make_policy(folder: Path) -> Path:
-    """FOLDER/policy, warmed up on worked episodes; kept if it is there."""
+    """Make FOLDER/policy, warmed up on worked episodes; kept if it exists."""
     path = folder / "policy"
     if path.exists():
         return path
@@ -130,8 +134,8 @@ def make_policy(folder: Path) -> Path:
 
 
 def make_long_policy(folder: Path) -> Path:
-    """FOLDER/policy-long: the policy, warmed up further on episodes of up to 100 turns; kept if it is there. It hardly
-    guesses, or no episode would become long."""
+    """Make FOLDER/policy-long: the policy, warmed up further on episodes of up to 100 turns; kept
+    if it exists. It hardly guesses, or no episode would become long."""
     path = folder / "policy-long"
     if path.exists():
         return path

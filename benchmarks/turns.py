@@ -1,12 +1,14 @@
-"""Time per turn against the turn number, in a scripted episode on the embedded engine, with and without prefix reuse.
+"""Time per turn against the turn number, in a scripted episode on the embedded engine, with and
+without prefix reuse.
 
     python benchmarks/turns.py                # 200 turns, float32
     python benchmarks/turns.py --turns 100 --dtype bfloat16
 
-Every turn is timed with prefix reuse, and how much of it the attention function takes; what is left should not grow. At
-every fifth turn the same turn is also timed after its whole past was prefilled in one piece (a context as long, without
-turns), and on an engine without prefix reuse. Medians per tenth of the turns, over all rounds, interleaved in one run.
-One thread is timed in CPU seconds, so that waiting for a core does not count.
+Every turn is timed with prefix reuse, and so is its part in the attention function; the rest should
+not grow. At every fifth turn the same turn is also timed after its whole past was prefilled in one
+piece (a context as long, without turns), and on an engine without prefix reuse. Medians per tenth
+of the turns, over all rounds, interleaved in one run. One thread is timed in CPU seconds, so that
+waiting for a core does not count.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Clock:
     async def __call__(
         self, engine: HFEngine, path: Trajectory, new: int, seed: int
     ) -> tuple[Completion, float, float]:
-        """A turn, its seconds, and those of its attention."""
+        """Return a turn, its seconds, and those of its attention."""
         asked = Sampling(1.0, new, routes_from=path.next_route)
         self.attention, start = 0.0, self.now()
         done = await engine.generate(path.tokens, asked, seed=seed)
@@ -70,7 +72,7 @@ def build_engine(model: PreTrainedModel, dtype: str, max_len: int, *, reuse: boo
 async def play(
     engines: dict[str, HFEngine], clock: Clock, args: argparse.Namespace, seed: int, out: Seconds
 ) -> None:
-    """One episode; its turns are timed into `out`."""
+    """Play one episode and time its turns into `out`."""
     draw = random.Random(seed)
     path = Trajectory([draw.randrange(3, 32) for _ in range(PROMPT)])
     await engines["turns"].reset_cache()
@@ -95,7 +97,8 @@ async def play(
 def report(out: Seconds, args: argparse.Namespace) -> None:
     rows = {name: [statistics.median(values) for values in parts] for name, parts in out.items()}
     table = Table(
-        title=f"ms per turn of {args.sampled} sampled and {args.observed} observed tokens, {args.dtype}, medians"
+        title=f"ms per turn of {args.sampled} sampled and {args.observed} observed tokens, "
+        f"{args.dtype}, medians"
     )
     heads = (
         "turns",
@@ -114,8 +117,9 @@ def report(out: Seconds, args: argparse.Namespace) -> None:
         turns, alone = rows["turns"][i], rows["one piece"][i]
         names = ("turns", "attention", "rest", "one piece", "no reuse")
         ms = {name: f"{1000 * rows[name][i]:.1f}" for name in names}
-        table.add_row(f"{first}-{last}", f"{rows['context'][i]:.0f}", ms["turns"], ms["attention"], ms["rest"],
-                      ms["one piece"], f"{turns / alone:.2f}", ms["no reuse"])  # fmt: skip
+        row = [f"{first}-{last}", f"{rows['context'][i]:.0f}", ms["turns"], ms["attention"]]
+        row += [ms["rest"], ms["one piece"], f"{turns / alone:.2f}", ms["no reuse"]]
+        table.add_row(*row)
     Console(width=120).print(table)
     for name in ("turns", "attention", "rest", "no reuse"):
         first, last = rows[name][0], rows[name][-1]

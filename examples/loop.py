@@ -1,10 +1,12 @@
-"""The whole idea in one file: sample, replay the sampler's experts, measure what is left, weight it, update, sync.
+"""The whole idea in one file: sample, replay the sampler's experts, measure what is left, weight
+it, update, sync.
 
     python examples/loop.py [steps] [model folder]
 
-The sampler runs in bfloat16 and the trainer in float32, so the same weights choose different experts and give the same
-tokens different probabilities. Every line prints that gap without replay and with it. Without a model folder the policy
-is random, and the reward is the share of the response that is one wanted letter: RL finds it in a few steps.
+The sampler runs in bfloat16 and the trainer in float32, so the same weights choose different
+experts and give the same tokens different probabilities. Every line prints that gap without replay
+and with it. Without a model folder the policy is random, and the reward is the share of the
+response that is one wanted letter: RL finds it in a few steps.
 """
 
 import asyncio
@@ -39,7 +41,8 @@ def two_copies(folder: str | None) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 
 def sample_of(prompt: list[int], completion: Completion) -> Sample:
-    """Slot t feeds tokens[t] and predicts tokens[t + 1]; the sampler's routes have exactly that many rows."""
+    """Slot t feeds tokens[t] and predicts tokens[t + 1]; the sampler's routes have exactly that
+    many rows."""
     response = completion.token_ids
     before, nothing = len(prompt) - 1, torch.full((len(prompt) - 1,), -1, dtype=torch.int32)
     return Sample(

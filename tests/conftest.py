@@ -1,8 +1,10 @@
-"""What a test may ask of the machine, and what happens where the machine lacks it.
+"""Hooks of all tests: programs that a test needs, and random numbers that do not depend on test
+order.
 
-A test that drives a system program says so: `@pytest.mark.needs("bwrap")`, or `need("bwrap")` in its fixture. Where the
-program is missing the test is skipped, with the name of the package that brings it. In CI (`CI=true`) nothing may be
-missing, so a skip fails there; only a skip for the processor or for a device (`MAY_LACK`) stays a skip.
+A test that drives a system program declares it: `@pytest.mark.needs("bwrap")`, or `need("bwrap")`
+in its fixture. Where the program is missing, the test is skipped with the name of the package that
+brings it. In CI (`CI=true`) nothing may be missing, so a skip fails there. Only a skip for the
+processor or for a device (`MAY_LACK`) stays a skip.
 """
 
 import os
@@ -20,7 +22,8 @@ from support.needs import need  # noqa: E402
 MAY_LACK = ("this processor", "this system", "no CUDA device")
 
 
-# A shell lets what it starts in the background ignore these, and so would every process that a test starts.
+# A shell lets what it starts in the background ignore these, and so would every process that a test
+# starts.
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
@@ -34,7 +37,7 @@ settings.load_profile("onepolicy")
 
 
 def pytest_runtest_setup(item):
-    """Seed what draws without a generator of its own, so that no test depends on those that ran before it."""
+    """Seed the global random numbers, so that no test depends on the tests that ran before it."""
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
@@ -49,7 +52,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    """A whole file too, by `pytest.importorskip`."""
+    """Fail a whole file in CI that `pytest.importorskip` skips."""
     return _failed_in_ci((yield))
 
 
@@ -67,7 +70,7 @@ def _failed_in_ci(report):
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """Retries come at once."""
+    """Let retries come at once."""
     from onepolicy.rollout.servers import http
 
     monkeypatch.setattr(http, "FIRST_WAIT", 0.001)

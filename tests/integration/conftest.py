@@ -1,4 +1,5 @@
-"""A small warmed-up policy, and a vLLM server in miniature (support/fake_vllm.py) with checkpoints to serve."""
+"""A small warmed-up policy, and a vLLM server in miniature (support/fake_vllm.py) with checkpoints
+to serve."""
 
 import pytest
 
@@ -7,7 +8,7 @@ from support.small_policy import policy, recipe, train  # noqa: F401
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Two models of one config, [(folder, model)]."""
+    """Make two models of one config: [(folder, model)]."""
     from support.fake_vllm import make_checkpoints
 
     return make_checkpoints(tmp_path_factory.mktemp("fake"))
@@ -15,7 +16,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def fake(checkpoints):
-    """Serves the first of them."""
+    """Serve the first of the two models."""
     from support.fake_vllm import serving
 
     with serving(checkpoints) as fake:

@@ -23,13 +23,14 @@ assert "torch" not in sys.modules
 installed = [name for name in {extras} if importlib.util.find_spec(name)]
 assert not installed, installed
 exec(compile({example!r}, "README.md", "exec"), {{}})
-outside = [m for m in sys.modules if m.startswith(("onepolicy.report", "onepolicy.envs", "onepolicy.rollout"))]
+rooms = ("onepolicy.report", "onepolicy.envs", "onepolicy.rollout")
+outside = [m for m in sys.modules if m.startswith(rooms)]
 assert not outside, outside
 """
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """Names of all distributions that these need, without any extra."""
+    """Return the names of all distributions that these need, without any extra."""
     found: set[str] = set()
     waiting = [Requirement(line) for line in requirements]
     while waiting:
@@ -45,7 +46,8 @@ def closure(requirements: list[str]) -> set[str]:
 
 @pytest.fixture
 def core_python(tmp_path: Path) -> Path:
-    """A virtual environment into which only the core's dependencies are linked, as they are installed here."""
+    """Make a virtual environment that links only the core's dependencies, as they are installed
+    here."""
     venv.create(tmp_path / "venv", with_pip=False)
     packages = next((tmp_path / "venv").glob("lib/python*/site-packages"))
     (packages / "onepolicy").symlink_to(ROOT / "src" / "onepolicy")
@@ -62,7 +64,7 @@ def core_python(tmp_path: Path) -> Path:
 
 
 def test_the_library_needs_the_core_only(core_python: Path, tmp_path: Path) -> None:
-    """Binding, recording, replaying, measuring, reweighting: the README's example."""
+    """The README's example binds, records, replays, measures and reweights."""
     groups = PROJECT["optional-dependencies"].values()
     extras = {Requirement(line).name.replace("-", "_") for group in groups for line in group} - {
         "onepolicy"

@@ -1,4 +1,4 @@
-"""examples/loop.py runs, learns and shows what R3 does."""
+"""examples/loop.py runs, learns and shows the effect of R3."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""A plain local run loads nothing that it does not use: options hang beside the road."""
+"""A plain local run imports only the modules that it uses."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ print("LOADED", *sorted(sys.modules))
 
 
 def loaded(policy, out, *settings):
-    """The modules of a process that has trained one step of the quickstart."""
+    """Return the modules of a process that has trained one step of the quickstart."""
     quick = [
         "rollout.prompts_per_step=2",
         "rollout.group_size=2",

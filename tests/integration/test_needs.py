@@ -1,4 +1,4 @@
-"""What becomes of a test whose program is missing, and of the missing program."""
+"""Tests whose system program is missing, and the installation of such programs."""
 
 import os
 import shutil
@@ -36,7 +36,8 @@ def test_plain(): pass
 
 
 def tried(folder, ci, text):
-    """The output of pytest on a file with this text, under the hooks of tests/conftest.py, and its status."""
+    """Return the output and status of pytest on a file with this text, under the hooks of
+    tests/conftest.py."""
     shutil.copy(TESTS / "conftest.py", folder)
     (folder / "test_asks.py").write_text(text, encoding="utf-8")
     environment = os.environ | {"CI": ci, "PATH": "/nowhere", "PYTHONPATH": str(TESTS)}
@@ -86,7 +87,7 @@ def script(folder, name, text):
 
 @pytest.fixture
 def machine(tmp_path):
-    """A PATH of nothing but a shell, and an apt-get that writes down what it is asked."""
+    """Return a PATH with only a shell and an apt-get that logs its arguments."""
     (tmp_path / "sh").symlink_to("/bin/sh")
     (tmp_path / "env").symlink_to(shutil.which("env"))
     script(tmp_path, "apt-get", f'echo "$@" >> {tmp_path}/asked')

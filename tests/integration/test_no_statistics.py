@@ -1,4 +1,4 @@
-"""vLLM, Ray and the model hub's client report nothing, also where the user's environment says that they may."""
+"""vLLM, Ray and the model hub's client report nothing, even if the user's environment allows it."""
 
 import json
 import os
@@ -17,8 +17,8 @@ SHOW = (
 )
 
 
-def test_what_is_switched_off():
-    """By the names that their documentation gives."""
+def test_statistics_are_switched_off():
+    """The switches have the names of their documentation."""
     assert (
         OFF["HF_HUB_DISABLE_TELEMETRY"] == OFF["VLLM_NO_USAGE_STATS"] == OFF["DO_NOT_TRACK"] == "1"
     )
@@ -35,8 +35,8 @@ def test_what_is_switched_off():
         "import onepolicy.launch.ray.replica_actor",
     ],
 )
-def test_whoever_imports_us(first, exported):
-    """The command line, learner ranks and Ray's actors."""
+def test_every_kind_of_our_processes_is_covered(first, exported):
+    """They are the command line, learner ranks and Ray's actors."""
     environment = {name: value for name, value in os.environ.items() if name not in OFF} | exported
     done = subprocess.run(
         [sys.executable, "-c", f"{first}\n{SHOW}"],
@@ -48,8 +48,11 @@ def test_whoever_imports_us(first, exported):
     assert json.loads(done.stdout) == OFF
 
 
-def test_the_model_hubs_client_hears_it_before_it_is_imported():
-    code = "import onepolicy.models.load, huggingface_hub.constants as hub; print(hub.HF_HUB_DISABLE_TELEMETRY)"
+def test_the_model_hubs_client_is_switched_off_before_its_import():
+    code = (
+        "import onepolicy.models.load, huggingface_hub.constants as hub; "
+        "print(hub.HF_HUB_DISABLE_TELEMETRY)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | ON,
@@ -82,7 +85,7 @@ def test_ray(monkeypatch, own):
     assert {name: os.environ[name] for name in OFF} == OFF
 
 
-def test_exported_settings_do_not_open_a_ray_that_is_started_for_the_run(monkeypatch):
+def test_exported_settings_do_not_open_a_ray_started_for_the_run(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
     connect.prepare_environment(own=True)
@@ -103,15 +106,16 @@ with connect._connected(RayCluster(kind="ray")):
     def shown():
         return {name: os.environ.get(name) for name in OFF}
 
-    print(json.dumps([ray.get(shown.remote()), sorted(ray._private.worker._global_node.all_processes)]))
+    processes = sorted(ray._private.worker._global_node.all_processes)
+    print(json.dumps([ray.get(shown.remote()), processes]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_rays_processes():
-    """No API server is among them: it would ask which cloud this is."""
+def test_ray_starts_no_api_server():
+    """An API server would ask which cloud this is."""
     pytest.importorskip("ray")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("RAY_")

@@ -1,4 +1,5 @@
-"""Files and addresses that come from others: nothing in them runs, nothing leaves its folder, no secret is repeated."""
+"""Files and addresses from others: none of their content is executed or leaves its folder, and no
+secret is repeated."""
 
 import asyncio
 import json
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Trap:
-    """Whoever unpickles it makes a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -43,7 +44,7 @@ def model_folder(tmp_path):
     return tmp_path / "0"
 
 
-def test_a_model_whose_weights_are_a_pickle_is_refused(model_folder, tmp_path):
+def test_a_model_with_pickled_weights_is_refused(model_folder, tmp_path):
     (model_folder / "model.safetensors").unlink()
     torch.save(
         {"model.embed_tokens.weight": Trap(tmp_path / "sprung")}, model_folder / "pytorch_model.bin"
@@ -110,7 +111,7 @@ def test_a_link_out_of_a_dump_is_refused(tmp_path):
         list(read_dump(dump, {}))
 
 
-def test_files_for_an_engine_do_not_go_where_others_may_change_them(tmp_path, monkeypatch):
+def test_engine_files_are_not_written_where_others_may_change_them(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files.tempfile, "gettempdir", lambda: str(tmp_path))
     base = tmp_path / f"onepolicy-sync-{os.getuid()}"
     assert WeightFiles(None).folder.parent == base
@@ -138,7 +139,7 @@ def test_files_for_an_engine_do_not_go_where_others_may_change_them(tmp_path, mo
         "--trust_remote",
     ],
 )
-def test_what_guards_a_server_cannot_be_passed_through(argument, monkeypatch):
+def test_guard_settings_of_a_server_cannot_be_passed_through(argument, monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     settings = {"max_len": 96, "vocab": 32, "routes": False, "cpu": True}
     with pytest.raises(UsageError, match="is set by onepolicy engine serve"):

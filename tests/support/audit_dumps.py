@@ -22,7 +22,8 @@ def gaussian_rows(
     entropy: bool = True,
     **extra: object,
 ) -> Rows:
-    """log rho normal with mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL = kl. Two prompt tokens each."""
+    """Return rows with log rho normal, mean -kl and variance 2 kl under the rollout: E[rho] = 1, KL
+    = kl. Each has two prompt tokens."""
     rng = np.random.default_rng(seed)
     out = []
     for _ in range(rows):
@@ -50,8 +51,9 @@ def world_rows(
     stale: float = 0.0,
     entropy: bool = False,
 ) -> Rows:
-    """Two engines' softmax over the same logits but for noise, with one planted cause. `stale`: half of the rows were
-    sampled by weights this far from the trainer's, and say so in `version`."""
+    """Return rows of two engines whose softmaxes have the same logits but for noise, with one
+    planted cause. stale: half of the rows were sampled by weights this far from the trainer's, and
+    `version` shows it."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(ROWS, LENGTH, VOCABULARY, generator=g) * (
         3 * torch.rand(ROWS, LENGTH, 1, generator=g) + 0.5
@@ -83,7 +85,8 @@ def with_routes(
     noise: float = 0.02,
     seed: int = 0,
 ) -> Rows:
-    """Both sides route every token to the same experts but for one expert of a share `noise` of the routers."""
+    """Add routes: both sides route every token to the same experts, but a fraction `noise` of the
+    routers differs in one expert."""
     rng = np.random.default_rng(seed)
     out = []
     for row in rows:
@@ -100,7 +103,7 @@ def with_routes(
 
 
 def moved_routes(rows: Rows, how: str) -> Rows:
-    """The rollout's routes one layer on, one row late, or of the next sample."""
+    """Move the rollout's routes one layer on, one row late, or to the next sample."""
     out = []
     for i, row in enumerate(rows):
         ids = np.array(row["routes_rollout"]).reshape(

@@ -1,7 +1,9 @@
-"""Synthetic worlds in the shape of real dumps, clean and with one planted fault each: what an audit must tell apart.
+"""Synthetic worlds in the shape of real dumps, clean and with one planted fault each, for an audit
+to distinguish.
 
-A world has rows of 40 to 140 sampled tokens behind a prompt, 72% of them nearly deterministic. Both engines are a
-softmax over the same logits but for noise. A fault changes what one side computed, or what was written down of it.
+A world has rows of 40 to 140 sampled tokens behind a prompt, 72% of them nearly deterministic. Both
+engines are a softmax over the same logits but for noise. A fault changes the numbers that one side
+computed, or their record.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class World:
         return len(self.lengths)
 
     def copy(self) -> World:
-        """With the same random numbers ahead. The logits are shared: a fault replaces them, and writes into none."""
+        """Return a copy with the same future random numbers. The logits are shared: a fault
+        replaces them, and writes into none."""
         columns = {name: values.clone() for name, values in self.columns.items()}
         rng, generator = copy.deepcopy(self.rng), torch.Generator()
         generator.set_state(self.generator.get_state())
@@ -60,7 +63,7 @@ class World:
         return scale * torch.randn(shape, generator=self.generator)
 
     def draw(self, logits: Tensor) -> None:
-        """Sample anew from these logits; prompts stay. Both sides are scored again."""
+        """Sample anew from these logits and score both sides again. Prompts stay."""
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.generator)[:, 0]
         self.tokens = torch.where(self.sampled, drawn, self.tokens)
         self.score()
@@ -76,7 +79,7 @@ class World:
         }
 
     def pick_rows(self, share: float) -> Tensor:
-        """[n] bool: the tokens of a share of the rows, drawn at random."""
+        """Draw a fraction of the rows and return their tokens as [n] bool."""
         count = max(1, round(share * self.rows))
         chosen = torch.zeros(self.rows, dtype=torch.bool)
         chosen[torch.randperm(self.rows, generator=self.generator)[:count]] = True
@@ -160,7 +163,7 @@ def _both(*faults: Fault) -> Fault:
 
 
 def temperature(t: float, *, reported: bool, share: float = 1.0) -> Fault:
-    """The engine samples at t; reported: and says so in its log-probabilities."""
+    """Let the engine sample at t. reported: its log-probabilities are at t too."""
 
     def plant(w: World) -> None:
         hot = torch.where(w.pick_rows(share)[:, None], w.engine / t, w.engine)
@@ -200,7 +203,7 @@ def scaled(side: str, factor: float) -> Fault:
 
 
 def per_character(side: str) -> Fault:
-    """Divided by the characters of each token, which differ."""
+    """Divide by the number of characters of each token."""
 
     def plant(w: World) -> None:
         characters = 1 + torch.randint(0, 8, (VOCABULARY,), generator=w.generator)
@@ -212,7 +215,8 @@ def per_character(side: str) -> Fault:
 def shifted(
     by: int, *, side: str = "logp_rollout", share: float = 1.0, turn: bool = False, since: int = 0
 ) -> Fault:
-    """Values one slot off; turn: only behind a tool's answer in the middle of the row; since: from this token on."""
+    """Shift values by one slot. turn: only behind a tool's answer in the middle of the row; since:
+    from this token on."""
 
     def plant(w: World) -> None:
         moved = w.columns[side].roll(by)
@@ -229,7 +233,7 @@ def shifted(
 
 
 def merged(share: float, *, lost: int = 1) -> Fault:
-    """One token of a row was merged on one side: everything behind it stands `lost` slots early."""
+    """Merge one token of a row on one side: everything behind it is `lost` slots early."""
 
     def plant(w: World) -> None:
         at = (
@@ -248,7 +252,7 @@ def merged(share: float, *, lost: int = 1) -> Fault:
 
 
 def other_tokens(share: float) -> Fault:
-    """From a point of the row on the trainer scored other text."""
+    """Let the trainer score other text from a point of the row on."""
 
     def plant(w: World) -> None:
         at = (
@@ -263,7 +267,7 @@ def other_tokens(share: float) -> Fault:
 
 
 def ending(value: float, *, side: str = "logp_rollout", last: int = 1) -> Fault:
-    """The end token, which is no sure one, has a value filled in."""
+    """Fill in a value for the end token, which is not a certain one."""
 
     def plant(w: World) -> None:
         at = w.place >= (w.lengths - last)[w.segment]
@@ -287,7 +291,8 @@ def filled(value: float, share: float, *, side: str = "logp_rollout") -> Fault:
 def stale(
     share: float, far: float = 0.45, *, declared: bool = False, version: bool = True, since: int = 0
 ) -> Fault:
-    """Rows sampled by other weights; since: only from this token on (the weights changed in mid-row)."""
+    """Sample rows by other weights. since: only from this token on (the weights changed in
+    mid-row)."""
 
     def plant(w: World) -> None:
         rows = w.pick_rows(share)
@@ -307,7 +312,7 @@ def stale(
 
 
 def swapped(share: float, side: str = "logp_rollout") -> Fault:
-    """Rows have the values of another row."""
+    """Give rows the values of another row."""
 
     def plant(w: World) -> None:
         count = max(2, round(share * w.rows))
@@ -334,7 +339,7 @@ def copied(share: float) -> Fault:
 
 
 def prompts_in_mask(value: float | None, *, both: bool = False) -> Fault:
-    """None: with their log-probabilities on both sides."""
+    """Put prompts into the mask. None: with their log-probabilities on both sides."""
 
     def plant(w: World) -> None:
         w.columns["mask"] = torch.ones_like(w.columns["mask"])
@@ -346,7 +351,7 @@ def prompts_in_mask(value: float | None, *, both: bool = False) -> Fault:
 
 
 def padding_in_mask(value: float) -> Fault:
-    """The last quarter of each row is padding on both sides."""
+    """Put padding into the mask: the last quarter of each row is padding on both sides."""
 
     def plant(w: World) -> None:
         at = w.place >= (w.lengths * 3 // 4)[w.segment]
@@ -357,7 +362,7 @@ def padding_in_mask(value: float) -> Fault:
 
 
 def other_context(first: int, far: float) -> Fault:
-    """The trainer scored behind another system prompt, which the first tokens feel."""
+    """Let the trainer score behind another system prompt, which affects the first tokens."""
 
     def plant(w: World) -> None:
         near = (1 - (w.place - PROMPT) / first).clamp(0, 1)[:, None]
@@ -374,7 +379,7 @@ def clipped(side: str, floor: float) -> Fault:
 
 
 def constant_rows(side: str, share: float = 1.0) -> Fault:
-    """The mean of the row stands at every token."""
+    """Put the mean of the row at every token."""
 
     def plant(w: World) -> None:
         values, mask = w.columns[side], w.columns["mask"]
@@ -388,7 +393,7 @@ def constant_rows(side: str, share: float = 1.0) -> Fault:
 
 
 def unnormalised(side: str, *, share: float = 1.0) -> Fault:
-    """The logit less the largest one, without the normalisation."""
+    """Return the logit less the largest one, without the normalisation."""
 
     def plant(w: World) -> None:
         logits = w.engine if side == "logp_rollout" else w.trainer
@@ -399,7 +404,7 @@ def unnormalised(side: str, *, share: float = 1.0) -> Fault:
 
 
 def first_filled(value: float) -> Fault:
-    """The engine has no log-probability of its first token."""
+    """Leave out the engine's log-probability of its first token."""
 
     def plant(w: World) -> None:
         first = w.place == PROMPT
@@ -418,7 +423,7 @@ def probabilities() -> Fault:
 
 
 def likeliest() -> Fault:
-    """The engine wrote down its likeliest token's value in place of the sampled one's."""
+    """Record the engine's likeliest token's value in place of the sampled one's."""
 
     def plant(w: World) -> None:
         w.columns["logp_rollout"] = w.engine.log_softmax(-1).max(-1).values
@@ -427,7 +432,7 @@ def likeliest() -> Fault:
 
 
 def cut(length: int, value: float | None) -> Fault:
-    """From this token on the last value is repeated, or another one stands there."""
+    """Repeat the last value from this token on, or put another one there."""
 
     def plant(w: World) -> None:
         start = w.lengths.cumsum(0) - w.lengths
@@ -441,7 +446,7 @@ def cut(length: int, value: float | None) -> Fault:
 
 
 def equal_sides() -> Fault:
-    """Both sides are one array."""
+    """Make both sides one array."""
 
     def plant(w: World) -> None:
         w.columns["logp_trainer"] = w.columns["logp_rollout"].clone()
@@ -450,7 +455,7 @@ def equal_sides() -> Fault:
 
 
 def duplicated(share: float) -> Fault:
-    """Rows that stand there twice."""
+    """Repeat rows."""
 
     def plant(w: World) -> None:
         rows = w.pick_rows(share)
@@ -479,7 +484,7 @@ def nan(share: float) -> Fault:
 
 
 def same_for_group(share: float, size: int = 4) -> Fault:
-    """All rows of a group have the values of its first one."""
+    """Give all rows of a group the values of its first row."""
 
     def plant(w: World) -> None:
         starts = (w.lengths.cumsum(0) - w.lengths).tolist()
@@ -599,12 +604,12 @@ FAULTS: dict[str, Planted] = {
 
 @functools.lru_cache(maxsize=2)
 def _sound(seed: int, gap: str) -> World:
-    """A world to copy: most of the time of an outcome is that of making it."""
+    """Return a world to copy. Making it takes most of the time of an outcome."""
     return world(seed, gap)
 
 
 def outcome(name: str, seed: int, gap: str) -> Outcome:
-    """(action, causes, words) of an audit; `refused` where the dump is refused."""
+    """Return (action, causes, words) of an audit; `refused` if it refuses the dump."""
     w = _sound(seed, gap).copy()
     FAULTS[name].plant(w)
     try:
@@ -615,7 +620,8 @@ def outcome(name: str, seed: int, gap: str) -> Outcome:
 
 
 def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Audited:
-    """routes: share of routers that choose one other expert on the trainer's side; 0: the dump has no routes."""
+    """Return the outcomes of clean worlds. routes: share of routers that choose one other expert on
+    the trainer's side; 0: the dump has no routes."""
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:
         layers, experts, k = 2, 16, 4
@@ -642,7 +648,7 @@ ROUNDINGS = {"bfloat16": rounded(torch.bfloat16), "float16": rounded(torch.float
 
 
 def outcomes(seeds: range) -> dict[str, list[Outcome]]:
-    """Of every fault, in every world."""
+    """Return the outcomes of every fault in every world."""
     worlds = [(seed, gap) for seed in seeds for gap in (SMALL, MOE)]
     found: dict[str, list[Outcome]] = {name: [] for name in FAULTS}
     for seed, gap in worlds:
@@ -652,7 +658,7 @@ def outcomes(seeds: range) -> dict[str, list[Outcome]]:
 
 
 def table(found: dict[str, list[Outcome]]) -> str:
-    """Markdown: what an audit says of each fault, and how often the cause is right."""
+    """Return Markdown: the audit's verdict on each fault, and how often the cause is right."""
     lines = ["| fault | verdict | causes named | right cause |", "|---|---|---|---|"]
     for name, outcomes in found.items():
         actions = collections.Counter(action for action, _, _ in outcomes)

@@ -14,12 +14,14 @@ from support.needs import need
 # Written into the page ahead of everything else; the results are read from the dumped DOM.
 COLLECTOR = """<script>
   const errors = [];
-  const note = (text) => { errors.push(text); document.documentElement.dataset.errors = errors.join(" | "); };
-  addEventListener("error", (event) => note(event.message || "failed to load " + event.target.src), true);
+  const collected = document.documentElement.dataset;
+  const note = (text) => { errors.push(text); collected.errors = errors.join(" | "); };
+  const noteFailure = (event) => note(event.message || "failed to load " + event.target.src);
+  addEventListener("error", noteFailure, true);
   addEventListener("unhandledrejection", (event) => note(String(event.reason)));
   addEventListener("load", () => {
-    document.documentElement.dataset.loaded = performance.getEntriesByType("resource").map((e) => e.name).join(" ");
-    document.documentElement.dataset.overflow = document.documentElement.scrollWidth - innerWidth;
+    collected.loaded = performance.getEntriesByType("resource").map((e) => e.name).join(" ");
+    collected.overflow = document.documentElement.scrollWidth - innerWidth;
   });
 </script>"""
 
@@ -28,7 +30,8 @@ PLOTLY = re.compile(r'<script id="plotly">.*?</script>', re.S)
 
 
 class Drawn(HTMLParser):
-    """Counts element classes inside every figure's div, and keeps the attributes of html and body."""
+    """A parser that counts element classes inside every figure's div and keeps the attributes of
+    html and body."""
 
     VOID = frozenset({"meta", "br", "link", "img", "input", "hr"})
 
@@ -65,7 +68,7 @@ class Drawn(HTMLParser):
 
 
 def chromium() -> str:
-    """The report is tested in a real browser."""
+    """Return the path of the browser that the report is tested in."""
     need("chromium")
     found = shutil.which("chromium")
     assert found is not None
@@ -74,7 +77,7 @@ def chromium() -> str:
 
 @dataclass
 class Page:
-    """One page being opened; `drawn` waits for it."""
+    """One page being opened. `drawn` waits for it."""
 
     process: subprocess.Popen
 

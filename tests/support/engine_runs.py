@@ -29,7 +29,7 @@ def prompts(count, low=3, high=25, seed=0):
 
 
 def run(engine, requests):
-    """requests: (prompt, sampling, seed), all at once."""
+    """Run all requests at once: (prompt, sampling, seed)."""
 
     async def together():
         return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
@@ -43,7 +43,8 @@ def ragged(paths, temperature=1.0, spread=20):
 
 @torch.no_grad()
 def teacher_forced(model, prompt, completion, temperature=1.0):
-    """(logp [n, V] at the sampled tokens, routes [N - 1, L, K]) of one plain forward over the whole path."""
+    """Return (logp [n, V] at the sampled tokens, routes [N - 1, L, K]) of one plain forward over
+    the whole path."""
     path = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
     if completion.routing is None:
         logits, routes = model(input_ids=path, use_cache=False).logits, None

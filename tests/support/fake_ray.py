@@ -12,7 +12,8 @@ from onepolicy.types import Completion
 
 
 class Engine:
-    """In the replica's process: samples the prompt's first token, one event loop turn per requested token."""
+    """An engine of the replica's process that samples the prompt's first token, one event loop turn
+    per requested token."""
 
     ready_to_load = True
 
@@ -43,9 +44,10 @@ class Engine:
 
 
 class Actor:
-    """A Ray actor without Ray: `die` loses its process, its memory and what it was asked.
+    """A Ray actor without Ray. `die` loses its process, its memory and its requests.
 
-    chance: a random.Random; now and then a message to it is lost, or what it answers, while its process lives.
+    chance: a random.Random; now and then a message to the actor is lost, or its answer, while its
+    process lives.
     """
 
     def __init__(self, restarts=1, chance=None):

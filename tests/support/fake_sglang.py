@@ -1,6 +1,8 @@
-"""A server in this process that keeps SGLang 0.5.23's contract, and is stricter: fields it does not know are refused.
+"""A server in this process that keeps SGLang 0.5.23's contract and is stricter: it refuses unknown
+fields.
 
-Its model is a bigram, so that weights matter; its routes follow from token and weights. It joins broadcasts for real.
+Its model is a bigram, so that weights matter. Its routes follow from token and weights. It joins
+broadcasts for real.
 """
 
 import base64
@@ -172,7 +174,7 @@ class FakeSGLang(Updates):
         return reply if self.damage is None else self.damage(reply)
 
     def wait(self, out, path, aborted):
-        """For the end of a pause; or, if held, for its beginning. An abort ends both."""
+        """Wait for the end of a pause; or, if held, for its beginning. An abort ends both."""
 
         def over():
             return self.aborted != aborted

@@ -1,4 +1,4 @@
-"""How the server of fake_sglang.py takes weights: from a folder, or in a session by broadcast."""
+"""Weight updates of the server of fake_sglang.py: from a folder, or in a session by broadcast."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.waiting import LIMIT_S
 
 
 class Refused(Exception):
-    """Status 400."""
+    """An error with status 400."""
 
 
 def fields(body, known, required=()):
@@ -21,15 +21,17 @@ def fields(body, known, required=()):
 
 
 class Updates:
-    """Of a server with weights, version, running, mode, session, groups, updates, cache and change."""
+    """Updates of a server with weights, version, running, mode, session, groups, updates, cache and
+    change."""
 
     def took(self, weights, body):
-        """New weights: as /update_weights_* do it."""
+        """Take new weights as /update_weights_* do."""
         if set(weights) - set(self.weights):
             raise Refused(f"unknown parameters {set(weights) - set(self.weights)}")
         if body["flush_cache"] and self.running and self.mode != "retract":
             raise Refused(
-                "Weights were updated, but the cache was not flushed because requests are still running"
+                "Weights were updated, but the cache was not flushed because requests are "
+                "still running"
             )
         with self.change:
             self.weights = self.weights | {

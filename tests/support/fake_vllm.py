@@ -1,5 +1,6 @@
-"""A vLLM 0.30 server in miniature: its endpoints, its replies, its habits (a request that reaches it while it is paused
-waits), strict about what it is sent. The policy is a table of logits, read from the safetensors it is given."""
+"""A vLLM 0.30 server in miniature: its endpoints, its replies, and its habits (a request that
+reaches it while it is paused waits). It is strict about its requests. The policy is a table of
+logits, read from the given safetensors."""
 
 import asyncio
 import base64
@@ -92,7 +93,7 @@ def connected(fake, **settings):
 
 
 def one(engine, prompt=(3, 4, 5), **sampling):
-    """The completion of one request."""
+    """Return the completion of one request."""
     sampling = Sampling(**{"temperature": 1.0, "max_tokens": 6} | sampling)
     return asyncio.run(engine.generate(list(prompt), sampling, seed=7))
 
@@ -288,7 +289,7 @@ class FakeVLLM:
 
 
 def routes_of(tokens):
-    """[N, LAYERS, TOP_K] uint8: distinct experts that follow from a token and the layer."""
+    """Return [N, LAYERS, TOP_K] uint8: distinct experts that follow from a token and the layer."""
     base = np.array(tokens)[:, None, None] * 3 + np.arange(LAYERS)[:, None] + 1
     return ((base + np.arange(TOP_K) * 5) % EXPERTS).astype(np.uint8)
 
@@ -300,7 +301,7 @@ def npy(array):
 
 
 def edited(reply, **fields):
-    """The reply with fields of its choice replaced (None: left out)."""
+    """Return the reply with these fields of its choice replaced (None: left out)."""
     reply = json.loads(json.dumps(reply))
     choice = reply["choices"][0] | fields
     reply["choices"][0] = {name: value for name, value in choice.items() if value is not None}

@@ -1,8 +1,10 @@
-"""Every MoE causal LM of the pinned transformers as a tiny random model, from the table in families.toml.
+"""Every MoE causal LM of the pinned transformers as a tiny random model, from the table in
+families.toml.
 
-Three layers of width 32 where the family allows it; selection biases, routed scales other than 1, dense layers and
-sliding windows shorter than the sequence wherever the family has them. `discover()` is what the installed transformers
-really holds: a family that an upgrade adds is in none of the tables and turns the completeness test red.
+Three layers of width 32 where the family allows it. Selection biases, routed scales other than 1,
+dense layers and sliding windows shorter than the sequence wherever the family has them.
+`discover()` lists the families of the installed transformers: one that an upgrade adds is in none
+of the tables and fails the completeness test.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Family:
         seed: int = 0,
         **changes: Any,
     ) -> PreTrainedModel:
-        """Random weights with decided routers and selection biases that change choices."""
+        """Return a model with random weights, decided routers, and selection biases that change
+        choices."""
         torch.manual_seed(seed)
         config, options = self.config(**changes), {"dtype": dtype}
         if experts is not None:
@@ -55,7 +58,8 @@ class Family:
 
 
 def perturb(model: PreTrainedModel) -> None:
-    """Decided routers, selection biases that change choices, hash tables that name different experts."""
+    """Give the model decided routers, selection biases that change choices, and hash tables that
+    name different experts."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("tid2eid"):
@@ -121,14 +125,16 @@ NO_CAUSAL_LM = {  # modules with routed experts but no causal LM class to bind
     "vitpose_backbone": "image backbone",
 }
 _EXPERTS = re.compile(
-    r"\b((moe_)?num_experts|num_local_experts|n_routed_experts)\b|^class \w*(Experts|MoE|Router|Moe\w*Block)\(",
+    r"\b((moe_)?num_experts|num_local_experts|n_routed_experts)\b|^class "
+    r"\w*(Experts|MoE|Router|Moe\w*Block)\(",
     re.MULTILINE,
 )
 _CAUSAL_LM = re.compile(r"^class \w+ForCausalLM\(", re.MULTILINE)
 
 
 def discover() -> tuple[set[str], set[str]]:
-    """Model folders of the installed transformers that name experts: (with a causal LM class, without one)."""
+    """Return the model folders of the installed transformers that name experts: (with a causal LM
+    class, without one)."""
     with_lm, without = set(), set()
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         source = path.read_text(encoding="utf-8")
@@ -138,5 +144,6 @@ def discover() -> tuple[set[str], set[str]]:
 
 
 def folder(model_type: str) -> str:
-    """Folder under transformers/models: text halves of multimodal models live with their parents."""
+    """Return the folder under transformers/models: text halves of multimodal models are in their
+    parents' folders."""
     return model_type.removesuffix("_text")

@@ -1,6 +1,7 @@
-"""What recording and replay do to one family, measured once per session, and docs/families.md made from it.
+"""Results of recording and replay for one family, measured once per session, and docs/families.md
+made from them.
 
-PYTHONPATH=tests python -m support.family_results      writes docs/families.md
+PYTHONPATH=tests python -m support.family_results writes docs/families.md
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Result:
 
 @cache
 def examine(model_type: str, run: int) -> Result:
-    """Own routes, then random ones. run 0: fp32, stock experts; 1: bf16, eager loop, the family's second setting."""
+    """Replay own routes, then random ones. run 0: fp32, stock experts; 1: bf16, eager loop, the
+    family's second setting."""
     family = TABLE[model_type]
     model = (
         family.model()
@@ -105,7 +107,8 @@ def _changed(plain: dict[str, Tensor], grads: dict[str, Tensor]) -> tuple[str, .
 def _recomputed(
     routers: Routers, own: RoutingTrace, ids: Tensor, plain: dict[str, Tensor]
 ) -> tuple[str, ...]:
-    """Parameters whose gradient bits differ from those of the forward without checkpointing."""
+    """Return parameters whose gradient bits differ from those of the forward without
+    checkpointing."""
     model, calls = routers._model, []
     model.gradient_checkpointing_enable()
     model.train()  # or nothing is checkpointed
@@ -125,7 +128,8 @@ def _recomputed(
 
 
 def _decoded(routers: Routers, ids: Tensor) -> bool:
-    """From its second forward on a recorder reads the ids from the router's output where it can."""
+    """Return whether later forwards of a recorder read the ids that the experts got, from the
+    router's output where they can."""
     with torch.no_grad(), routers.record() as tape, experts_seen(routers) as seen:
         for step in range(3):
             routers._model(input_ids=ids.roll(step, 1), use_cache=False)
@@ -157,7 +161,7 @@ def _has_gradient(path: str, grads: dict[str, Tensor]) -> bool:
     return bool(own) and any((g != 0).any() for g in own)
 
 
-# --- what the experts really got ----------------------------------------------------------------------------------
+# --- what the experts really got ------------------------------------------------------------------
 
 
 @dataclass
@@ -168,7 +172,8 @@ class Seen:
 
 @contextmanager
 def experts_seen(routers: Routers) -> Iterator[dict[str, Seen]]:
-    """By router path: which experts computed which tokens, read from the inputs of the modules that compute them."""
+    """Record by router path which experts computed which tokens, read from the inputs of the
+    modules that compute them."""
     seen: dict[str, Seen] = {}
     hooks = []
     for router in routers._routers:
@@ -200,13 +205,15 @@ def _usual(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) ->
 
 
 def _llama4(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) -> None:
-    """Every expert gets every token times its weight, which is 0 unless it was selected."""
+    """Return the tokens of each expert: every expert gets every token times its weight, which is 0
+    unless it was selected."""
     rows = args[0].view(experts.num_experts, -1, args[0].shape[-1])
     seen[path] = Seen((rows != 0).any(-1).T, True)
 
 
 def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
-    """Experts get the rows of their tokens, sorted by expert: find each row among the block's tokens."""
+    """Return the tokens of each expert, which gets the rows of its tokens, sorted by expert: find
+    each row among the block's tokens."""
     routed: list[Tensor] = []
 
     def after_router(_: nn.Module, args: tuple, out: tuple) -> None:
@@ -227,20 +234,24 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
     ]
 
 
-# --- the page -----------------------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 _HEAD = """# Routing replay by model family
 
-Every MoE causal LM of transformers {version}, as a tiny random model on the CPU: 3 x 7 tokens, 8 experts, routers and
-selection biases perturbed. Two runs each: fp32 with the stock experts function; bf16 with the eager loop over experts
-and the setting behind the semicolon. **Own routes**: what a forward recorded is replayed; are the logits and the
-gradients of all parameters the same bits, also with activation checkpointing? **Random routes**: random valid routes
-are replayed; are they what the module that computes the experts was given, with weights other than 0, and does every
-router get a gradient?
+Every MoE causal LM of transformers {version}, as a tiny random model on the CPU: 3 x 7 tokens,
+8 experts, routers and selection biases perturbed. Two runs each: fp32 with the stock experts
+function; bf16 with the eager loop over experts and the setting behind the semicolon.
 
-Written by `PYTHONPATH=tests python -m support.family_results`; `tests/integration/replay/test_families.py` measures it again and compares.
+**Own routes**: the routes that a forward recorded are replayed. Are the logits and the gradients of
+all parameters the same bits, also with activation checkpointing? **Random routes**: random valid
+routes are replayed. Are they the input of the module that computes the experts, with weights other
+than 0, and does every router get a gradient?
 
-| model type | weights from | MoE layers | own: logits | gradients | checkpointed | random: used | not 0 | note |
+Written by `PYTHONPATH=tests python -m support.family_results`.
+`tests/integration/replay/test_families.py` measures it again and compares.
+
+| model type | weights from | MoE layers | own: logits | gradients | checkpointed \
+| random: used | not 0 | note |
 |---|---|---|---|---|---|---|---|---|
 """
 _FOOT = """
@@ -248,7 +259,8 @@ _FOOT = """
 {refused}
 
 ## Without a causal LM class
-Not in the tests; most reuse a router of the table above (`ernie4_5_vl_moe` has two a layer and is refused): {outside}.
+Not in the tests; most reuse a router of the table above (`ernie4_5_vl_moe` has two a layer and is
+refused): {outside}.
 """
 
 

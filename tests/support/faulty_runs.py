@@ -1,4 +1,5 @@
-"""What the tests of faults share: runs in processes of their own, when to strike, and what must hold afterwards."""
+"""Shared parts of the tests of faults: runs in processes of their own, moments of the faults, and
+conditions that must hold afterwards."""
 
 import json
 import os
@@ -27,14 +28,15 @@ LONG = 600  # s; what is waited for comes much earlier on a quiet machine
 
 
 def start(*arguments, program=("-m", "onepolicy"), **how):
-    """Start `onepolicy train ...` in a process group of its own. `program` is what Python runs."""
+    """Start `onepolicy train ...` in a process group of its own. `program` is the code that Python
+    runs."""
     command = [sys.executable, *program, "train", *map(str, arguments)]
     pipes = {"stdout": DEVNULL, "stderr": PIPE, "text": True, "start_new_session": True}
     return Popen(command, **pipes | how)
 
 
 def finished(process, status=0):
-    """What it wrote to stderr; it must end in time, with this exit status."""
+    """Wait for the run's end and return its stderr. It must end in time, with this exit status."""
     try:
         _, errors = process.communicate(timeout=LONG)
     finally:
@@ -47,39 +49,39 @@ def finished(process, status=0):
 
 
 def wait_for(condition, process=None, poll=POLL_S):
-    """`process` must live until then."""
+    """Wait for the condition. `process` must live until then."""
     return wait_until(condition, LONG, process=process, poll=poll)
 
 
 class Fault:
-    """One that has just struck the run in folder `out`. Says with `pytest -rP` how long it took to recover: until the
-    log has a step that it had not."""
+    """A fault that has just struck the run in folder `out`. `pytest -rP` shows the time to
+    recovery: until the log has a new step."""
 
     def __init__(self, out):
         self.out, self.had, self.began = out, len(steps_of(out)), time.monotonic()
 
     def ended(self):
-        """The run has, by itself. Who waited for that gave up after LONG."""
+        """Record that the run has ended by itself. The caller gave up waiting after LONG."""
         print(f"ended after {time.monotonic() - self.began:.1f} s")
         self.had = len(steps_of(self.out))
 
     def recovered(self, run):
-        """`run`, the one that was hit or what goes on with it, has a new step."""
+        """Wait until `run`, the one that was hit or its successor, has a new step."""
         wait_for(lambda: steps_of(self.out)[-1:] > [self.had], run)
         print(f"recovered after {time.monotonic() - self.began:.1f} s")
 
     def survived(self, run):
-        """`run` goes on to its end. What it wrote to stderr."""
+        """Wait until `run` ends and return its stderr."""
         self.recovered(run)
         return finished(run)
 
     def resumed(self):
-        """`--resume`, to the end."""
+        """Run `--resume` to the end."""
         self.survived(start("--resume", self.out))
 
 
 def steps_of(out):
-    """Steps in the log so far; a line that is being written does not count."""
+    """Return the steps in the log so far. An incomplete last line does not count."""
     path = out / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line)["step"] for line in lines]
@@ -90,7 +92,7 @@ def rows(out):
 
 
 def timeless(row):
-    """A metrics row without what depends on the clock."""
+    """Return a metrics row without the fields that depend on the clock."""
     return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
 
 
@@ -104,7 +106,8 @@ def gone(pid):
 
 
 def assert_complete(out, steps):
-    """Every step once, in order, each a whole batch; no leftovers of an interrupted save."""
+    """Check that every step is there once, in order, each a whole batch, without leftovers of an
+    interrupted save."""
     assert [row["step"] for row in rows(out)] == list(range(1, steps + 1))
     problems = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["problem"]) for line in problems] == sorted(
@@ -118,7 +121,8 @@ def assert_complete(out, steps):
 
 
 def assert_same_run(expected, out, step):
-    """To the bit: metrics but for times, samples, and every tensor of the last checkpoint."""
+    """Check for equality to the bit: metrics but for times, samples, and every tensor of the last
+    checkpoint."""
     assert list(map(timeless, rows(expected))) == list(map(timeless, rows(out)))
     assert (expected / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
     folders = [checkpoint.folder_of(run, step) for run in (expected, out)]
@@ -132,9 +136,10 @@ def assert_same_run(expected, out, step):
 
 @contextmanager
 def small_disk(folder, mib):
-    """A tmpfs of its own: where it is, and a function that gives it another size in MiB.
+    """Yield the folder of a tmpfs of its own, and a function that gives it another size in MiB.
 
-    Mounted in a namespace that only a shell is in, so that it needs no root; others reach it through /proc.
+    It is mounted in a namespace that only a shell is in, so that it needs no root. Other processes
+    reach it through /proc.
     """
     folder.mkdir()
     shell, said = _mounted("-Urm", folder, mib)
@@ -165,7 +170,8 @@ def _mounted(namespaces, folder, mib):
 
 
 def _mount(shell, options, folder):
-    """With a source named, mount does not repeat the mounted one's options, whose uid may have no name in there."""
+    """Mount the tmpfs. With a source named, mount does not repeat the mounted one's options, whose
+    uid may have no name in there."""
     with suppress(BrokenPipeError):
         shell.stdin.write(
             f"mount -t tmpfs -o {options} tmpfs {shlex.quote(str(folder))} && echo done\n"

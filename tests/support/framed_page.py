@@ -1,4 +1,5 @@
-"""A page in headless Chromium inside a frame of any width, as a phone shows it, and what a reader would see there."""
+"""A page in headless Chromium inside a frame of any width, as a phone shows it, and the parts that
+a reader would see."""
 
 import html as html_module
 import json
@@ -11,11 +12,13 @@ from support.browser import chromium
 # Runs in the page: waits until the figures are drawn, then tells the frame around it what is where.
 INSPECT = """<script>
   const errors = [];
-  addEventListener("error", (event) => errors.push(event.message || "failed to load " + event.target.src), true);
+  const noteFailure = (event) => errors.push(event.message || "failed to load " + event.target.src);
+  addEventListener("error", noteFailure, true);
   addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
   const all = (where, what) => [...where.querySelectorAll(what)];
   const box = (element) => element.getBoundingClientRect();
-  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  const meet = (a, b) =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
   const outside = (a, b) =>
     a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1;
   const inspect = () => {
@@ -23,11 +26,13 @@ INSPECT = """<script>
     for (const plot of all(document, ".plot")) {
       const name = plot.id.replace("fig-", "");
       figures[name] = all(plot, ".points path, .point path, path.point, path.js-line").length;
-      for (const text of all(plot, "text")) if (outside(box(text), box(plot))) cut.push(name + ": " + text.textContent);
+      for (const text of all(plot, "text"))
+        if (outside(box(text), box(plot))) cut.push(name + ": " + text.textContent);
       for (const kind of [".xtick text", ".ytick text"]) {
         const ticks = all(plot, kind);
         for (let i = 1; i < ticks.length; i++)
-          if (meet(box(ticks[i - 1]), box(ticks[i]))) overlapping.push(name + ": " + ticks[i].textContent);
+          if (meet(box(ticks[i - 1]), box(ticks[i])))
+            overlapping.push(name + ": " + ticks[i].textContent);
       }
     }
     for (const element of all(document, "h1, h2, h3, p, li, td, th, .chip, .value, pre, summary"))
@@ -39,19 +44,23 @@ INSPECT = """<script>
       loaded: performance.getEntriesByType("resource").map((entry) => entry.name),
       background: getComputedStyle(document.body).backgroundColor,
       headings: all(document, "h1, h2, h3").map((heading) => +heading.tagName[1]),
-      unnamed: all(document, ".plot").filter((plot) => !plot.getAttribute("aria-label").trim()).length,
+      unnamed: all(document, ".plot")
+        .filter((plot) => !plot.getAttribute("aria-label").trim()).length,
     }, "*");
   };
-  const wait = () => document.body && document.body.dataset.figures === "drawn" ? inspect() : setTimeout(wait, 50);
+  const figuresDrawn = () => document.body && document.body.dataset.figures === "drawn";
+  const wait = () => figuresDrawn() ? inspect() : setTimeout(wait, 50);
   wait();
 </script>"""
-OUTER = """<body style="margin:0"><iframe src="page.html" style="border:0;width:{width}px;height:20000px"></iframe>
+OUTER = """<body style="margin:0">
+<iframe src="page.html" style="border:0;width:{width}px;height:20000px"></iframe>
 <pre id="found"></pre><script>addEventListener("message", (event) => {{
   document.getElementById("found").textContent = JSON.stringify(event.data); }});</script></body>"""
 
 
 def inspected(html, folder, views):
-    """views: (width, dark) each -> what the page says of itself in each; all are opened at once."""
+    """Open all views, (width, dark) each, at once and return the page's report on itself in
+    each."""
     commands = []
     for width, dark in views:
         own = folder / f"{width}-{dark}"

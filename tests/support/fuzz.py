@@ -1,4 +1,5 @@
-"""Damaged inputs for readers, the same ones in every run: input i of a target follows from the two alone."""
+"""Damaged inputs for readers, the same ones in every run: input i of a target follows from the two
+alone."""
 
 from __future__ import annotations
 
@@ -71,13 +72,13 @@ SNIPPETS = (
 
 
 class Damage:
-    """Random choices, and what is made of a good input by them."""
+    """Random choices, and the damage that they do to a good input."""
 
     def __init__(self, seed: str) -> None:
         self.random = random.Random(seed)
 
     def data(self, good: bytes) -> bytes:
-        """Bytes with one to three things wrong."""
+        """Return bytes with one to three faults."""
         damaged = bytearray(good)
         for _ in range(self.random.randint(1, 3)):
             self._once(damaged)
@@ -107,7 +108,8 @@ class Damage:
                     data[number.start() : number.end()] = pick.choice(NUMBERS)
 
     def tree(self, good: Any) -> Any:
-        """A JSON value with one to three values replaced, left out, moved, doubled or spelled otherwise."""
+        """Return a JSON value with one to three values replaced, left out, moved, doubled or
+        spelled otherwise."""
         root = [copy.deepcopy(good)]
         for _ in range(self.random.randint(1, 3)):
             self._one_node(root)
@@ -136,14 +138,14 @@ class Damage:
                 of[key] = _fresh(self.random.choice(JUNK))
 
     def reply(self, good: Any) -> bytes | Any:
-        """A reply as bytes off the wire, or as the JSON value they hold."""
+        """Return a damaged reply as raw bytes, or as the JSON value of the bytes."""
         if self.random.random() < 0.3:
             return self.data(json.dumps(good).encode())
         return self.tree(good)
 
 
 def _fresh(junk: Any) -> Any:
-    """A copy, because the next damage may be done to it."""
+    """Return a copy, because the next damage may be done to it."""
     if junk is not DEEP:
         return copy.deepcopy(junk)
     deep: list = []
@@ -153,7 +155,7 @@ def _fresh(junk: Any) -> Any:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of every value in it, the first 500."""
+    """Return (container, key) of the first 500 values in it."""
     found: list[tuple[Any, Any]] = []
     waiting = [tree]
     while waiting and len(found) < 500:
@@ -174,7 +176,8 @@ def survives(
     check: Callable[[Any], None],
     refused: type[Exception],
 ) -> None:
-    """`read` takes every input, with a result that `check` accepts, or raises `refused`; each happens."""
+    """Check that `read` takes every input with a result that `check` accepts, or raises `refused`,
+    and that each happens."""
     accepted = 0
     for number in range(inputs):
         given = make(Damage(f"{target} {number}"))

@@ -1,4 +1,5 @@
-"""A small HTTP server for tests of engines over HTTP: handlers by path, and replies that misbehave as told."""
+"""A small HTTP server for tests of engines over HTTP: handlers by path, and replies with planted
+faults."""
 
 import json
 import threading
@@ -31,7 +32,8 @@ class Reply:
 
 @dataclass
 class Server:
-    """`with Server({"GET /health": handler}) as server:`; a handler takes a Request and returns a Reply or JSON.
+    """A server: `with Server({"GET /health": handler}) as server:`. A handler takes a Request and
+    returns a Reply or JSON.
 
     Unknown paths are 404. `asked` holds every request, in order.
     """
@@ -119,6 +121,7 @@ class Server:
 
 
 def first(replies, then):
-    """A handler that gives these replies one after the other, and then what `then` (a handler) says."""
+    """Return a handler that gives these replies one after the other, and then those of `then` (a
+    handler)."""
     left = list(replies)
     return lambda request: left.pop(0) if left else then(request)

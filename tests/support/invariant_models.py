@@ -1,4 +1,5 @@
-"""An engine and a trainer of one model with on-policy numerics, and what they differ in on the same tokens."""
+"""An engine and a trainer of one model with on-policy numerics, and their differences on the same
+tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def trainer_of(model: PreTrainedModel, *, fast: bool = False) -> PreTrainedModel
 def engine_of(
     model: PreTrainedModel, *, slots: int = 5, max_len: int = 256, **settings: object
 ) -> HFEngine:
-    """A copy of the model in it."""
+    """Return an engine with a copy of the model."""
     config = HFEngineConfig(dtype=str(model.dtype).removeprefix("torch."), slots=slots, **settings)
     return HFEngine(
         copy.deepcopy(model),
@@ -54,7 +55,7 @@ def pair(
 
 
 def batch_of(requests: Sequence[tuple], completions: Sequence[Completion]) -> TokenBatch:
-    """requests: (prompt, sampling, seed)."""
+    """Return the batch of these requests: (prompt, sampling, seed)."""
     samples = []
     for (prompt, sampling, _), done in zip(requests, completions, strict=True):
         tokens = torch.cat([torch.tensor(prompt, dtype=torch.int32), done.token_ids])
@@ -87,7 +88,8 @@ def differing(
     batch: TokenBatch,
     splits: Sequence[Sequence[int]],
 ) -> tuple[int, int]:
-    """Log-probabilities and routed slots in which a trainer that scores these micro-batches differs."""
+    """Return the log-probabilities and routed slots that differ when a trainer scores these
+    micro-batches."""
     logps = routes = 0
     for chosen in splits:
         micro = batch.select(list(chosen))

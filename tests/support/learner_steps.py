@@ -60,7 +60,7 @@ def batch_of(temperature: float = 1.0):
 def learner_of(
     *overrides: str, routed: bool = True, name: str = "qwen3_moe", reference=None
 ) -> LocalLearner:
-    """With a critic if the objective has one."""
+    """Return a learner, with a critic if the objective has one."""
     replayed = ["replay.min_agreement=0"]  # random routes agree with nothing
     if {"replay.mode=off", "replay.mode=r2"} & set(overrides):
         replayed = []

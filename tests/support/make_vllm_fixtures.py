@@ -1,15 +1,18 @@
-"""Make the fixtures of tests/unit/replay/payloads/test_vllm_generations.py with the code of released vLLM wheels. No engine runs: not live runs.
+"""Make the fixtures of test_vllm_generations.py with the code of released vLLM wheels. No engine
+runs: not live runs.
 
     for v in 0.20.2 0.21.0 0.22.0 0.28.0 0.31.0 0.33.0; do
       pip download --no-deps --only-binary=:all: -d wheels vllm==$v
       unzip -q wheels/vllm-$v-*.whl 'vllm/*.py' -d sources/$v
     done
-    PYTHONPATH=tests python -m support.make_vllm_fixtures sources tests/unit/replay/payloads/fixtures
+    fixtures=tests/unit/replay/payloads/fixtures
+    PYTHONPATH=tests python -m support.make_vllm_fixtures sources $fixtures
 
-Of each wheel this runs what stands between the routers and the caller: the capture buffer, the store of routes, the
-scheduler's lines that read it, `RequestState`'s lines that build the output, and the lines that encode it for HTTP.
-Modules they import are replaced by empty ones; the copy from the GPU (0.21) by a copy on the CPU. Two requests with one
-prompt are played, the second with its first block in the prefix cache.
+Of each wheel this runs the code between the routers and the caller: the capture buffer, the store
+of routes, the scheduler's lines that read it, `RequestState`'s lines that build the output, and the
+lines that encode it for HTTP. Modules they import are replaced by empty ones; the copy from the GPU
+(0.21) by a copy on the CPU. Two requests with one prompt are played, the second with its first
+block in the prefix cache.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ for steps in STEPS.values():
 
 
 def experts(token: int, layer: int, num_experts: int) -> list[int]:
-    """What the router of `layer` chose for the token, in its own order; prompt and decode alike in both requests."""
+    """Return the experts that the router of `layer` chose for the token, in its own order; prompt
+    and decode alike in both requests."""
     first = (37 * token + 11 * layer) % num_experts
     return [first, (first + 1 + token % 3) % num_experts]
 
@@ -64,7 +68,7 @@ COMPLETIONS, OUTPUTS = "vllm/entrypoints/openai/completion/serving.py", "vllm/ou
 
 
 def config(num_experts: int) -> Any:
-    """As much of a VllmConfig as the capture code reads."""
+    """Return the part of a VllmConfig that the capture code reads."""
     hf = Bag(
         num_hidden_layers=LAYERS,
         num_experts_per_tok=TOP_K,
@@ -84,7 +88,7 @@ def config(num_experts: int) -> Any:
 
 
 class Rest(Bag):
-    """What it was not given is None."""
+    """A namespace whose other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -264,7 +268,7 @@ def play_0_31(wheel: Wheel, num_experts: int) -> dict[str, Any]:
 
 
 def finish(wheel: Wheel, found: dict[str, Any]) -> dict[str, Any]:
-    """The wheel's own CompletionOutput of what the scheduler returned."""
+    """Return the wheel's own CompletionOutput of the scheduler's result."""
     completion_output = wheel.module(OUTPUTS).CompletionOutput
     names = {"np": np, "CompletionOutput": completion_output, "RequestOutputKind": Bag(DELTA=1)}
     build = wheel.function(PROCESSOR, "_new_completion_output", names)
@@ -281,7 +285,7 @@ def finish(wheel: Wheel, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def reply(wheel: Wheel, done: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of /v1/completions that hold routes, encoded by the wheel's own lines."""
+    """Return the fields of /v1/completions that hold routes, encoded by the wheel's own lines."""
     if wheel.version < "0.21":
         return None
     output = done["output"]

@@ -8,7 +8,7 @@ def rows(run):
 
 
 def timeless(row):
-    """A metrics row without what depends on the clock."""
+    """Return a metrics row without the fields that depend on the clock."""
     return {
         k: v
         for k, v in row.items()

@@ -1,4 +1,5 @@
-"""Tiny random models of the families the tests run on. Perturbed, so that routers, biases and sinks are not trivial."""
+"""Tiny random models of the tested families, perturbed so that routers, biases and sinks are not
+trivial."""
 
 import copy
 

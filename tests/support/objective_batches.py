@@ -11,7 +11,7 @@ from onepolicy.types import Group, Sample, TokenBatch
 
 
 def group(rewards: list[float], problem_id: int = 0, slots: tuple[int, ...] = ()) -> Group:
-    """Samples with these rewards and (1 each unless given) trainable slots."""
+    """Return samples with these rewards and (1 each unless given) trainable slots."""
 
     def sample(reward: float, count: int) -> Sample:
         zeros = torch.zeros(count, dtype=torch.int32)
@@ -53,7 +53,8 @@ def batch(
 def random_batch(
     seed: int, samples: int = 5, config: ObjectiveConfig | None = None
 ) -> tuple[Tensor, TokenBatch]:
-    """A finished batch in float64 with a rejected slot and rollout log-probabilities near logp_old, and a logp_new."""
+    """Return a finished batch in float64 with a rejected slot and rollout log-probabilities near
+    logp_old, and a logp_new."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 7, (samples,), generator=g).tolist()
     n = sum(lengths)

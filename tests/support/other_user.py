@@ -11,8 +11,8 @@ import onepolicy
 USER = "12345"
 PACKAGES = Path(onepolicy.__file__).parents[1]
 
-# The interpreter and its packages may lie in a folder that is closed to others, as /root is. In a mount namespace of
-# its own such a folder is replaced by one that is open and holds nothing else.
+# The interpreter and its packages may lie in a folder that is closed to others, as /root is. In a
+# mount namespace of its own such a folder is replaced by one that is open and holds nothing else.
 LAY_OPEN = """
 import json, os, subprocess, sys
 from pathlib import Path
@@ -41,8 +41,8 @@ os.execvp(command[0], command)
 
 
 def command_as_user(code, spare):
-    """The command that runs this Python code as an ordinary user. spare: an empty folder. The caller needs `unshare`
-    and `setpriv`, and is root."""
+    """Return the command that runs this Python code as an ordinary user. spare: an empty folder.
+    The caller needs `unshare` and `setpriv`, and is root."""
     needed = {sys.base_prefix, os.path.realpath(sys.prefix), str(PACKAGES.resolve())}
     python = os.path.realpath(sys.prefix) + "/bin/python"
     as_user = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups", python, "-c", code]

@@ -16,12 +16,13 @@ SETTINGS = [
 
 
 class Planted:
-    """An engine with a fault."""
+    """An engine with a planted fault."""
 
     def __init__(self, engine, *, late=0, shift=0, crowded=0.0, below=0.0, routers=0.0, **sampling):
-        """late: rows by which its routes are; shift: slots by which its log-probabilities are; crowded: noise on them
-        while it serves several requests; below: noise that only ever lowers them; routers: noise on what its routers
-        see; sampling: what it samples with."""
+        """Plant the fault. late: rows by which its routes are late; shift: slots by which its
+        log-probabilities are shifted; crowded: noise on them while it serves several requests;
+        below: noise that only ever lowers them; routers: noise on the input of its routers;
+        sampling: its sampling parameters."""
         self.engine, self.late, self.shift, self.crowded, self.sampling = (
             engine,
             late,

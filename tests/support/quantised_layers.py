@@ -18,7 +18,7 @@ def dequantised(rows, x):
 
 
 def reference(up, down, x, index, weights, *, rows, activations):
-    """Experts by their definition, in float64 over dequantised weights."""
+    """Compute experts by their definition, in float64 over dequantised weights."""
 
     def seen(values):
         return dequantised(rows, values.float()) if activations else values.double()

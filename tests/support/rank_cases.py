@@ -53,7 +53,7 @@ def learner_on(others, folder, overrides):
 
 
 def batch_for(learner):
-    """The samples of test_learner with routes of this model, some rows without."""
+    """Return the samples of learner_steps with routes of this model, some rows without."""
     batch, config = batch_of(temperature=0.8), learner.config
     if config.train.tokens_per_micro_batch == 15:
         batch = batch.select([1, 3, 5])  # four micro-batches of two ranks, three samples
@@ -99,7 +99,7 @@ def weights_of(learner):
 
 
 def assert_equal_steps(overrides, several, folder):
-    """STEPS steps on these ranks and in one process, on the same data."""
+    """Check that STEPS steps on these ranks equal those in one process, on the same data."""
     one, ranked = (learner_on(others, folder, overrides) for others in (None, several))
     start = weights_of(one)
     for _ in range(STEPS):

@@ -1,4 +1,5 @@
-"""What the tests of runs under Ray share. Imported before Ray is, which reads its environment then."""
+"""Shared parts of the tests of runs under Ray. Import it before Ray, which reads its environment at
+its import."""
 
 import os
 import signal
@@ -22,7 +23,7 @@ RAY = ["cluster.kind=ray", "cluster.start_timeout=240", "cluster.restart_timeout
 
 @contextmanager
 def two_nodes():
-    """A Ray of two nodes with two CPUs each; the driver is on the first."""
+    """Yield a Ray of two nodes with two CPUs each. The driver is on the first."""
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
     )
@@ -35,7 +36,7 @@ def two_nodes():
 
 
 def start_noting(monkeypatch):
-    """Name -> pid and place of a run's processes, as far as they are started."""
+    """Note name -> pid and node of a run's processes, as far as they are started."""
     found, from_json = {}, ProcessInfo.from_json
 
     def note(name, text):
@@ -48,7 +49,8 @@ def start_noting(monkeypatch):
 
 
 def kill_in_the_middle(monkeypatch, processes, name, version):
-    """SIGKILL for replica `name` as soon as it has been sent several requests under weights of `version` or later."""
+    """Send SIGKILL to replica `name` as soon as it has several requests under weights of `version`
+    or later."""
     send, done = RemoteEngine._submit_unsent, []
 
     async def send_and_kill(engine):
@@ -67,5 +69,5 @@ def kill_in_the_middle(monkeypatch, processes, name, version):
 
 
 def repeated(run):
-    """Requests that were asked again."""
+    """Return the number of requests that were repeated."""
     return sum(row.get("rollout/requests_repeated", 0) for row in rows(run))

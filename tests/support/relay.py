@@ -1,4 +1,5 @@
-"""A network that stalls, without namespaces: a port of this machine whose bytes are forwarded, until they are not."""
+"""A network that stalls, without namespaces: a port of this machine whose bytes are forwarded until
+the test stops it."""
 
 import asyncio
 import threading
@@ -9,8 +10,9 @@ CHUNK = 2**16
 class Relay:
     """TCP to `target`, (host, port), through a port of `host`: `address`.
 
-    Between stall() and go_on() connections are accepted and stay open, but no byte and no end of one passes; what was
-    sent meanwhile passes afterwards. The kernel answers keep-alive probes, as it does for a process that stands still.
+    Between stall() and go_on() connections are accepted and stay open, but no byte and no end of
+    one passes; bytes sent meanwhile pass afterwards. The kernel answers keep-alive probes, as it
+    does for a process that is stopped.
     """
 
     def __init__(self, host, target=None):
@@ -35,7 +37,8 @@ class Relay:
         self._loop.call_soon_threadsafe(self._stall)
 
     def stall_before(self, words):
-        """As soon as a message to the target has these bytes, which the target does not get before go_on()."""
+        """Stall as soon as a message to the target has these bytes, which the target does not get
+        before go_on()."""
         self._cue = words
 
     def go_on(self):

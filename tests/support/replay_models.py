@@ -1,4 +1,5 @@
-"""Variants of some families for the tests that need no more, random traces, and a look at what the experts get."""
+"""Variants of some families for the tests that need no more, random traces, and the inputs of the
+experts."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 def build(
     family: str, *, experts: str = "grouped_mm", seed: int = 0, **changes: object
 ) -> PreTrainedModel:
-    """Random weights with decided routers and, where the family has one, a selection bias that changes choices."""
+    """Build a model with random weights, decided routers and, if the family has one, a selection
+    bias that changes choices."""
     torch.manual_seed(seed)
     config = FAMILIES[family]()
     for name, value in changes.items():
@@ -51,14 +53,14 @@ def tokens(rows: int = 3, length: int = 7, *, seed: int = 1) -> Tensor:
 def random_trace(
     rows: int, layers: tuple[int, ...], experts: int, top_k: int, *, seed: int = 2
 ) -> RoutingTrace:
-    """Different experts in every row, in no particular order."""
+    """Return different experts in every row, in no particular order."""
     noise = torch.rand(rows, len(layers), experts, generator=torch.Generator().manual_seed(seed))
     ids = noise.argsort(-1)[..., :top_k].to(id_dtype(experts))
     return RoutingTrace(ids, torch.ones(rows, dtype=torch.bool), layers, experts)
 
 
 def loss_and_grads(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss that every logit takes part in, run forward and backward now."""
+    """Return a loss over all logits, from a forward and backward."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=input_ids, use_cache=False).logits
     logits.log_softmax(-1).gather(-1, input_ids.roll(1, -1)[..., None]).mean().backward()
@@ -69,7 +71,8 @@ def loss_and_grads(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, d
 
 @contextmanager
 def experts_inputs(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """(ids, weights) [N, K] that reached each layer's experts, in firing order: the last word on what was computed."""
+    """Record (ids, weights) [N, K] that reached each layer's experts, in firing order. They decide
+    which experts computed."""
     seen: list[tuple[Tensor, Tensor]] = []
     handles = [
         module.experts.register_forward_pre_hook(
@@ -86,7 +89,7 @@ def experts_inputs(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor
 
 
 def take_grads(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Its gradients, which are then gone from it."""
+    """Return the model's gradients and clear them."""
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return grads

@@ -1,4 +1,5 @@
-"""A synthetic run folder as the loop writes it: learning curve, mismatch with and without replay, routes."""
+"""A synthetic run folder as the loop writes it: learning curve, mismatch with and without replay,
+routes."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def make_fixture_run(
     evaluation: bool = True,
     turns: bool = False,
 ) -> Path:
-    """Replay off: no counterfactual. Dense (moe=False): no routing metrics or tensors. evaluation=False: no eval/*.
-    turns: of an episode of several."""
+    """Write the run. Replay off: no counterfactual. Dense (moe=False): no routing metrics or
+    tensors. evaluation=False: no eval/*. turns: of an episode of several."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True)
     with RunLog(path, tensorboard=False) as log:
@@ -95,7 +96,8 @@ def _compared(name: str) -> bool:
 
 
 def _turns(step: int) -> dict[str, float]:
-    """Turns 1, 2 and 9 to 16; k3 is 1, 2 and 3 times 1e-6 at step 10 and twice that at every other step."""
+    """Return metrics of turns 1, 2 and 9 to 16. k3 is 1, 2 and 3 times 1e-6 at step 10 and twice
+    that at every other step."""
     bins = {0: 300.0, 1: 200.0, 8: 100.0}
     scale = 1e-6 if step == 10 else 2e-6
     means = {f"mismatch/k3_turn@{turn}": scale * (i + 1) for i, turn in enumerate(bins)}

@@ -28,7 +28,7 @@ def command(*arguments):
 
 
 def run_and_kill(arguments, when):
-    """Start a command, SIGKILL it once `when()` says so. True if it was still running."""
+    """Start a command and SIGKILL it once `when()` is true. Return whether it was still running."""
     process = subprocess.Popen(
         arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -71,7 +71,8 @@ sys.exit(main(sys.argv[2:]))
 
 
 def kill_in_the_update_of(step, arguments):
-    """SIGKILL a run that has sampled for the step with this number, of those that it takes itself, and stands still."""
+    """SIGKILL a run in the update of the step with this number, counted from its own first step.
+    The run stops itself there after sampling."""
     command = [sys.executable, "-c", STANDS_STILL, str(step), *arguments[3:]]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     _, status = os.waitpid(process.pid, os.WUNTRACED)

@@ -1,4 +1,5 @@
-"""A character tokenizer, with or without a chat template, and scripted engines, for the environment tests."""
+"""A character tokenizer, with or without a chat template, and scripted engines, for the environment
+tests."""
 
 import asyncio
 import string
@@ -10,13 +11,18 @@ from transformers import PreTrainedTokenizerFast
 from onepolicy.types import Completion
 
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
-TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if "
+    "add_generation_prompt %}<bot>{% endif %}"
+)
 HERMES = (
-    "{% if tools %}<sys>{% for t in tools %}{{ t['function'] | tojson }}{% endfor %}<eos>{% endif %}"
+    "{% if tools %}<sys>{% for t in tools %}{{ t['function'] | tojson }}{% endfor %}<eos>{% "
+    "endif %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<eos>"
     "{% elif m['role'] == 'tool' %}<tool>{{ m['content'] }}<eos>"
     "{% else %}<bot>{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<call>\n"
-    '{"name": "{{ c["function"]["name"] }}", "arguments": {{ c["function"]["arguments"] | tojson }}}\n</call>'
+    '{"name": "{{ c["function"]["name"] }}", "arguments": '
+    '{{ c["function"]["arguments"] | tojson }}}\n</call>'
     "{% endfor %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 # drops the thoughts of turns that are not the last, as reasoning models' templates do
@@ -42,7 +48,7 @@ def make_tokenizer(characters=PRINTABLE, template=None):
 
 
 def scripted(tokenizer, text, finish="stop", seen=None):
-    """A SampleFn that answers every prompt with `text` (and eos if it stops)."""
+    """Return a SampleFn that answers every prompt with `text` (and eos if it stops)."""
 
     async def sample(prompt_ids, **how):
         if seen is not None:
@@ -67,9 +73,10 @@ def tokenizer_of(template=None):
 
 
 class Script:
-    """Answers each turn with the next text; remembers what it was asked.
+    """An engine that answers each turn with the next text and remembers its requests.
 
-    late: number of the turn, from 0, that does not come within an hour. The event loop's clock is put forward by that.
+    late: number of the turn, from 0, that does not come within an hour. The event loop's clock is
+    put forward by that.
     """
 
     def __init__(self, tokenizer, turns, finish="stop", late=None):

@@ -1,4 +1,5 @@
-"""Models and engines for the tests against fake_sglang.py, and what its server must have computed."""
+"""Models and engines for the tests against fake_sglang.py, and the results that its server must
+have."""
 
 import asyncio
 
@@ -18,7 +19,7 @@ PROMPT = [5, 9, 3, 20]
 
 
 def make_models(folder):
-    """Two models of one shape, each with its folder."""
+    """Make two models of one shape, each with its folder."""
     made = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -58,7 +59,7 @@ def open_engine(fake, routes=RULES, connect=True, **settings):
 
 
 def play(engine, *requests):
-    """requests: (prompt, sampling), all at once."""
+    """Run all requests at once: (prompt, sampling)."""
 
     async def together():
         return await asyncio.gather(
@@ -69,14 +70,14 @@ def play(engine, *requests):
 
 
 def bigram(folder, path, temperature=1.0):
-    """Log-probabilities [len(path), V] of the token after each of the path's."""
+    """Return log-probabilities [len(path), V] of the token after each of the path's tokens."""
     tensors = load_file(f"{folder}/model.safetensors")
     logits = tensors["model.embed_tokens.weight"][path] @ tensors["lm_head.weight"].T
     return torch.log_softmax(logits / temperature, -1)
 
 
 def rows(folder, path):
-    """Routes [len(path), 2, 2] of a path under one model, MoE layers only."""
+    """Return the routes [len(path), 2, 2] of a path under one model, MoE layers only."""
     shift = int(load_file(f"{folder}/model.safetensors")["lm_head.weight"].sum() * 1000)
     return [
         [[(t + layer + shift) % EXPERTS, (t + layer + shift + 3) % EXPERTS] for layer in (1, 2)]

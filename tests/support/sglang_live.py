@@ -1,4 +1,5 @@
-"""A SGLang server of its own, an engine that talks to it, and what the stock model says of the same tokens."""
+"""A SGLang server of the tests, an engine that talks to it, and the stock model's results for the
+same tokens."""
 
 import asyncio
 import os
@@ -41,7 +42,7 @@ def answers(url, process, log):
 
 @contextmanager
 def serving(folder, log):
-    """URL of a server that was started with this model, in float32."""
+    """Start a server with this model in float32 and yield its URL."""
     start = start_module()
     if not start.PYTHON.exists():
         assert "CI" not in os.environ, "make sglang was not run"
@@ -81,7 +82,7 @@ def prompts(count, vocab=16):
 
 
 def play(engine, requests):
-    """requests: (prompt, sampling), all at once."""
+    """Run all requests at once: (prompt, sampling)."""
 
     async def together():
         return await asyncio.gather(
@@ -100,7 +101,8 @@ def greedy(engine):
 
 @torch.no_grad()
 def stock(model, prompt, done, temperature=1.0):
-    """logp [n] of the sampled tokens and routes [N - 1, L, K] of a plain forward over the path."""
+    """Return logp [n] of the sampled tokens and routes [N - 1, L, K] of a plain forward over the
+    path."""
     path = torch.tensor([[*prompt, *done.token_ids.tolist()]])
     with bind_routers(model).record() as tape:
         logits = model(input_ids=path, use_cache=False).logits[0]
@@ -109,12 +111,12 @@ def stock(model, prompt, done, temperature=1.0):
 
 
 def agreement(a, b):
-    """Share of (slot, layer) with the same experts."""
+    """Return the share of (slot, layer) with the same experts."""
     return (a.sort(-1).values == b.sort(-1).values).all(-1).float().mean()
 
 
 def make_glm():
-    """A random GLM-4 MoE whose first layer is dense."""
+    """Make a random GLM-4 MoE whose first layer is dense."""
     torch.manual_seed(0)
     return Glm4MoeForCausalLM(
         Glm4MoeConfig(

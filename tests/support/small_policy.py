@@ -26,7 +26,8 @@ SMALL = PolicyConfig(
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory):
-    """Folder of a 2-layer MoE with its tokenizer, warmed up just enough to write responses."""
+    """Return the folder of a 3-layer MoE with its tokenizer, warmed up just enough to write
+    responses."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer(alphabet(SMALL.task))
     model = make_model(SMALL, len(tokenizer))
@@ -40,7 +41,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def recipe(policy):
-    """A recipe of a few fast steps on that policy."""
+    """Write a recipe of a few fast steps on that policy."""
     return write_recipe(
         policy,
         "steps = 4",
@@ -52,7 +53,8 @@ def recipe(policy):
 
 @pytest.fixture
 def train(recipe, tmp_path):
-    """train("name", "a.b=c", ...) -> run folder; fails the test if the command does."""
+    """Return train("name", "a.b=c", ...) -> run folder, which fails the test if the command
+    fails."""
     numbers = itertools.count()
 
     def run(name=None, *overrides):

@@ -2,15 +2,19 @@
 
 
 def write_recipe(policy, *lines):
-    """Beside the policy, with these lines too. Its path."""
+    """Write the recipe with these extra lines beside the policy and return its path."""
     path = policy.parent / "recipe.toml"
     common = f"""
     out = "set by the test"
     model = {{ path = "{policy}" }}
     task = {{ kind = "chain", ops = 2 }}
-    rollout = {{ prompts_per_step = 2, group_size = 4, sampling = {{ max_tokens = 20 }}, engine = {{ slots = 8 }} }}
+    rollout.prompts_per_step = 2
+    rollout.group_size = 4
+    rollout.sampling = {{ max_tokens = 20 }}
+    rollout.engine = {{ slots = 8 }}
     optim = {{ lr = 1e-3 }}
-    objective = {{ entropy_coef = 0.01 }}  # every step changes the weights, also where all rewards are equal
+    # every step changes the weights, also where all rewards are equal
+    objective = {{ entropy_coef = 0.01 }}
     checkpoint = {{ every = 2 }}
     """
     path.write_text("\n".join([common, *lines]))

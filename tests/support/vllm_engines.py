@@ -1,5 +1,5 @@
-"""What the tests of vLLM in this process and of a vLLM server share: two small random checkpoints, requests, and what
-transformers makes of them."""
+"""Shared parts of the tests of vLLM in this process and of a vLLM server: two small random
+checkpoints, requests, and transformers' results for them."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size
 
 
 def make_checkpoints(base):
-    """`first`, and `second` with other weights, both with a tokenizer."""
+    """Make `first`, and `second` with other weights, both with a tokenizer."""
     made = []
     for seed, name in enumerate(("first", "second")):
         torch.manual_seed(seed)
@@ -83,7 +83,7 @@ def open_engine(path):
 
 
 class ServerProcess:
-    """`onepolicy engine serve` and what it says."""
+    """`onepolicy engine serve` and its output."""
 
     def __init__(self, folder, log, port=None, token_env=None):
         with socket.socket() as free:
@@ -111,7 +111,7 @@ class ServerProcess:
         return self
 
     def kill(self):
-        """As a crash would: no goodbye to anybody."""
+        """Kill the server as a crash would, without a goodbye."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -121,7 +121,7 @@ class ServerProcess:
 
 
 def connect(server, path, **settings):
-    """As a run does it: the server with the weights of `path`."""
+    """Connect as a run does: the server with the weights of `path`."""
     config = VLLMServerConfig(url=server.url, dtype="float32", **settings)
     model = ModelConfig(path=str(path))
     rules = rules_of(read_config(model))
@@ -144,7 +144,12 @@ def recipe(tmp_path, folder, server, more=""):
         prompts_per_step = 2
         group_size = 4
         sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "vllm-server", url = "{server.url}", dtype = "float32", slots = 8, retries = 1{more} }}
+        engine.kind = "vllm-server"
+        engine.url = "{server.url}"
+        engine.dtype = "float32"
+        engine.slots = 8
+        engine.retries = 1
+        {more}
         """
     )
     return path
@@ -163,15 +168,15 @@ def prompts(count, seed=0):
 
 
 async def again_and_again(engine, index, ended):
-    """Ask until somebody ends it: however fast the server is, a request is always on its way. `ended` gets the index
-    of each that has been answered."""
+    """Ask until the caller ends it, so that a request is always on its way to a server of any
+    speed. `ended` gets the index of each answered request."""
     while True:
         await engine.generate([3, index], Sampling(1.0, 45 + index), seed=index)
         ended.append(index)
 
 
 def play(engine, requests):
-    """requests: (prompt, sampling, seed), all at once."""
+    """Run all requests at once: (prompt, sampling, seed)."""
 
     async def together():
         return await asyncio.gather(*(engine.generate(p, s, seed=seed) for p, s, seed in requests))
@@ -180,20 +185,22 @@ def play(engine, requests):
 
 
 def alone(engine, requests):
-    """One request at a time, nothing cached at first: what else is in the batch moves the last bits."""
+    """Run one request at a time, with nothing cached at first: other requests in the batch would
+    change the last bits."""
     asyncio.run(engine.reset_cache())
     return [play(engine, [request])[0] for request in requests]
 
 
 def same(ours, theirs):
-    """Bit for bit."""
+    """Return whether both are equal, bit for bit."""
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.equal(ours.logp, theirs.logp)
     assert torch.equal(ours.routing.ids, theirs.routing.ids)
 
 
 def followed(engine, fresh, index, version, requests):
-    """An engine that was given checkpoint `index` answers as one that loaded it at its start, from nothing cached."""
+    """Check that an engine with checkpoint `index` answers as one that loaded it at its start, from
+    nothing cached."""
     assert engine.version == version
     ours = [
         play(engine, [request])[0] for request in requests
@@ -207,7 +214,8 @@ def followed(engine, fresh, index, version, requests):
 
 
 def cached_requests():
-    """Some with a prompt of several blocks, of which the second finds the first's in the cache."""
+    """Return requests, some with a prompt of several blocks: the second of these finds the first
+    one's in the cache."""
     long = (prompts(1)[0] * 40)[: 2 * BLOCK + 5]
     return [*ragged(prompts(3)), (long, Sampling(1.0, 8), 7), (long, Sampling(0.7, 8), 8)]
 
@@ -218,7 +226,8 @@ def ragged(paths, temperature=1.0):
 
 @torch.no_grad()
 def stock(model, prompt, tokens):
-    """Logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K] of the path."""
+    """Return logits [n, V] of a plain forward at the sampled tokens, and the routes [N - 1, L, K]
+    of the path."""
     path = torch.tensor([[*prompt, *tokens.tolist()]])
     with bind_routers(model).record() as tape:
         logits = model(input_ids=path, use_cache=False).logits[0]

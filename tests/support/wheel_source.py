@@ -21,7 +21,7 @@ class _Anything(type):
 
 
 class Anything(metaclass=_Anything):
-    """Stands for every name the wheel's modules import and do not use here."""
+    """A stand-in for every name that the wheel's modules import and do not use here."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         only_function = len(args) == 1 and isinstance(args[0], types.FunctionType | type)
@@ -70,7 +70,7 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def module(self, path: str) -> Any:
-        """A module of the wheel, run whole, under its own name so that its other modules find it."""
+        """Run a module of the wheel whole, under its own name so that its other modules find it."""
         name = path.removesuffix(".py").replace("/", ".")
         spec = importlib.util.spec_from_file_location(name, self.root / path)
         assert spec is not None
@@ -84,7 +84,7 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ast.parse((self.root / path).read_text())
 
     def function(self, path: str, name: str, names: dict[str, Any]) -> Any:
-        """One function or method of a module, without its annotations."""
+        """Return one function or method of a module, without its annotations."""
         node = next(
             n
             for n in ast.walk(self.tree(path))
@@ -99,7 +99,8 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return space[name]
 
     def statement(self, path: str, containing: str, kind: type[ast.stmt] = ast.If) -> Any:
-        """The innermost statement of this kind in a module whose source has `containing`, compiled."""
+        """Return the innermost statement of this kind in a module whose source has `containing`,
+        compiled."""
         found = [
             n
             for n in ast.walk(self.tree(path))
@@ -110,7 +111,7 @@ class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def argument(self, path: str, call: str, name: str) -> Any:
-        """The expression passed as `name` in the call of `call`, compiled."""
+        """Return the expression passed as `name` in the call of `call`, compiled."""
         for node in ast.walk(self.tree(path)):
             if (
                 isinstance(node, ast.Call)

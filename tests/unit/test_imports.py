@@ -13,8 +13,8 @@ from support.paths import ROOT
 
 PACKAGE = ROOT / "src" / "onepolicy"
 
-# The house, from the roof down. A room may import itself and rooms further down; rooms of one line do not know each
-# other.
+# The house, from the roof down. A room may import itself and rooms further down; rooms of one line
+# do not know each other.
 FLOORS = """
 __main__
 cli
@@ -42,7 +42,8 @@ LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_name
 
 
 def imports(path: Path) -> list[str]:
-    """Every module a file imports, also inside functions, and by the name of a factory in a table."""
+    """Return every module that a file imports, also inside functions, and by the name of a factory
+    in a table."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -79,7 +80,8 @@ def test_every_room_has_a_floor():
 
 
 def graph() -> dict[str, set[str]]:
-    """Module -> modules of the package that it imports, also in functions and under TYPE_CHECKING."""
+    """Return module -> modules of the package that it imports, also in functions and under
+    TYPE_CHECKING."""
     known = {module_of(path): path for path in FILES}
     found: dict[str, set[str]] = {}
     for name, path in known.items():
@@ -140,7 +142,8 @@ def test_loads_no_torch(code):
 
 
 def test_no_room_has_the_name_of_a_public_function():
-    """`import onepolicy.mismatch` would put the package where `onepolicy.mismatch` the function is looked up."""
+    """`import onepolicy.mismatch` would put the package where `onepolicy.mismatch` the function is
+    looked up."""
     import onepolicy
 
     assert not set(onepolicy.__all__) & set(RANK)

@@ -1,4 +1,5 @@
-"""The library's functions of log-probabilities: any layout, ids of any size, one kind of error for wrong arguments."""
+"""The library's functions of log-probabilities: any layout, ids of any size, one kind of error for
+wrong arguments."""
 
 from __future__ import annotations
 
@@ -95,13 +96,13 @@ def test_what_is_not_finite_is_named_where_it_stands() -> None:
         op.mismatch(_padded(OLD), broken, _padded(MASK))
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("largest", [10**6, 2**40])
 @pytest.mark.parametrize("name", ["seq-tis", "k3-rs", "turn", "opsm"])
-def test_memory_goes_by_the_number_of_segments(name: str, largest: int) -> None:
-    """Same weights as with ids 0, 1, ..; and nothing as long as the largest id is made."""
+def test_memory_depends_on_the_number_of_segments(name: str, largest: int) -> None:
+    """The weights are those with ids 0, 1, .., and no array is as long as the largest id."""
     config = op.preset("seq-tis", weight={"level": "turn"}) if name == "turn" else op.preset(name)
     live = config.live_part
     fields = [torch.cat(x) for x in (OLD, ROLLOUT, MASK)]
@@ -148,7 +149,7 @@ def test_parts_of_a_step_may_have_large_ids_too() -> None:
     assert done[0][2]["correction/kept"] == whole.report["correction/kept"]
 
 
-# --- not finite -------------------------------------------------------------------------------------------------------
+# --- not finite -----------------------------------------------------------------------------------
 
 
 def _sequence_gated() -> list[str]:
@@ -173,7 +174,7 @@ WIDE: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("statistic", WIDE)
 @pytest.mark.parametrize("aggregate", ["sum", "mean", "max", "min"])
-def test_a_slot_that_is_not_finite_takes_its_unit_with_it(
+def test_an_infinite_slot_takes_its_unit_with_it(
     statistic: str, aggregate: str, value: float
 ) -> None:
     if aggregate == "sum" and statistic in ("exp_abs", "trainer_prob", "prob_diff", "tv"):
@@ -207,7 +208,7 @@ def test_flash_reinforce_is_among_them() -> None:
     assert "flash-reinforce" in _sequence_gated()
 
 
-# --- wrong arguments --------------------------------------------------------------------------------------------------
+# --- wrong arguments ------------------------------------------------------------------------------
 
 A, B, M = torch.cat(OLD), torch.cat(ROLLOUT), torch.cat(MASK)
 TIS, LIVE = op.preset("tis"), op.preset("pg-tis").live_part
@@ -338,13 +339,13 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument_is_a_usage_error_that_names_it(case: str) -> None:
+def test_a_wrong_argument_is_a_usage_error_with_its_name(case: str) -> None:
     call, words = WRONG[case]
     with pytest.raises(op.UsageError, match=words):
         call()
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_every_public_name_is_there_listed_and_typed() -> None:

@@ -22,7 +22,8 @@ NAN, INF = math.nan, math.inf
 
 
 def fake_engine(answers, *, top_logprobs=5):
-    """`answers(sampling, prompt)` -> log-probabilities of the sampled token and of the likeliest."""
+    """Return an engine from `answers(sampling, prompt)` -> log-probabilities of the sampled token
+    and of the likeliest."""
 
     async def generate(prompt_ids, sampling, *, seed):
         logp, top = answers(sampling, prompt_ids[0])
@@ -35,7 +36,7 @@ def tempered(sampling, _):
     return (0.0 if sampling.top_k else -1.0), [0.0, -1 / sampling.temperature, -INF, -INF, -INF]
 
 
-def test_an_engine_whose_head_rules_tokens_out_may_report_them():
+def test_an_engine_may_report_tokens_that_its_head_rules_out():
     asyncio.run(check_probabilities(fake_engine(tempered)))
 
 
@@ -57,7 +58,7 @@ def test_an_engine_whose_head_rules_tokens_out_may_report_them():
         lambda sampling, prompt: (-INF if sampling.top_k else 0.0, tempered(sampling, 0)[1]),
     ],
 )
-def test_an_engine_with_values_that_cannot_be_compared_is_refused(answers):
+def test_an_engine_with_incomparable_values_is_refused(answers):
     with pytest.raises(UsageError, match="does not return the log-probabilities"):
         asyncio.run(check_probabilities(fake_engine(answers)))
 
@@ -143,7 +144,7 @@ def pairs(count=400):
     return logp, logp + noise, torch.ones(count, dtype=torch.bool), torch.arange(count) // 20
 
 
-def test_an_entropy_that_is_nan_accuses_nobody_and_clears_nobody():
+def test_a_nan_entropy_accuses_and_clears_no_cause():
     trainer, rollout, mask, segment = pairs()
     entropy = -trainer.clone()
     diagnose(trainer, rollout, mask, segment=segment, entropy=entropy)
@@ -169,7 +170,7 @@ def test_no_verdict_rests_on_a_replay_whose_k3_is_nan():
         assert verdict(gap, Diagnosis(0.0, ()), replayed=broken).action == "unclear"
 
 
-def test_a_second_look_that_is_nan_does_not_make_the_engine_stale():
+def test_a_nan_second_measurement_does_not_make_the_engine_stale():
     def look(k3):
         return SimpleNamespace(explained=SimpleNamespace(k3=k3))
 
@@ -179,7 +180,7 @@ def test_a_second_look_that_is_nan_does_not_make_the_engine_stale():
 
 
 def test_a_fit_whose_k3_is_nan_is_not_taken(monkeypatch):
-    """Neither as a temperature of the trainer's nor as the engine's."""
+    """The fit counts neither as the trainer's temperature nor as the engine's."""
     trainable = torch.tensor([True, True])
 
     @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ LAYERS = (1, 2, 5)
 def _trace(
     rows: int, *, start: int = 0, spans: tuple[RouteSpan, ...] = (), experts: int = 64
 ) -> RoutingTrace:
-    """Row t of layer l holds experts t + start + l and the next one, so that any row can be told from any other."""
+    """Return a trace in which row t of layer l has experts t + start + l and the next one, so that
+    all rows differ."""
     base = (torch.arange(rows)[:, None] + torch.arange(len(LAYERS)) + start) % (experts - 1)
     ids = torch.stack([base, base + 1], -1).to(id_dtype(experts))
     return RoutingTrace(ids, torch.arange(rows) % 3 != 0, LAYERS, experts, spans)
@@ -49,7 +50,8 @@ def test_shape_and_dtype_are_checked() -> None:
 
 
 def test_rows_cuts_and_shifts_spans() -> None:
-    """Spans [0, 4) prefill, [4, 9) and [9, 10) decode: rows [3, 9) keep one row of the first, all of the second."""
+    """Spans [0, 4) prefill, [4, 9) and [9, 10) decode: rows [3, 9) keep one row of the first, all
+    of the second."""
     spans = (
         RouteSpan(0, 4, "prefill", 1),
         RouteSpan(4, 5, "decode", 1),
@@ -90,7 +92,7 @@ def test_concat_of_different_models_is_refused(change: dict) -> None:
 
 @given(st.integers(1, 40), st.data())
 def test_cutting_and_joining_gives_the_whole_back(rows: int, data: st.DataObject) -> None:
-    """Every row keeps its ids, its validity, and the source and version of the span it is in."""
+    """Every row keeps its ids, its validity, and the source and version of its span."""
     edges = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=5))})
     spans = tuple(
         RouteSpan(

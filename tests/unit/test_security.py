@@ -1,4 +1,5 @@
-"""What docs/security.md says of the source: no call that runs what a file or a network says, no port open to all."""
+"""The claims of docs/security.md on the source: no call executes the content of a file or a network
+message, and no port is open to all."""
 
 import ast
 
@@ -37,7 +38,7 @@ CALLS = {
 
 
 def name_of(function: ast.expr) -> str:
-    """`a.b.c` of an expression that is such a name."""
+    """Return `a.b.c` of an expression that is such a name."""
     match function:
         case ast.Name(id=name):
             return name

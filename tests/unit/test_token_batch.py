@@ -1,4 +1,5 @@
-"""TokenBatch.select keeps every per-slot and per-sample field, routes included, with its own sample."""
+"""TokenBatch.select keeps every per-slot and per-sample field, routes included, with its own
+sample."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ OPTIONAL = [
 
 
 def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
-    """Slot i of the batch carries the number i (or i + a constant) in every field."""
+    """Return a batch in which slot i has the number i (or i + a constant) in every field."""
     total = sum(lengths)
     slots, count = torch.arange(total), len(lengths)
     real = slots.float()
@@ -57,7 +58,7 @@ def _batch(lengths: list[int], *, filled: bool) -> TokenBatch:
 
 
 def test_select_by_hand() -> None:
-    """Samples of 2, 3 and 1 slots; the third, then the first."""
+    """The batch has samples of 2, 3 and 1 slots: the third, then the first."""
     part = _batch([2, 3, 1], filled=True).select([2, 0])
     assert part.input_ids.tolist() == [5, 0, 1]
     assert part.positions.tolist() == [0, 0, 1]

@@ -1,4 +1,5 @@
-"""Messages between our processes, altered: each is read, or is an error of ours that names it. Never another one."""
+"""Messages between our processes, altered: each is read, or gives an error of ours that names it.
+It never gives another error."""
 
 import copy
 import json
@@ -88,7 +89,7 @@ BATCH = batch_message({"do": "score"}, batch_with([5, 3])).encode()
 
 
 class Store:
-    """What a stranger or the other side has written."""
+    """A store with the writes of a stranger or of the other side."""
 
     def __init__(self, data=b""):
         self.data = data
@@ -107,7 +108,7 @@ def board(store):
 
 
 def signed(value):
-    """What a board reads of a message that who knows the key has written."""
+    """Return the board's copy of a message that a holder of the key has written."""
     store = Store()
     writing = board(store)
     store.data = writing._sign("name", value) + value
@@ -115,7 +116,7 @@ def signed(value):
 
 
 def headed(data):
-    """A reader's message as (header, function that makes bytes of another header)."""
+    """Return a reader's message as (header, function that makes bytes of another header)."""
     message = Message.decode(data)
     return message.header, lambda header: Message(header, message.tensors).encode()
 
@@ -173,7 +174,8 @@ READERS = {
     ),
 }
 AS_JSON = {"bucket", "end", "command", "rank's answer"}
-"""Decoded before they are read: bytes that are no JSON have been refused (`peer in the store`, `message`)."""
+"""Readers whose messages are decoded first: bytes that are no JSON are refused before (`peer in the
+store`, `message`)."""
 
 
 def bucket(header):
@@ -183,7 +185,8 @@ def bucket(header):
 
 
 def altered_bytes(data, number):
-    """The bytes with a few of them changed, left out, doubled or put in; the same for the same number."""
+    """Return the bytes with a few of them changed, left out, doubled or put in; the same for the
+    same number."""
     chance = random.Random(number)
     found = bytearray(data)
     for _ in range(chance.randint(1, 4)):
@@ -204,7 +207,7 @@ def altered_bytes(data, number):
 
 
 def altered_value(value, number):
-    """The JSON with one or two of its nodes replaced, left out, doubled or renamed."""
+    """Return the JSON with one or two of its nodes replaced, left out, doubled or renamed."""
     chance = random.Random(number)
     value = copy.deepcopy(value)
     for _ in range(chance.randint(1, 2)):
@@ -225,7 +228,7 @@ def altered_value(value, number):
 
 
 def nodes(value):
-    """(parent, key) of every node below this one."""
+    """Return (parent, key) of every node below this one."""
     keys = (
         list(value)
         if isinstance(value, dict)
@@ -239,7 +242,8 @@ def nodes(value):
 
 
 def refused(name, numbers):
-    """How many altered messages were refused; any error but TrainingError is a failure that says which it was."""
+    """Return how many altered messages were refused. Any error but TrainingError fails with the
+    message's number."""
     read, value, encode = READERS[name]
     whole = encode(value)
     read(whole)
@@ -304,7 +308,7 @@ def test_a_batch_with_another_tensor_is_refused(name, tensor):
         batch_of(Message(message.header, message.tensors | {name: tensor}))
 
 
-def test_what_a_stranger_writes_into_the_store_is_refused():
+def test_a_strangers_writes_into_the_store_are_refused():
     for data in (
         b"",
         b"\xff" * 80,

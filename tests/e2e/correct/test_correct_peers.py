@@ -1,6 +1,8 @@
-"""Our corrections beside the peers' own code, which runs in a venv of its own (`make test` builds it).
+"""Our corrections beside the peers' own code, which runs in a venv of its own (`make test` builds
+it).
 
-Where we differ on purpose the difference is asserted, with the reason, so that a change on their side is noticed.
+Where we differ on purpose, the test asserts the difference and gives the reason, so that a change
+on their side is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 
 
 def batch() -> dict[str, Tensor]:
-    """16 sequences of up to 24 tokens, right-padded; mismatch from small to large. No value stands near a bound."""
+    """Return 16 sequences of up to 24 tokens, right-padded, with small to large mismatch. No value
+    is near a bound."""
     g = torch.Generator().manual_seed(3)
     rollout = -torch.rand(16, 24, generator=g) * 4 - 0.05
     old = rollout + torch.randn(16, 24, generator=g) * torch.linspace(0.02, 0.8, 16)[:, None]
@@ -109,7 +112,8 @@ def test_diagnostics_as_verl(peers: dict[str, np.ndarray]) -> None:
 
 
 def test_verl_inverts_bounds_that_are_not_reciprocal(peers: dict[str, np.ndarray]) -> None:
-    """B3: verl compares -log rho with the logs of bounds meant for rho (verl pull request 6377, closed unmerged)."""
+    """B3: verl compares -log rho with the logs of bounds for rho (verl pull request 6377, closed
+    unmerged)."""
     config = gate("ratio", low=0.6, high=1.4)
     keep = reweight(B3.log(), torch.zeros(6), torch.ones(6, dtype=torch.bool), config).keep
     assert B3[keep].tolist() == pytest.approx([0.6, 1, 1.3])
@@ -117,7 +121,8 @@ def test_verl_inverts_bounds_that_are_not_reciprocal(peers: dict[str, np.ndarray
 
 
 def test_verl_normalises_before_it_rejects(peers: dict[str, np.ndarray]) -> None:
-    """Self-normalised sampling divides by the weights that are used: ours average 1 over the original count."""
+    """Self-normalised sampling divides by the weights that are used. Ours average 1 over the
+    original count."""
     k3 = gate("k3", *SEQUENCE, high=0.02).gates
     config = preset("tis", normalise="self").model_copy(update={"gates": k3})
     applied = ours(config)
@@ -154,7 +159,8 @@ def test_opsm_as_trl(peers: dict[str, np.ndarray]) -> None:
 
 
 def test_trl_takes_a_nan_ratio_as_one(peers: dict[str, np.ndarray]) -> None:
-    """TRL issue 6693; we reject what is not known: every other sequence is decided alike."""
+    """TRL issue 6693: TRL takes a NaN ratio as 1, we reject its sequence. Both decide every other
+    sequence alike."""
     broken = batch()["old"].clone()
     broken[0, 0] = math.nan
     assert opsm(broken)[1:] == peers["trl/opsm nan/keep"][1:, 0].astype(bool).tolist()

@@ -1,4 +1,4 @@
-"""One small warmed-up policy and a recipe of a few fast steps for every run that is hurt."""
+"""One small warmed-up policy and a recipe of a few fast steps for every run with a fault."""
 
 import os
 
@@ -39,7 +39,7 @@ def recipe(policy):
 
 @pytest.fixture(scope="session")
 def whole(recipe, tmp_path_factory):
-    """The recipe's run as it is without a fault."""
+    """Run the recipe without a fault."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}"]) == 0
     assert all(
@@ -50,7 +50,7 @@ def whole(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole_on_ranks(recipe, tmp_path_factory):
-    """The same with train.ranks=2."""
+    """Run the recipe without a fault on two ranks."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}", "train.ranks=2"]) == 0
     return out
@@ -58,7 +58,8 @@ def whole_on_ranks(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def network():
-    """Whether there is a network namespace at the other end of a veth; making one needs root and iproute2."""
+    """Yield whether there is a network namespace at the other end of a veth. Making one needs root
+    and iproute2."""
     made = ip("netns", "add", SPACE, check=False) if os.geteuid() == 0 else None
     if made is None or made.returncode:
         yield False

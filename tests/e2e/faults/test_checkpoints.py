@@ -1,4 +1,5 @@
-"""A damaged checkpoint: every file of it, one flipped bit or a cut. Named, never loaded; the one before serves."""
+"""Damaged checkpoints: one flipped bit or a cut in every file. Each is named and never loaded, and
+the run can resume from the one before."""
 
 import shutil
 

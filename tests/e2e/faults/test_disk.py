@@ -1,4 +1,5 @@
-"""A disk that is full: in the middle of a checkpoint, of the log, of a weight file. The run ends and can be resumed."""
+"""A full disk in the middle of a checkpoint, of the log, or of a weight file. The run ends and can
+be resumed."""
 
 import contextlib
 import re
@@ -54,7 +55,8 @@ def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_full_while_the_log_is_written(recipe, whole, tmp_path):
-    """Rows that were complete stay; a resume while it is still full says so again; the rest is recomputed."""
+    """Complete rows stay. A resume on a disk that is still full reports it again, and later
+    recomputes the rest."""
     with small_disk(tmp_path / "disk", mib=64) as (disk, grow):
         out = disk / "run"
         run = start(recipe, f"out={out}", "checkpoint.every=3")
@@ -75,19 +77,20 @@ def test_full_while_the_log_is_written(recipe, whole, tmp_path):
 
 
 def fill(path):
-    """To the last byte."""
+    """Fill the disk to the last byte."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"0" * 4096)
 
 
 def whole_rows(out):
-    """Of a log whose last line may be cut short."""
+    """Return the complete rows of a log whose last line may be cut short."""
     return read_metrics(out)
 
 
 def test_full_while_weights_are_written_for_an_engine(tmp_path):
-    """The version before stays whole, nothing half-written is ever offered, and room is all it needs."""
+    """The version before stays whole and no incomplete version is offered. Free space is enough to
+    go on."""
     weights = [(f"layer.{i}", torch.randn(128, 1024)) for i in range(10)]  # 0.5 MiB each
     with small_disk(tmp_path / "disk", mib=4) as (disk, grow):
         files = WeightFiles(str(disk))

@@ -1,5 +1,8 @@
-"""The network between two learner ranks stalls: nothing is refused, nothing arrives. Under torchrun, one rank in a
-network namespace whose link is taken down; and through a relay that stops to forward, which needs no namespace."""
+"""The network between two learner ranks stalls: nothing is refused, nothing arrives.
+
+Once under torchrun, with one rank in a network namespace whose link is taken down. Once through a
+relay that stops forwarding, which needs no namespace.
+"""
 
 import os
 import signal
@@ -37,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def node(rank, port, recipe, out, log):
-    """torchrun on one of two nodes; the far one is rank 1."""
+    """Start torchrun on one of two nodes. The far node is rank 1."""
     there = ["ip", "netns", "exec", SPACE] if rank else []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [
@@ -63,9 +66,7 @@ def node(rank, port, recipe, out, log):
         )
 
 
-def test_a_stalled_network_between_ranks_ends_both_in_time(
-    network, recipe, whole_on_ranks, tmp_path
-):
+def test_a_stalled_network_ends_both_ranks_in_time(network, recipe, whole_on_ranks, tmp_path):
     if not network:
         pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
     with socket.socket() as free:
@@ -107,7 +108,8 @@ class StallsAfter(train.Progress):
 
 
 def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
-    """Without namespaces: what the driver and the rank say to each other passes through a relay, collectives do not."""
+    """This needs no namespace: messages between the driver and the rank pass through a relay,
+    collectives do not."""
     out = tmp_path / "run"
     config = load(recipe, [f"out={out}", "train.ranks=2", "train.rank_timeout=20"])
     with Relay("127.0.0.1") as relay:

@@ -1,4 +1,5 @@
-"""SIGKILL of the driver and of a learner rank: under `--restarts` the run is the one that nobody disturbed."""
+"""SIGKILL of the driver and of a learner rank: under `--restarts` the run equals an undisturbed
+one."""
 
 import os
 import random
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def driver_of(supervisor, not_this=None):
-    """The run's own process, once it is there."""
+    """Return the run's own process once it exists."""
     return wait_for(
         lambda: [c for c in children_of(supervisor.pid) if c != not_this and not gone(c)],
         supervisor,
@@ -56,9 +57,10 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
-    """The half-written checkpoint does not count; the next steps are the same.
+    """The incomplete checkpoint does not count, and the next steps are the same.
 
-    The run stops in its second save, with tensors on disk and no state.json, until the test kills it.
+    The run stops in its second save, with tensors on disk and no state.json, until the test kills
+    it.
     """
     whole, out = request.getfixturevalue("whole_on_ranks" if ranks else "whole"), tmp_path / "run"
     run = start(recipe, f"out={out}", f"train.ranks={ranks}", program=["-c", STOPS_IN_SAVE])
@@ -74,7 +76,7 @@ def test_driver_killed_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp
 
 
 def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
-    """Start-up, rollout, update and save alike. Nobody has to do anything."""
+    """Kills in start-up, rollout, update and save need no action by the user."""
     steps, kills, generator = 40, 6, random.Random(2)
     settings = [
         f"steps={steps}",
@@ -105,7 +107,8 @@ def test_driver_killed_at_random_moments_under_restarts(recipe, tmp_path):
 
 
 def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
-    """In the middle of a step: the driver says who is gone and ends, both come back."""
+    """After a kill in the middle of a step the driver names the lost rank and ends. Both are
+    started again."""
     out = tmp_path / "run"
     run = start(recipe, f"out={out}", "train.ranks=2", "--restarts", "2")
     wait_for(lambda: len(steps_of(out)) >= 3, run)
@@ -118,8 +121,8 @@ def test_rank_killed_under_restarts(recipe, whole_on_ranks, tmp_path):
     assert_same_run(whole_on_ranks, out, 6)
 
 
-def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
-    """Stopped, not killed: no connection breaks. train.rank_timeout is the bound."""
+def test_a_stopped_rank_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+    """The rank is stopped, not killed, so no connection breaks. train.rank_timeout is the bound."""
     out = tmp_path / "run"
     run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=40")
     wait_for(lambda: len(steps_of(out)) >= 3, run)
@@ -138,8 +141,8 @@ def test_a_rank_that_stands_still_ends_the_run_in_time(recipe, whole_on_ranks, t
     assert_same_run(whole_on_ranks, out, 6)
 
 
-def test_a_fault_of_one_step_is_not_restarted_for_ever(recipe, tmp_path):
-    """Siblings that are all the same leave dynamic sampling nothing: the same step every time."""
+def test_a_fault_of_one_step_is_not_restarted_forever(recipe, tmp_path):
+    """Equal siblings leave dynamic sampling no group, in the same step every time."""
     out = tmp_path / "run"
     settings = ["objective.dynamic_sampling=1", "rollout.sampling.temperature=0.001"]
     errors = finished(start(recipe, f"out={out}", *settings, "--restarts", "50"), status=1)

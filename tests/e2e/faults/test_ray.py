@@ -1,4 +1,5 @@
-"""Runs under Ray whose processes are killed or stopped from outside: the run is the one that nobody disturbed."""
+"""Runs under Ray whose processes are killed or stopped from outside: each equals an undisturbed
+run."""
 
 import os
 import re
@@ -26,14 +27,15 @@ from support.faulty_runs import (
     wait_for,
 )
 
-# Not imported here: Ray would read its environment before the tests that start it in this process have set it.
+# Not imported here: Ray would read its environment before the tests that start it in this process
+# have set it.
 no_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600), no_ray]
 RAY = ["cluster.kind=ray", f"cluster.start_timeout={LONG}", f"cluster.restart_timeout={LONG}"]
 
 
 class Run:
-    """`onepolicy train` under Ray, and where it says that its processes are."""
+    """`onepolicy train` under Ray, and the processes that it reports."""
 
     def __init__(self, out, *arguments, **how):
         self.out, self._said = out, out.with_suffix(".stdout")
@@ -51,7 +53,7 @@ class Run:
         )
 
     def next_step(self, since):
-        """Seconds until another step is in the log."""
+        """Return the seconds until another step is in the log."""
         before = len(steps_of(self.out))
         wait_for(lambda: len(steps_of(self.out)) > before, self.process)
         return time.monotonic() - since
@@ -59,7 +61,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def whole(recipe, tmp_path_factory):
-    """The local run on two ranks, which one replica's equals to the bit."""
+    """Run the recipe locally on two ranks. A run with one replica equals it to the bit."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}", "train.ranks=2"]) == 0
     return out
@@ -72,7 +74,7 @@ def descendants_of(pid):
 
 @pytest.fixture
 def running_ray(tmp_path):
-    """Environment and setting of a run on a Ray that was there before it and stays."""
+    """Yield the environment and setting of a run on a Ray that exists before the run and stays."""
     (token := tmp_path / "token").write_text("0" * 64)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -107,7 +109,7 @@ def running_ray(tmp_path):
 
 @pytest.mark.parametrize("victim", ["driver", "rank 1"])
 def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
-    """Nothing of it stays behind: neither its Ray, nor what that started."""
+    """The run leaves neither its Ray nor the processes that Ray started."""
     run = Run(tmp_path / "run", recipe, "train.ranks=2", "--restarts", "1")
     pids = run.after(3)
     everything = descendants_of(int(pids["driver"]))
@@ -133,7 +135,8 @@ def test_driver_or_rank_killed_under_restarts(victim, recipe, whole, tmp_path):
 
 
 def test_driver_killed_on_a_ray_that_stays(recipe, whole, running_ray, tmp_path):
-    """It takes the run's processes away and gives their room to the next."""
+    """The driver's end takes the run's processes away and frees their resources for the next
+    run."""
     how, address = running_ray
     run = Run(tmp_path / "run", recipe, "train.ranks=2", "--restarts", "1", address, **how)
     pids = run.after(3)
@@ -147,8 +150,9 @@ def test_driver_killed_on_a_ray_that_stays(recipe, whole, running_ray, tmp_path)
     assert_same_run(whole, run.out, 6)
 
 
-def test_a_replica_that_stands_still_is_replaced(recipe, tmp_path):
-    """Stopped, not killed: no connection breaks. cluster.reply_timeout is the bound."""
+def test_a_stopped_replica_is_replaced(recipe, tmp_path):
+    """The replica is stopped, not killed, so no connection breaks. cluster.reply_timeout is the
+    bound."""
     exact = ["numerics=on-policy", "model.dtype=float32"]
     whole = tmp_path / "whole"
     assert main(["train", str(recipe), f"out={whole}", *exact]) == 0

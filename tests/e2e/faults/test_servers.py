@@ -1,5 +1,5 @@
-"""A vLLM server that is killed, hangs or cannot be reached in the middle of a run. The server is real, in a network
-namespace of its own where one can be made."""
+"""A vLLM server that is killed, hangs or cannot be reached in the middle of a run. The server is
+real, and in a network namespace of its own if one can be made."""
 
 import os
 import re
@@ -35,7 +35,7 @@ SETTINGS = ["dtype=float32", "slots=8", "cache_gib=0.125", "block_size=32"]
 
 
 class Far:
-    """`onepolicy engine serve` at the other end, or on this machine where there is none."""
+    """`onepolicy engine serve` at the other end of the network, or on this machine without one."""
 
     def __init__(self, policy, log, network):
         self.policy, self.log, self.lives = policy, log, 0
@@ -97,8 +97,8 @@ def server(network, policy, tmp_path_factory):
 
 @pytest.fixture
 def begin(server, recipe, tmp_path):
-    """begin(url, "a=b", ..., more=["a.b=c", ...]) -> a run on the server there that has taken two steps; its folder.
-    a: a setting of the engine."""
+    """Return begin(url, "a=b", ..., more=["a.b=c", ...]), which starts a run on the server and
+    returns its folder after two steps. a: a setting of the engine."""
 
     def run(url, *overrides, more=()):
         out = tmp_path / "run"
@@ -124,8 +124,9 @@ def begin(server, recipe, tmp_path):
 
 
 def assert_right(out, steps=12):
-    """Whole, and every token sampled from the learner's weights: float32 on both sides leaves rounding only. Other
-    weights, of a step before or of the start, are 1e-5 and more away."""
+    """Check that the run is whole and that every token was sampled from the learner's weights.
+    float32 on both sides leaves only rounding; weights of an earlier step differ by 1e-5 and more.
+    """
     assert_complete(out, steps)
     assert all(row["mismatch/k3"] < 1e-6 for row in rows(out))
     assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
@@ -133,8 +134,8 @@ def assert_right(out, steps=12):
 
 @pytest.fixture(params=["link", "relay", "server"])
 def silent(request, network, server):
-    """Nothing is refused and nothing arrives: the link is down, a relay in between forwards nothing, or the server is
-    stopped. (url, what makes it so, what ends it)"""
+    """Yield (url, start, end) of a silence in which nothing is refused and nothing arrives: the
+    link is down, a relay forwards nothing, or the server is stopped."""
     if request.param == "link":
         if not network:
             pytest.skip("a network namespace and a veth need root, CAP_NET_ADMIN and iproute2")
@@ -167,7 +168,7 @@ def test_silence_for_a_while_is_survived(begin, silent):
 
 
 def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
-    """The server hears of the update when the run has long given it up, and of the next one after that."""
+    """The server receives the update after the run has given it up, and then the next update."""
     with Relay(server.near, (server.host, server.port)) as relay:
         run, out = begin("http://{}:{}".format(*relay.address), "timeout_s=4", "patience_s=300")
         relay.stall_before(b"onepolicy_receive")
@@ -199,7 +200,8 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
-    """On its port, with the weights it starts with: the run gives it its own and samples the batch again."""
+    """The server comes back on its port with its initial weights. The run sends it the current
+    weights and samples the batch again."""
     run, out = begin(server.url, f"patience_s={LONG}")
     server.send(signal.SIGKILL)
     fault = Fault(out)
@@ -210,7 +212,8 @@ def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
 
 
 def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
-    """Those of every step in play are lost with it and played again; nobody else asks it before it has its weights."""
+    """The episodes of every step in play are lost and played again. No request reaches the server
+    before it has its weights."""
     run, out = begin(server.url, f"patience_s={LONG}", more=["rollout.max_staleness=2"])
     server.send(signal.SIGKILL)
     fault = Fault(out)

@@ -1,6 +1,8 @@
-"""Our objectives beside TRL's and verl's own code: the same loss and the same gradient in every slot.
+"""Our objectives beside TRL's and verl's own code: the same loss and the same gradient in every
+slot.
 
-Where we differ on purpose the difference is asserted, with the reason, so that a change on their side is noticed.
+Where we differ on purpose, the test asserts the difference and gives the reason, so that a change
+on their side is noticed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ pytestmark = [pytest.mark.oracle, pytest.mark.timeout(600)]
 
 
 def given() -> dict[str, Tensor]:
-    """9 sequences of up to 12 tokens, right-padded, in groups of 4, 4 and 1. Ratios up to a factor of 2."""
+    """Return 9 sequences of up to 12 tokens, right-padded, in groups of 4, 4 and 1. Ratios are up
+    to a factor of 2."""
     g = torch.Generator().manual_seed(5)
 
     def near(logp: Tensor, by: float) -> Tensor:
@@ -67,7 +70,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
 
 
 def packed() -> TokenBatch:
-    """The same sequences without padding between them: the rows of the mask, one after the other."""
+    """Return the same sequences without padding between them: the rows of the mask, one after the
+    other."""
     x = given()
     slots, zeros = ROWS * LENGTH, torch.zeros(ROWS * LENGTH, dtype=torch.int64)
     mask = x["mask"].flatten()
@@ -93,7 +97,7 @@ def packed() -> TokenBatch:
 
 
 def ours(config: ObjectiveConfig, *, weighted: bool = False) -> tuple[Tensor, Tensor]:
-    """Loss and gradient [ROWS, LENGTH]."""
+    """Return loss and gradient [ROWS, LENGTH]."""
     batch = packed()
     if weighted:
         batch = batch.replace(weight=given()["weight"].flatten())
@@ -168,7 +172,8 @@ def test_losses_as_verl(peers: dict[str, np.ndarray], name: str, weighted: bool)
 
 
 def test_gmpo_takes_the_mean_of_a_samples_weights(peers: dict[str, np.ndarray]) -> None:
-    """verl takes the geometric mean of a sample's weights, which one zero weight makes zero; we take their mean.
+    """verl takes the geometric mean of a sample's weights, which one zero weight makes zero. We
+    take their mean.
 
     A zero weight is a rejected slot, and rejecting one slot is not rejecting the sample.
     """
@@ -248,7 +253,8 @@ def test_advantages_as_verl(peers: dict[str, np.ndarray], name: str) -> None:
 def test_a_sample_without_siblings_has_no_advantage(
     peers: dict[str, np.ndarray], name: str
 ) -> None:
-    """verl takes 0 as its baseline, so its raw reward is its advantage: it is reinforced for being alone. Ours is 0."""
+    """verl takes 0 as its baseline, so its raw reward is its advantage: it is reinforced for being
+    alone. Ours is 0."""
     found = advantages(ObjectiveConfig.model_validate(ADVANTAGES[name])).advantage
     assert found is not None
     mask = given()["mask"][ALONE]

@@ -35,13 +35,13 @@ SUMS += ["task.problems.params.min_terms=2", "task.problems.params.max_terms=5"]
 
 @pytest.fixture(scope="session")
 def products_policy(tmp_path_factory):
-    """As `make train-agent` makes it."""
+    """Make the policy as `make train-agent` does."""
     return made(tmp_path_factory.mktemp("policies") / "products", PRODUCTS)
 
 
 @pytest.fixture(scope="session")
 def sums_policy(tmp_path_factory):
-    """As recipes/agent_sums.toml says."""
+    """Make the policy as recipes/agent_sums.toml describes."""
     return made(tmp_path_factory.mktemp("policies") / "sums", SUMS)
 
 

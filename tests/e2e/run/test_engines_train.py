@@ -1,5 +1,8 @@
-"""Short runs with R3 on the embedded engine and on vLLM, both in bfloat16 under a float32 trainer: on both reward rises
-and replay lowers the mismatch, in answers of one turn and in episodes with a tool. Minutes; `make test-slow`."""
+"""Short runs with R3 on the embedded engine and on vLLM, both in bfloat16 under a float32 trainer.
+
+On both engines the reward rises and replay lowers the mismatch, in answers of one turn and in
+episodes with a tool. Minutes; `make test-slow`.
+"""
 
 import json
 import statistics
@@ -21,14 +24,15 @@ ENGINES = [("hf", []), ("vllm", ["rollout.engine.cache_gib=0.25", "rollout.engin
 
 
 def trained(recipe, out, kind, *settings):
-    """Rows of the run's metrics."""
+    """Return the rows of the run's metrics."""
     engine = [f"out={out}", f"rollout.engine.kind={kind}", "rollout.engine.dtype=bfloat16"]
     assert main(["train", f"recipes/{recipe}.toml", *engine, *SETTINGS, *settings]) == 0
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def ends(steps, name):
-    """Means of the first and of the last 5 steps; a tool nobody called is not in a row."""
+    """Return means of the first and of the last 5 steps. Rows without a tool call lack the tool's
+    metric."""
     values = [row.get(name, 0.0) for row in steps]
     return statistics.mean(values[:5]), statistics.mean(values[-5:])
 
@@ -59,7 +63,7 @@ def test_reward_rises_and_replay_lowers_k3(kind, more, tmp_path):
 
 @pytest.mark.parametrize(("kind", "more"), ENGINES)
 def test_reward_and_tool_use_rise_in_episodes(kind, more, products_policy, tmp_path, monkeypatch):
-    """Prefix caching on: of every path only rows that were not known before travel, and none is missing."""
+    """With prefix caching, every path transfers only rows that are new, and none is missing."""
     asked_from = []
     engine = HFEngine if kind == "hf" else VLLMEngine
     generate = engine.generate

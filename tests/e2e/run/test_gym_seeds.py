@@ -1,7 +1,8 @@
-"""Each gym recipe end to end through the command line: the reward rises, the greedy answers stay right.
+"""Each gym recipe end to end through the command line: the reward rises, the greedy answers stay
+right.
 
-About 8 minutes of one idle core: three policies of 1.5 minutes and three runs of about 1. More seeds:
-`python benchmarks/gym_curves.py`.
+About 8 minutes of one idle core: three policies of 1.5 minutes and three runs of about 1. More
+seeds: `python benchmarks/gym_curves.py`.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""GRPO + R3 on gymnasium's FrozenLake from the recipe, end to end through the command line: the reward rises."""
+"""GRPO + R3 on gymnasium's FrozenLake from the recipe, end to end through the command line: the
+reward rises."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Whole training runs with numerics = on-policy: exact in every setting, and the same weights to the bit whatever the
-engine's slots, refills and prefix hits."""
+"""Whole training runs with numerics = on-policy: exact in every setting. The weights are the same
+to the bit whatever the engine's batch size, refills and prefix hits."""
 
 import json
 
@@ -20,7 +20,10 @@ steps = {steps}
 numerics = "on-policy"
 model = {{ path = "tiny" }}
 task = {{ kind = "chain", ops = 4 }}
-rollout = {{ prompts_per_step = 4, group_size = 4, sampling = {{ max_tokens = 48 }}, engine.slots = 16 }}
+rollout.prompts_per_step = 4
+rollout.group_size = 4
+rollout.sampling = {{ max_tokens = 48 }}
+rollout.engine.slots = 16
 optim = {{ lr = 1e-4 }}
 train = {{ threads = 1 }}
 eval = {{ every = 0 }}
@@ -114,7 +117,7 @@ def test_episodes_with_tools_and_a_cache_that_is_hit(sums_policy, tmp_path, dtyp
 
 
 def test_the_engine_does_not_move_the_weights(train):
-    """Slots, refills and prefix hits decide what is computed together, and nothing else."""
+    """The engine's rows, refills and prefix hits decide only which tokens are computed together."""
     base = weights(train("base"))
     for name, settings in {
         "few-slots": ("rollout.engine.slots=3",),
@@ -128,7 +131,8 @@ def test_the_engine_does_not_move_the_weights(train):
 
 @pytest.mark.parametrize("settings", [("train.tokens_per_micro_batch=200",), ("train.threads=2",)])
 def test_another_split_or_thread_count(train, settings):
-    """The same log-probabilities of one checkpoint to the bit; weights after one update to the tolerance of a sum."""
+    """Log-probabilities of one checkpoint are equal to the bit. Weights after one update are equal
+    to the tolerance of a sum."""
     before = torch.get_num_threads()
     try:
         one = train("one", "steps=1", "checkpoint.every=1", "log.counterfactual_every=1")

@@ -1,4 +1,5 @@
-"""The quickstart on two seeds: reward rises on both, and neither falls back. Minutes; `make test-slow`."""
+"""The quickstart on two seeds: reward rises on both, and neither falls back. Minutes; `make
+test-slow`."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""benchmarks/turn_curves.py and turn_mismatch.py from end to end, with a policy that has hardly been warmed up."""
+"""benchmarks/turn_curves.py and turn_mismatch.py from end to end, with a policy that is hardly
+warmed up."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""Weights and gates of whole turns in runs: what each step reports is worked out again from its probe."""
+"""Weights and gates of whole turns in runs: the numbers of each step are recomputed from its
+counterfactual scores."""
 
 import json
 import math
@@ -33,7 +34,8 @@ BAND = [
 def train(
     policy: Path, out: Path, *settings: str
 ) -> list[tuple[dict, list[list[tuple[float, float]]]]]:
-    """Of every step its row, and its turns as (log p, log q) of their tokens."""
+    """Run the command and return, for every step, its row and its turns as (log p, log q) of their
+    tokens."""
     paths = [f"model.path={policy}", f"out={out}"]
     assert main(["train", "recipes/agent_products.toml", *paths, *RUN, *settings]) == 0
     found = []
@@ -58,9 +60,15 @@ WEIGHTS = {  # settings -> weight of a turn by its product, None: rejected
     "is": ([], lambda rho: rho),
     "tis": ([f"correction.weight.high={HIGH}"], lambda rho: min(rho, HIGH)),
     "mask": (BAND, lambda rho: rho if LOW <= rho <= HIGH else None),
-    "live": ([f"correction.weight.high={HIGH}", "correction.ratio=new/rollout", "objective.preset=rloo"],
-             lambda rho: min(rho, HIGH)),
-}  # fmt: skip
+    "live": (
+        [
+            f"correction.weight.high={HIGH}",
+            "correction.ratio=new/rollout",
+            "objective.preset=rloo",
+        ],
+        lambda rho: min(rho, HIGH),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -97,7 +105,7 @@ def test_scaled_weights_of_turns(setting, mean, products_policy, tmp_path):
 
 
 def binary_kl(p: float, q: float) -> float:
-    """KL(Bernoulli(exp q) || Bernoulli(exp p)); a certain token has no other side."""
+    """Return KL(Bernoulli(exp q) || Bernoulli(exp p)). A certain token has no other outcome."""
     own = math.exp(q) * (q - p)
     rest_p, rest_q = -math.expm1(p), -math.expm1(q)
     return own + (
@@ -125,7 +133,10 @@ LIVE = ', ratio="new/rollout"'
 def gate(name: str, bounds: dict[str, float], more: str = "") -> str:
     statistic, aggregate = name.split(".")
     ends = ", ".join(f"{side} = {value}" for side, value in bounds.items())
-    return f'correction.gates=[{{statistic="{statistic}", aggregate="{aggregate}", scope="turn", {ends}{more}}}]'
+    return (
+        f'correction.gates=[{{statistic="{statistic}", aggregate="{aggregate}", scope="turn", '
+        f"{ends}{more}}}]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +144,7 @@ def gate(name: str, bounds: dict[str, float], more: str = "") -> str:
     [*((name, "") for name in GATES), *((name, LIVE) for name in ("k3.mean", "ratio.sum"))],
 )
 def test_gates_of_turns(name, more, products_policy, tmp_path):
-    """Turns at a bound, whose side is a matter of rounding, are left out of account."""
+    """Turns at a bound, whose side is a matter of rounding, are not counted."""
     bounds, value = GATES[name]
     rejected = []
     for row, turns in train(products_policy, tmp_path / "run", gate(name, bounds, more)):
@@ -151,7 +162,7 @@ def test_gates_of_turns(name, more, products_policy, tmp_path):
 
 
 def test_a_gate_for_turns_of_bad_answers(products_policy, tmp_path):
-    """when = negative: of the turns the gate would reject, those with a negative advantage."""
+    """With when = negative, the gate rejects only turns with a negative advantage."""
     every = train(products_policy, tmp_path / "every", gate("k2.max", {"high": 5e-5}))[0][0]
     some = train(
         products_policy, tmp_path / "some", gate("k2.max", {"high": 5e-5}, ', when="negative"')

@@ -1,4 +1,5 @@
-"""`onepolicy audit` of real runs: what was planted in the engine of a small policy is named, a clean run is cleared."""
+"""`onepolicy audit` of real runs: a fault planted in the engine of a small policy is named, a clean
+run is cleared."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ EVERY_STEP = (
 
 @pytest.fixture
 def audited(train, monkeypatch):
-    """audited("a.b=c", late=1, ...) -> what `audit RUN` says of a run whose engine has this fault."""
+    """Return audited("a.b=c", late=1, ...), which runs `audit RUN` on a run whose engine has this
+    fault."""
     build = components.build_parts
 
     def run(*overrides, **fault):
@@ -79,7 +81,7 @@ def test_what_was_planted_is_named(audited, fault, causes):
 
 
 def rows_of(batch, **more):
-    """A scored batch by the columns of our schema."""
+    """Return a scored batch as the columns of our schema."""
     columns = {
         "tokens": batch.target_ids,
         "mask": batch.trainable,
@@ -99,10 +101,9 @@ def rows_of(batch, **more):
     ("temperature", "causes"),
     [pytest.param(1.0, ("stale",), marks=pytest.mark.slow), (1.4, ("stale", "temperature"))],
 )
-def test_a_stale_checkpoint_is_named_by_version_and_by_the_previous_policy(
-    train, tmp_path, temperature, causes
-):
-    """Half of the samples come from the checkpoint of an earlier step of a real run; then all of them, undeclared."""
+def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
+    """First half of the samples come from the checkpoint of an earlier step of a real run, then all
+    of them, undeclared."""
     run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
     config = measure_config(

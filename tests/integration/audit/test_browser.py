@@ -1,4 +1,5 @@
-"""The audit's page in headless Chromium: every figure is drawn, no script fails, nothing is loaded."""
+"""The audit's page in headless Chromium: every figure is drawn, no script fails, nothing is
+loaded."""
 
 from __future__ import annotations
 

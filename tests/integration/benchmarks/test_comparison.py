@@ -1,4 +1,4 @@
-"""The comparison page's rules do what it says, on the family where each of them is wrong."""
+"""The comparison page's rules behave as it describes, on the family where each of them is wrong."""
 
 import comparison
 import pytest

@@ -1,4 +1,5 @@
-"""Bad input: one clear message, exit status 2, nothing overwritten, and before weights are loaded where it matters."""
+"""Bad input: one clear message, exit status 2, nothing overwritten, and before weights are loaded
+where it matters."""
 
 import json
 import shutil
@@ -15,7 +16,8 @@ from support.models import make
 
 @pytest.fixture
 def fails(recipe, tmp_path, capsys):
-    """fails("a.b=c", ...) runs train, asserts exit status 2 and one message, returns it. No run folder is left."""
+    """Return fails("a.b=c", ...), which runs train, asserts exit status 2 and one message, and
+    returns the message. No run folder is left."""
 
     def run(*overrides, out=None, arguments=None):
         folder = out or tmp_path / "out"
@@ -33,7 +35,7 @@ def fails(recipe, tmp_path, capsys):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """Loading weights fails the test."""
+    """Fail the test if it loads weights."""
     monkeypatch.setattr(
         copies, "load_model", lambda *a, **k: pytest.fail("weights were loaded before the check")
     )
@@ -256,7 +258,7 @@ def test_sample_without_its_step(fails, train):
     assert "samples.jsonl:1: no integer `step`" in fails(arguments=resume, out=run)
 
 
-def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
+def test_make_policy_refuses_existing_folders_and_bad_settings(fails, policy):
     assert "already exists" in fails(arguments=["make-policy", "--out", str(policy)])
     assert "head_dym: unknown setting (value 3); did you mean head_dim?" in fails(
         arguments=["make-policy", "head_dym=3"]
@@ -273,7 +275,7 @@ def test_make_policy_refuses_an_existing_folder_and_bad_settings(fails, policy):
     assert short.rstrip().endswith("raise it")
 
 
-def test_a_run_that_cannot_go_on_says_why_and_exits_with_1(recipe, tmp_path, capsys, monkeypatch):
+def test_a_run_that_cannot_continue_exits_with_1(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(optim, "_norm", lambda *a, **k: torch.tensor(torch.nan))
     assert main(["train", str(recipe), f"out={tmp_path / 'out'}", "steps=1"]) == 1
     assert (

@@ -1,4 +1,5 @@
-"""Commands speak, and refuse what is wrong, before they load torch and transformers."""
+"""Commands print their first lines, and refuse bad input, before they load torch and
+transformers."""
 
 import errno
 import json
@@ -17,7 +18,8 @@ GOOD = '{"prompt": "1+1", "answer": "2"}\n'
 
 
 def run(words, folder, after):
-    """The command in a process of its own, in `folder`, where a policy's place in the cache is a folder; its result."""
+    """Run the command in a process of its own in `folder`, where a policy's place in the cache is a
+    folder."""
     code = f"""
 import sys
 from onepolicy.config.policy import PolicyConfig, cached_path
@@ -129,8 +131,8 @@ def _make_run(path):
     ],
     ids=lambda x: " ".join(x).replace(QUICKSTART, "R") if isinstance(x, list) else None,
 )
-def test_a_command_speaks_before_it_loads_torch(tmp_path, words, first):
-    """Where torch cannot be imported, what was said before is all that there is."""
+def test_a_command_prints_before_it_loads_torch(tmp_path, words, first):
+    """Without an importable torch, the first lines are all that is printed."""
     _make_run(tmp_path / "run")
     (tmp_path / "dump.jsonl").write_text("{}\n")
     block = "sys.modules['torch'] = sys.modules['transformers'] = None\nmain()"
@@ -141,7 +143,7 @@ def test_a_command_speaks_before_it_loads_torch(tmp_path, words, first):
     assert lines[1].startswith("onepolicy: loading torch")
 
 
-def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
+def test_too_many_held_out_problems_and_a_missing_corpus(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(
         "".join(json.dumps({"prompt": f"q{i}", "answer": "a"}) + "\n" for i in range(5))
@@ -164,9 +166,7 @@ def test_a_held_out_problem_too_many_and_a_corpus_that_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("parent", [None, {"run": "runs/a", "step": 7}])
-def test_a_full_disk_before_the_first_checkpoint_says_where_a_resume_starts(
-    tmp_path, parent, monkeypatch
-):
+def test_a_full_disk_before_the_first_checkpoint_is_reported(tmp_path, parent, monkeypatch):
     from onepolicy.run import run_folder
 
     (tmp_path / "run.json").write_text("{}")

@@ -1,4 +1,5 @@
-"""What commands print and where they write: any encoding, closed and full streams, places that take no files."""
+"""Output of commands and its places: any encoding, closed and full streams, folders that take no
+files."""
 
 import argparse
 import ast
@@ -21,11 +22,14 @@ from support.paths import ROOT
 
 SOURCE = ROOT / "src"
 RECIPE = ROOT / "recipes" / "quickstart.toml"
-PRINTS = f"from onepolicy.cli import main; import sys; sys.exit(main(['config', {str(RECIPE)!r}, 'out=r\u00fcns/\u2192']))"
+PRINTS = (
+    f"from onepolicy.cli import main; import sys; "
+    f"sys.exit(main(['config', {str(RECIPE)!r}, 'out=r\u00fcns/\u2192']))"
+)
 
 
 def python(code, **settings):
-    """A process with our source; its result."""
+    """Run a process with our source and return its result."""
     before = settings.pop("environment", {})
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), **before}
     return subprocess.run(
@@ -34,7 +38,7 @@ def python(code, **settings):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
-def test_every_encoding_can_print_what_a_command_found(encoding):
+def test_every_encoding_can_print_every_result(encoding):
     done = python(PRINTS, environment={"PYTHONIOENCODING": encoding}, stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
     assert tomllib.loads(done.stdout.decode(encoding))["out"] in (
@@ -43,7 +47,7 @@ def test_every_encoding_can_print_what_a_command_found(encoding):
     )
 
 
-def test_a_locale_without_utf8_is_named_where_a_setting_is_no_text_in_it():
+def test_a_locale_without_utf8_is_named():
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     code = "import sys; from onepolicy.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "config", str(RECIPE), "out=r\u00fcns".encode()]
@@ -62,7 +66,7 @@ def test_a_locale_without_utf8_is_named_where_a_setting_is_no_text_in_it():
         ('"\u00e9 \U0001f600 \ud800"', '"\\u00e9 \\ud83d\\ude00 \\ud800"'),
     ],
 )
-def test_what_an_encoding_lacks_has_a_look_alike_or_an_escape_of_json(text, plain):
+def test_missing_characters_have_a_substitute_or_an_escape(text, plain):
     with streams.tolerant():
         assert text.encode("ascii", streams.HANDLER) == plain.encode()
 
@@ -77,7 +81,7 @@ def test_closed_streams_are_nothing_to_a_command(closed, tmp_path):
     assert python(code, stdout=subprocess.PIPE).returncode == 0
 
 
-def test_a_file_does_not_get_what_a_closed_stream_is_sent(tmp_path):
+def test_a_file_does_not_get_the_output_of_a_closed_stream(tmp_path):
     code = f"""
 import os
 from onepolicy.cli.streams import tolerant
@@ -85,12 +89,15 @@ with tolerant():
     file = open({str(tmp_path / "f")!r}, "w")
     os.write(1, b"lost")
 """
-    code = f"import os; os.close(1); os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
+    code = (
+        f"import os; os.close(1); "
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
+    )
     assert python(code).returncode == 0
     assert (tmp_path / "f").read_text() == ""
 
 
-def test_a_full_disk_under_stdout_is_said_and_is_a_failure():
+def test_a_full_disk_under_stdout_is_a_failure():
     with open("/dev/full", "wb") as full:
         done = python(PRINTS, stdout=full)
     assert done.returncode == 1
@@ -170,7 +177,7 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path):
 
 @pytest.mark.needs("setpriv")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
-def test_a_folder_of_somebody_else_is_refused_before_anything_is_loaded(tmp_path):
+def test_somebody_elses_folder_is_refused_before_loading(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")
@@ -222,7 +229,7 @@ def test_the_first_free_sibling(tmp_path):
         assert free == tmp_path / "quickstart-3"
 
 
-def test_starts_at_once_get_a_folder_each_and_what_is_left_of_a_killed_one_is_free(tmp_path):
+def test_simultaneous_starts_get_a_folder_each(tmp_path):
     out = tmp_path / "runs" / "r"
     with claimed(out) as first, claimed(out) as second, claimed(out) as third:
         assert [each.name for each in (first, second, third)] == ["r", "r-2", "r-3"]
@@ -243,10 +250,11 @@ def test_starts_at_once_get_a_folder_each_and_what_is_left_of_a_killed_one_is_fr
         assert free == out
 
 
-def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
+def test_many_simultaneous_processes_share_no_folder(tmp_path):
     code = (
         "import sys; from pathlib import Path; from onepolicy.config.place import claimed\n"
-        f"with claimed(Path({str(tmp_path / 'r')!r})) as out: print(out.name, flush=True); sys.stdin.read()"
+        f"with claimed(Path({str(tmp_path / 'r')!r})) as out: print(out.name, flush=True); "
+        f"sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -264,9 +272,7 @@ def test_many_processes_that_start_at_once_share_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize("restarts", [[], ["--restarts=1"]])
-def test_a_run_that_starts_holds_its_folder_until_it_is_there(
-    tmp_path, monkeypatch, capsys, restarts
-):
+def test_a_starting_run_holds_its_folder(tmp_path, monkeypatch, capsys, restarts):
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         RECIPE.read_text().replace(
@@ -290,7 +296,7 @@ def test_a_run_that_starts_holds_its_folder_until_it_is_there(
     assert os.listdir(tmp_path) == ["r.toml"]
 
 
-def test_a_typed_out_that_is_not_empty_is_refused_before_torch_is_loaded(tmp_path):
+def test_an_out_folder_that_is_not_empty_is_refused_before_torch_loads(tmp_path):
     (tmp_path / "x").write_text("")
     code = (
         "import sys; from onepolicy.cli import main\n"
@@ -421,7 +427,7 @@ def test_nul_in_arguments_and_settings(capsys):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder of 5 steps, as far as Ctrl-C looks into it."""
+    """Make a run folder of 5 steps, as far as Ctrl-C reads it."""
     path = tmp_path / "my run"
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -437,7 +443,8 @@ def test_ctrl_c_says_what_a_resume_costs(run):
     (run / "checkpoints" / "step_00004").mkdir(parents=True)
     (run / "checkpoints" / ".step_00005.writing").mkdir()
     assert stopped.words("Ctrl-C", run) == (
-        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4, 1 finished step after it will be computed "
+        f"stopped by Ctrl-C; the last checkpoint of {run} is of step 4, "
+        f"1 finished step after it will be computed "
         f"again: {resume} continues"
     )
     (run / "checkpoints" / "step_00005").mkdir()
@@ -450,7 +457,7 @@ def test_ctrl_c_says_what_a_resume_costs(run):
 
 
 @pytest.mark.parametrize("command", ["measure", "audit", "eval", "make-policy", "plan", "config"])
-def test_ctrl_c_of_other_commands_says_nothing_of_resuming(command, monkeypatch, capsys):
+def test_ctrl_c_of_other_commands_does_not_mention_resuming(command, monkeypatch, capsys):
     def interrupt(arguments):
         raise KeyboardInterrupt
 

@@ -1,4 +1,5 @@
-"""Corrections inside a run: every preset trains or is refused with its reason; the receipt reaches metrics.jsonl."""
+"""Corrections inside a run: every preset trains or is refused with its reason. Its statistics reach
+metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from support.metrics import rows
 
 
 def test_the_receipt_of_a_run(train, capsys):
-    """bf16 rollouts, fp32 training, without replay: ordinary mismatch, so no bug is suspected."""
+    """bf16 rollouts and fp32 training without replay are ordinary mismatch, so no bug is
+    suspected."""
     run = train(
         "mis",
         "steps=1",
@@ -31,8 +33,9 @@ def test_the_receipt_of_a_run(train, capsys):
     assert "looks like a bug" not in capsys.readouterr().out
 
 
-def test_score_centering_takes_the_heads_of_the_rollout(train):
-    """The likeliest 4 tokens hold less than the whole vocabulary does, and that is all of it."""
+def test_score_centering_takes_the_rollouts_likeliest_tokens(train):
+    """The likeliest 4 tokens hold less probability than the whole vocabulary, which holds all of
+    it."""
     settings = [
         "steps=1",
         "eval.every=0",
@@ -44,7 +47,7 @@ def test_score_centering_takes_the_heads_of_the_rollout(train):
     assert head < whole == pytest.approx(1, abs=1e-5)
 
 
-def test_more_top_logprobs_than_the_engine_returns_are_refused(recipe, capsys, tmp_path):
+def test_more_top_logprobs_than_returned_are_refused(recipe, capsys, tmp_path):
     settings = [
         "correction.preset=score-centering",
         "objective.preset=reinforce",
@@ -53,8 +56,8 @@ def test_more_top_logprobs_than_the_engine_returns_are_refused(recipe, capsys, t
     assert main(["train", str(recipe), f"out={tmp_path / 'run'}", *settings]) == 2
     message = capsys.readouterr().err
     assert (
-        "correction.head_size: score-centering (changed) needs the log-probabilities of the 1000 likeliest"
-        in message
+        "correction.head_size: score-centering (changed) needs the log-probabilities of the 1000 "
+        "likeliest" in message
     )
     assert "at most 32; set it to at most 32" in message
 

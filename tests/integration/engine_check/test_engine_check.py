@@ -1,4 +1,5 @@
-"""`onepolicy engine check`: a sound engine passes every check, and each planted fault fails its own check alone."""
+"""`onepolicy engine check`: a sound engine passes every check, and each planted fault fails its own
+check alone."""
 
 import asyncio
 import contextlib
@@ -20,7 +21,7 @@ from support.planted_engine import SETTINGS
 
 
 class Faulty:
-    """Hands everything on to a sound engine; a fault changes requests or completions on their way."""
+    """A proxy of a sound engine. A fault changes requests or completions on their way."""
 
     def __init__(self, engine):
         self.engine, self.caps = engine, engine.caps
@@ -40,7 +41,7 @@ class Faulty:
 
 
 def after(change):
-    """A fault of completions: change(completion) -> completion."""
+    """Return a fault of completions: change(completion) -> completion."""
 
     class Changed(Faulty):
         async def generate(self, prompt_ids, sampling, *, seed):
@@ -111,7 +112,7 @@ class HiddenTopK(Faulty):
 
 
 class Untempered(Faulty):
-    """Samples at the temperature, reports the model's own log-probabilities."""
+    """An engine that samples at the temperature and reports the model's own log-probabilities."""
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -171,7 +172,8 @@ class KeepsItsCache(Faulty):
 
 
 class Recorded(Faulty):
-    """Generates every request once: the checks ask each engine the same, and scoring takes long enough."""
+    """An engine that generates every request once: all checks ask the same, and scoring takes long
+    enough."""
 
     def __init__(self, engine, source, memory):
         super().__init__(engine)
@@ -190,7 +192,7 @@ class Recorded(Faulty):
 
 @pytest.fixture(scope="module")
 def sound(policy):
-    """Engine and trainer, tokenizer, and what the engine has generated so far."""
+    """Return engine and trainer, tokenizer, and the recorded completions."""
     settings = [
         f"model.path={policy}",
         *SETTINGS,
@@ -203,7 +205,8 @@ def sound(policy):
 
 
 def checked(sound, kind=Faulty, *, live=False):
-    """live: the fault is in the weights or the cache, so nothing recorded holds."""
+    """Run the checks. live: the fault is in the weights or the cache, so recorded completions are
+    not valid."""
     pair, tokenizer, memory = sound
     source = pair.config.model
     engine = kind(pair.engine if live else Recorded(pair.engine, source, memory))
@@ -254,7 +257,7 @@ def names(value):
 
 
 @pytest.mark.parametrize(("kind", "name", "words"), OUTPUT, ids=names)
-def test_a_fault_of_the_output_fails_its_own_check_alone(sound, kind, name, words):
+def test_an_output_fault_fails_its_own_check_alone(sound, kind, name, words):
     found = checked(sound, kind)
     assert [n for n in NAMES if found[n].passed is False] == [name], found
     assert words in found[name].measured
@@ -273,7 +276,7 @@ START += [(Untempered, "not tempered"), (HiddenTopK, "outside top_k=5")]
 
 
 @pytest.mark.parametrize(("kind", "words"), START, ids=names)
-def test_a_run_starts_only_with_the_probabilities_that_were_sampled_from(sound, kind, words):
+def test_a_run_starts_only_with_the_sampled_probabilities(sound, kind, words):
     pair, tokenizer, _ = sound
     asyncio.run(pair.engine.load_weights(pair.scorer.named_weights(), 0))
     engine = kind(Recorded(pair.engine, pair.config.model, {}))
@@ -299,7 +302,7 @@ def test_a_run_with_such_an_engine_does_not_start(recipe, tmp_path, monkeypatch,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_command_prints_the_table_and_says_it_in_its_exit_status(policy, capsys):
+def test_the_command_prints_the_table_and_sets_its_exit_status(policy, capsys):
     assert (
         main(
             [

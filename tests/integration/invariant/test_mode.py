@@ -1,4 +1,5 @@
-"""The switch: entered, left, nested, interrupted; what strict mode refuses; the two ways of the experts."""
+"""The on-policy switch: entered, left, nested, interrupted. Operators that strict mode refuses, and
+the two paths of the experts."""
 
 import copy
 import threading
@@ -68,7 +69,7 @@ def test_an_exception_leaves_it(strict):
     assert state_of(model) == before
 
 
-def test_another_model_and_another_thread_are_not_touched():
+def test_another_model_and_another_thread_are_unaffected():
     inside, outside = make("qwen3_moe"), make("qwen3_moe", seed=1)
     expected = logits(outside)
     seen = []
@@ -86,7 +87,7 @@ def test_another_model_and_another_thread_are_not_touched():
 
 
 def test_contexts_left_in_another_order():
-    """As two tasks on one event loop do."""
+    """Two tasks on one event loop leave their contexts in another order than they entered them."""
     model = make("qwen3_dense")
     first, second = Invariant(model), Invariant(model)
     first.__enter__()
@@ -138,7 +139,7 @@ def test_an_operator_without_an_invariant_version_is_named(fault, named):
         check_model(model)
 
 
-def test_what_is_raised_in_strict_mode_leaves_no_hooks():
+def test_errors_in_strict_mode_leave_no_hooks():
     model = make("qwen3_dense")
     before = state_of(model)
     model.model.norm.forward = lambda x: torch.sigmoid(x)
@@ -149,10 +150,12 @@ def test_what_is_raised_in_strict_mode_leaves_no_hooks():
 
 def test_recurrent_families_are_refused():
     config = Qwen3NextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
         shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(
@@ -181,8 +184,9 @@ def experts_of(name, dtype):
     skew=st.sampled_from([0.0, 4.0]),
     seed=st.integers(0, 1000),
 )
-def test_a_token_of_the_experts_is_the_same_in_any_batch(name, tokens, dtype, skew, seed):
-    """Few tokens read rows of weights, many are sorted by expert; with a graph they are always sorted."""
+def test_an_experts_token_is_the_same_in_any_batch(name, tokens, dtype, skew, seed):
+    """Few tokens read rows of weights, many are sorted by expert. With a graph they are always
+    sorted."""
     module, generator = experts_of(name, dtype), torch.Generator().manual_seed(seed)
     scores = torch.randn(tokens, module.num_experts, generator=generator)
     scores[:, 0] += skew

@@ -1,4 +1,5 @@
-"""Rollout equals training to the last bit, whatever the engine's batch and the trainer's micro-batches are."""
+"""Rollout equals training to the last bit, for any batch of the engine and any micro-batches of the
+trainer."""
 
 import asyncio
 import random
@@ -41,7 +42,7 @@ def test_rollout_is_training(name, dtype):
 
 
 async def interrupted(engine, requests, aborted):
-    """All at once, but for the first `aborted`, which are cancelled on the way."""
+    """Run all requests at once and cancel the first `aborted` of them on the way."""
     tasks = [
         asyncio.create_task(engine.generate(p, sampling, seed=seed))
         for p, sampling, seed in requests
@@ -55,7 +56,7 @@ async def interrupted(engine, requests, aborted):
 
 
 def resumed(requests, completions, new):
-    """Requests that go on where these ended: their whole path is in the cache, or part of it."""
+    """Return requests that continue where these ended. All or part of each path is in the cache."""
     paths = [
         p + done.token_ids.tolist() for (p, _, _), done in zip(requests, completions, strict=True)
     ]
@@ -66,7 +67,8 @@ def resumed(requests, completions, new):
 
 
 def through_everything(name, dtype, *, sequences, tokens, slots):
-    """Refilled slots, groups of one prompt, prompts cut short of others, aborts, resumption; then scored in parts."""
+    """Sample with refilled rows, groups of one prompt, prompts cut short of others, aborts and
+    resumption. Then score in parts."""
     engine, trained, routers = pair(name, dtype, slots=slots, max_len=60 + 2 * tokens)
     rng = random.Random(0)
     prompts = [
@@ -94,7 +96,7 @@ def test_through_refills_prefixes_aborts_and_resumption(dtype):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_as_other_devices_compute_it(name, monkeypatch):
-    """One shape for every call, no tables: what a GPU would run, on the CPU."""
+    """One shape for every call and no tables, as a GPU would compute, on the CPU."""
     for module in (ops, attention):
         monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
     monkeypatch.setattr(attention, "in_table", lambda *_: False)
@@ -110,14 +112,14 @@ def test_as_other_devices_compute_it(name, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_dense"])
 def test_rollout_is_training_on_cuda(name, dtype):
-    """The start-up probe of this device and build passes, and nothing differs."""
+    """The start-up check of this device and build passes, and no value differs."""
     engine, trained, routers = pair(name, dtype, device=torch.device("cuda"))
     requests = requests_of(9)
     batch = batch_of(requests, run(engine, requests)).to(torch.device("cuda"))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
 
 
-def test_rollout_and_training_on_other_numbers_of_threads():
+def test_rollout_and_training_on_other_thread_counts():
     engine, trained, routers = pair("qwen3_moe", "float32")
     requests = requests_of(3, new=6)
     torch.set_num_threads(2)
@@ -149,7 +151,7 @@ def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
 
 
 def test_fast_numerics_differ():
-    """The control: without the mode the same comparison finds differences."""
+    """As a control, the same comparison without the mode finds differences."""
     model = make("qwen3_moe")
     requests = requests_of(9)
     batch = batch_of(requests, run(engine_of(model), requests))
@@ -157,8 +159,9 @@ def test_fast_numerics_differ():
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_cast_is_what_a_checkpoint_opened_in_bfloat16_holds(name, tmp_path):
-    """Not rotary frequencies, not selection biases: rounded in the engine alone, they were a mismatch of their own."""
+def test_the_cast_equals_a_checkpoint_opened_in_bfloat16(name, tmp_path):
+    """Rotary frequencies and selection biases stay unrounded. Rounded in the engine alone, they
+    would be a mismatch."""
     model = make(name)
     model.save_pretrained(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -1,4 +1,5 @@
-"""Training runs with numerics = on-policy: every step exactly on-policy, faults found and located."""
+"""Training runs with numerics = on-policy: every step exactly on-policy, faults found and
+located."""
 
 import asyncio
 import dataclasses
@@ -28,7 +29,7 @@ ON = ("numerics=on-policy", "eval.every=0", "steps=2")
 
 
 def exact(run):
-    """Every row of a run is exactly on-policy."""
+    """Check that every row of a run is exactly on-policy."""
     found = [row for row in rows(run) if "mismatch/k3" in row]
     for row in found:
         assert (row["mismatch/k3"], row["mismatch/differing"], row["mismatch/max_dlogp"]) == (
@@ -56,7 +57,7 @@ def parts_of(recipe, *overrides):
 
 
 def measured(parts):
-    """The same engine and scorer, as `onepolicy measure` has them."""
+    """Build the engine and scorer of `onepolicy measure`."""
     shared = {
         field.name: getattr(parts, field.name) for field in dataclasses.fields(SamplingComponents)
     }
@@ -64,7 +65,7 @@ def measured(parts):
 
 
 def plant(parts, layer=1):
-    """The engine's experts of one layer in the fast path."""
+    """Put the engine's experts of one layer into the fast path."""
     module = parts.engine.model.model.layers[layer].mlp.experts
     module.forward = lambda *args: fast_experts.grouped_experts(module, *args)
     return module
@@ -121,7 +122,7 @@ def test_an_audit_says_when_it_cannot_claim(tmp_path, ours, theirs, why):
 
 
 def test_bfloat16_with_the_rollout_as_anchor(train):
-    """Nothing scores the batch before the update, which sees the same bits."""
+    """The batch is not scored before the update, and the update sees the same bits."""
     run = train(None, *ON, "model.dtype=bfloat16", "replay.mode=off", "correction.preset=ppo-is")
     assert len(exact(run)) == 2
 
@@ -181,7 +182,7 @@ def test_a_fault_of_attention_is_located(recipe):
 
 
 def test_a_fault_of_a_router_is_located(recipe):
-    """Its logits are right, the weights made of them are not."""
+    """The router's logits are right, the weights made of them are wrong."""
     parts = parts_of(recipe)
     router = parts.engine.model.model.layers[1].mlp.gate
     forward = router.forward
@@ -229,7 +230,7 @@ def test_options_that_bits_have_no_use_for(recipe, option, capsys):
     )
 
 
-def test_engine_and_learner_that_compute_otherwise_are_refused(recipe):
+def test_engine_and_learner_with_different_arithmetic_are_refused(recipe):
     parts = parts_of(recipe)
     engine, learner = parts.engine.caps.contract, parts.learner.scorer.contract
     require_same_contract(engine, learner)

@@ -1,4 +1,4 @@
-"""`onepolicy train --restarts N`: what is started again, how often, and what never is."""
+"""`onepolicy train --restarts N`: which runs are started again, how often, and which never are."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,10 @@ FIRST, RESUME = ["train", "recipe"], ["train", "--resume", "run"]
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """run([(exit status, step begun or None), ...], restarts) -> status, commands started, waits, texts.
+    """Return run([(exit status, begun step or None), ...], restarts) -> status, started commands,
+    waits, texts.
 
-    Not even a folder is there before a step has been begun.
+    The run folder does not exist before the first begun step.
     """
     out = tmp_path / "run"
 
@@ -61,7 +62,7 @@ def test_a_run_that_dies_is_resumed_until_it_has_finished(run):
     assert "exit status 1 in step 5" in texts[1]
 
 
-def test_before_there_is_a_run_folder_it_is_started_anew(run):
+def test_without_a_run_folder_it_is_started_anew(run):
     assert run([(-9, None), (-9, 1), (0, 3)], restarts=2)[1] == [FIRST, FIRST, RESUME]
 
 
@@ -78,7 +79,7 @@ def test_a_fault_of_one_step_is_given_up(run):
     assert "in step 7, where it has ended 3 times; not restarted" in texts[-1]
 
 
-def test_trouble_at_the_start_is_outlasted(run):
+def test_trouble_at_the_start_is_retried(run):
     """It does not count as a fault of the step before it, and the waits grow to a minute."""
     none, late = [(1, None)], [(supervise.NotThere.EXIT, None)]
     status, _, waits, texts = run([(-9, 7), *8 * none, (-9, 7), *late, (0, 9)], restarts=20)
@@ -95,7 +96,7 @@ def test_a_run_that_never_gets_to_a_step_is_given_up(run):
     assert "before any step, 10 times in a row; not restarted" in texts[-1]
 
 
-def test_faults_of_one_step_are_told_from_starts_in_between(run):
+def test_faults_of_one_step_count_across_failed_starts(run):
     assert (
         "in step 7, where it has ended 3 times"
         in run([(1, 7), (1, None), (1, 7), (1, None), (1, 7)], 50)[3][-1]
@@ -104,8 +105,8 @@ def test_faults_of_one_step_are_told_from_starts_in_between(run):
 
 
 @pytest.mark.parametrize("steps", [(5, 4), (5, 6, 7), (7, 6, 5, 4), (2, 9, 3)])
-def test_a_run_that_gets_no_further_is_given_up(run, steps):
-    """Whatever the steps it dies in; and the waits grow."""
+def test_a_run_without_progress_is_given_up(run, steps):
+    """The steps that it dies in do not matter, and the waits grow."""
     ends = [(1, step) for step in steps * 50]
     stalled = supervise.MAX_STALLED + steps.index(max(steps)) + 1
     status, _, waits, texts = run(ends[:stalled], restarts=100)
@@ -113,8 +114,8 @@ def test_a_run_that_gets_no_further_is_given_up(run, steps):
     assert f"came no further than step {max(steps)}; not restarted" in texts[-1]
 
 
-def test_a_run_that_gets_further_but_leaves_no_checkpoint_is_given_up(run):
-    """Every restart begins where the first did."""
+def test_progress_without_a_checkpoint_is_given_up(run):
+    """Every restart begins at the same step as the first start."""
     status, _, _, texts = run(
         [(1, step) for step in range(1, supervise.MAX_UNSAVED + 1)], restarts=100
     )
@@ -123,7 +124,8 @@ def test_a_run_that_gets_further_but_leaves_no_checkpoint_is_given_up(run):
 
 
 def test_a_run_that_leaves_checkpoints_is_not_given_up(run, tmp_path, monkeypatch):
-    """Even where each death is in an earlier step than one before: the checkpoint is what a restart begins with."""
+    """This holds even if each death is in an earlier step than one before, because a restart begins
+    at the checkpoint."""
     folder, begun = tmp_path / "run" / supervise.CHECKPOINTS, supervise.step_begun
 
     def writes_one(out):
@@ -154,7 +156,7 @@ def test_a_step_that_cannot_be_read_is_none(tmp_path, text):
     assert supervise.step_begun(tmp_path) is None
 
 
-def test_a_run_folder_that_is_damaged_does_not_end_the_supervision(tmp_path, monkeypatch):
+def test_a_damaged_run_folder_does_not_end_the_supervision(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / supervise.CHECKPOINTS).write_text("")
     statuses = [1, 1, 0]
@@ -174,7 +176,7 @@ def test_restarts_are_counted(run):
 
 
 def test_sigterm_ends_the_run_and_its_supervision(tmp_path):
-    """Sent when the run is there, so that its supervision heeds it already."""
+    """The signal is sent once the run exists, so its supervisor already handles it."""
     there = tmp_path / "there"
     code = f"import pathlib, time; pathlib.Path({str(there)!r}).touch(); time.sleep({10 * LIMIT_S})"
 
@@ -189,7 +191,7 @@ def test_sigterm_ends_the_run_and_its_supervision(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_that_comes_while_the_process_is_started_reaches_it(monkeypatch):
+def test_a_signal_during_a_process_start_reaches_the_process(monkeypatch):
     popen = subprocess.Popen
 
     def start(command):
@@ -203,14 +205,18 @@ def test_a_signal_that_comes_while_the_process_is_started_reaches_it(monkeypatch
 CTRL_C = '''
 import signal, sys
 from onepolicy.launch import restarts
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a script it is ignored
+# a script ignores the signal in its background processes
+signal.signal(signal.SIGINT, signal.default_int_handler)
 code = """import os, signal, time
 came = []
-signal.signal(signal.SIGINT, lambda *_: came.append(os.write(1, b'interrupted\\\\n')))  # not print(), nor into one
+# not print(), and no print() is interrupted either
+signal.signal(signal.SIGINT, lambda *_: came.append(os.write(1, b'interrupted\\\\n')))
 os.write(1, b'there\\\\n')
 while not came:
     time.sleep(0.01)
-time.sleep(0.5)  # a second one would be on its way by now; under load this may miss it, never see one that is not
+# A second signal would be on its way by now.
+# Under load this may miss it, but never sees a false one.
+time.sleep(0.5)
 raise SystemExit(1)"""
 print(restarts._run([sys.executable, "-c", code]))
 '''
@@ -218,7 +224,8 @@ print(restarts._run([sys.executable, "-c", code]))
 
 @pytest.mark.parametrize("how", ["no terminal", "typed", "killed in the foreground"])
 def test_ctrl_c_reaches_the_run_once(how):
-    """Sent to the supervisor alone, without a terminal and in one's foreground, and typed at the terminal of both."""
+    """Ctrl-C is sent to the supervisor alone, without a terminal and in a terminal's foreground,
+    and typed at the terminal of both."""
     terminal_there = how != "no terminal"
     if terminal_there:
         pid, terminal = pty.fork()
@@ -258,8 +265,8 @@ def test_settings_that_cannot_take_effect(capsys, monkeypatch, tmp_path):
     assert "--max-restarts" in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_yet_has_its_own_exit_status(monkeypatch, capsys, tmp_path):
-    """Not 2, which is final."""
+def test_a_server_that_is_not_up_yet_has_its_own_exit_status(monkeypatch, capsys, tmp_path):
+    """The status is not 2, which is final."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 

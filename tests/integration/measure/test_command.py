@@ -1,4 +1,5 @@
-"""`onepolicy measure` on a small warmed-up policy: planted causes are named, a clean run is never accused."""
+"""`onepolicy measure` on a small warmed-up policy: planted causes are named, a clean run is never
+accused."""
 
 import asyncio
 import dataclasses
@@ -20,7 +21,8 @@ from support.planted_engine import SETTINGS, Planted
 
 
 def measured(policy, *overrides, older=0.0, **fault):
-    """older: how far the engine's weights are from the trainer's, in shares of each tensor's deviation."""
+    """Measure the policy. older: distance of the engine's weights from the trainer's, in units of
+    each tensor's deviation."""
     config = measure_config({}, [f"model.path={policy}", *SETTINGS, *overrides], None)
     parts, tokenizer = build_measure_parts(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, **fault))
@@ -55,7 +57,7 @@ SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling suppor
 
 
 def show(fault, found):
-    """One row of the table in docs/measure.md; pytest -rP prints it."""
+    """Print one row of the table in docs/measure.md; `pytest -rP` shows it."""
     bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
     total, left = found.waterfall.total.value, found.waterfall.remainder.value
     print(
@@ -183,15 +185,17 @@ def test_planted_noise_is_the_largest_bar_and_no_bug(policy, fault, setting, bar
 
 
 @pytest.mark.parametrize("below", [0.1, 0.6])
-def test_a_mark_without_a_name_forbids_a_correction(policy, below):
-    """Log-probabilities that are too low at every token are no mismatch, and no cause that we know."""
+def test_an_unexplained_signature_forbids_a_correction(policy, below):
+    """Log-probabilities that are too low at every token are no mismatch, and no cause that we
+    know."""
     found = measured(policy, "rollout.engine.dtype=float32", below=below)
     assert (found.verdict.action, found.verdict.setting) == ("unclear", ""), found.verdict.text()
 
 
 @pytest.mark.slow
-def test_precision_is_the_dtypes_of_both_sides(policy):
-    """A trainer under bf16 autocast and an fp32 engine: without autocast, all that replay leaves is gone."""
+def test_precision_compares_the_dtypes_of_both_sides(policy):
+    """With a trainer under bf16 autocast and an fp32 engine, autocast is the whole gap that replay
+    leaves."""
     found = measured(policy, "rollout.engine.dtype=float32", "train.autocast=bfloat16")
     precision = next(bar for bar in found.waterfall.bars if bar.name == "precision")
     assert precision.left.value < 1e-9 < 1e-6 < precision.removed.value
@@ -232,7 +236,8 @@ def test_command_writes_a_report_and_says_the_verdict(policy, tmp_path, capsys):
 
 
 def check_distribution(found, printed, html):
-    """Of 4 tokens: bounds in order, replay no farther away, and the worst position's tokens in their text."""
+    """Check the 4 likeliest tokens: bounds are in order, replay is no farther away, and the text
+    has the worst position's tokens."""
     plain, replayed = found["metrics"]["without_replay"], found["metrics"]["with_replay"]
     assert found["top"] == 4
     for each in (plain, replayed):
@@ -249,7 +254,7 @@ def check_distribution(found, printed, html):
     assert "Worst positions" in html
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path, capsys):
+def test_an_unwritable_report_is_refused_before_measuring(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["measure", "--tiny", "--out", str(tmp_path / "file" / "m")]) == 2
     assert "m cannot be made: " in capsys.readouterr().err
@@ -304,7 +309,7 @@ def test_beside_a_dense_model(policy, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_trainer_in_bfloat16(policy):
-    """Its own precision is measured against a float32 forward of its weights."""
+    """A bfloat16 trainer's own precision is measured against a float32 forward of its weights."""
     found = measured(policy, "model.dtype=bfloat16", "rollout.engine.dtype=bfloat16")
     assert found.verdict.action != "bug", found.verdict.text()
     assert "precision" not in bars_of(found)  # both sides have it

@@ -1,4 +1,5 @@
-"""`onepolicy measure --quant`: the gap of a format before a run, named, and what the correction would do about it."""
+"""`onepolicy measure --quant`: the gap of a format before a run is named, and the correction of it
+predicted."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Decode attention over a slab against softmax(q k) v of every token by itself, as tables of rows and as matmuls."""
+"""Decode attention over a KV cache against softmax(q k) v of every token by itself, as tables of
+rows and as matmuls."""
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ SLOTS, GROUPS, SHARED, WIDTH, VALUE, LENGTH = 4, 2, 3, 8, 5, 192
 
 
 def alone(q, key, value, scale, window, sinks):
-    """q [heads, D], key [S, G, D], value [S, G, Dv] -> [heads, Dv]"""
+    """Compute attention of one token: q [heads, D], key [S, G, D], value [S, G, Dv] -> [heads,
+    Dv]."""
     out = []
     for head, vector in enumerate(q):
         keys, values = (x[-window:, head // SHARED].double() for x in (key, value))
@@ -64,7 +66,8 @@ def test_same_as_alone(lengths, window, sinks, shared, monkeypatch):
 
 
 def test_one_sequence_of_one_key_head():
-    """Several query heads share the only bag there is, and expanding it gives a view that no flat index is made of."""
+    """Several query heads share the only bag, and expanding it gives a view that has no flat
+    index."""
     torch.manual_seed(0)
     keys, values, query = (
         torch.randn(1, 1, WIDTH, 64),

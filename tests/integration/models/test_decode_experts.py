@@ -1,4 +1,5 @@
-"""The decoding experts against transformers' own, for even and uneven routing, biases and layouts."""
+"""The decoding experts against transformers' own, for even and uneven routing, biases and
+layouts."""
 
 import numpy as np
 import pytest

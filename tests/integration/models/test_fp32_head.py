@@ -1,4 +1,5 @@
-"""`lm_head = float32`: a projection of float32 weights and hidden states, in engine and learner, tied or not."""
+"""`lm_head = float32`: a projection of float32 weights and hidden states, in engine and learner,
+tied or not."""
 
 import asyncio
 import copy
@@ -46,7 +47,8 @@ class OneLogit(nn.Module):
 
 
 def test_by_hand():
-    """1 + 2^-8 lies halfway between two bfloat16 numbers and is rounded to 1; float32 holds it."""
+    """1 + 2^-8 is halfway between two bfloat16 numbers and is rounded to 1. float32 represents
+    it."""
     model, hidden = OneLogit(), torch.ones(1, 2, dtype=torch.bfloat16)
     assert model.head(hidden).item() == 1.0
     Fp32Head(model, field="x")
@@ -57,8 +59,9 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_engine_projects_unrounded_weights_also_after_a_sync(tied):
-    """Logits are bit for bit F.linear of the bfloat16 layers' output and the weights it was given, in float32."""
+def test_the_engine_projects_unrounded_weights_also_after_a_sync(tied):
+    """Logits equal F.linear of the bfloat16 layers' output and the given weights in float32, bit
+    for bit."""
     engine = HFEngine(model_of(tied=tied), BF16, record=True, max_len=32)
     seen = []
     head = engine.model.get_output_embeddings()
@@ -91,7 +94,7 @@ def test_a_copy_takes_new_weights_unrounded(tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_of_a_bfloat16_learner_reach_the_one_parameter(tied):
+def test_gradients_of_a_bfloat16_learner_reach_the_parameter(tied):
     batch = batch_of()
     ours, theirs = (model_of(tied=tied).to(torch.bfloat16) for _ in range(2))
     install_fp32_head(ours, torch.bfloat16, field="model.lm_head")
@@ -129,7 +132,8 @@ def test_options_do_not_change_a_bit_of_it(option):
 
 
 def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
-    """Median gap of the same tokens: a float32 trainer against the engine's arithmetic without and with the setting."""
+    """The engine's arithmetic with the setting has a smaller median gap to a float32 trainer than
+    without it, on the same tokens."""
     settings = {
         "out": "x",
         "steps": 1,
@@ -163,7 +167,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
     assert gaps[1] < 0.6 * gaps[0]
 
 
-def test_lora_of_the_layers_is_fine_and_of_the_head_is_refused():
+def test_lora_is_accepted_on_the_layers_and_refused_on_the_head():
     from peft import LoraConfig, get_peft_model
 
     body = get_peft_model(model_of(tied=False), LoraConfig(target_modules=["q_proj"]))
@@ -218,7 +222,7 @@ def test_a_head_that_is_float32_anyway_is_refused(overrides, field):
 @pytest.mark.parametrize(
     "found", [[["torch.bfloat16"]], [["None"]], [[]], [["torch.float32"], ["torch.bfloat16"]]]
 )
-def test_a_vllm_that_would_round_the_logits_is_refused(found):
+def test_a_vllm_that_rounds_the_logits_is_refused(found):
     refuse_rounded_head([["torch.float32"]])
     with pytest.raises(UsageError, match=r"rollout\.engine\.lm_head: .* in .*48390"):
         refuse_rounded_head(found)

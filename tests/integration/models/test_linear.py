@@ -44,7 +44,7 @@ def test_other_dtypes_and_autocast_are_torchs_own(monkeypatch):
     assert layer.float()(torch.randn(3, 8)).shape == (3, 4)
 
 
-def test_prepare_leaves_subclasses_and_other_devices_alone(monkeypatch):
+def test_prepare_skips_subclasses_and_other_devices(monkeypatch):
     monkeypatch.setattr(linear, "onednn_available", lambda: True)
 
     class Other(nn.Linear):

@@ -74,7 +74,8 @@ def test_buckets_hold_every_slot_once(lengths):
 )
 @given(st.integers(0, 10_000), st.integers(1, 60), st.booleans())
 def test_experts_equal_the_eager_loop(monkeypatch, seed, tokens, blocks):
-    """Values and gradients of hidden states, routing weights and expert weights; some experts get no token."""
+    """Compared are values and gradients of hidden states, routing weights and expert weights. Some
+    experts get no token."""
     monkeypatch.setattr(
         experts, "BLOCK", 2 if blocks else 1 << 40
     )  # rows of an expert filled up to pairs, or not
@@ -112,8 +113,8 @@ def test_experts_are_selected_on_this_model_only(name):
     assert second.config._experts_implementation == before
 
 
-def test_families_that_cannot_be_packed_are_refused_with_the_reason():
-    """Recurrent state, and attention that lives in a mask which packed attention never sees."""
+def test_families_that_cannot_be_packed_are_refused():
+    """They have recurrent state, or a mask that packed attention does not use."""
     recurrent = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     refused = {
         "linear_attention": Qwen3NextConfig(

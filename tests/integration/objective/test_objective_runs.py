@@ -1,4 +1,5 @@
-"""Objectives in the loop: critic, reference, bypass and dynamic sampling train, report and resume."""
+"""Objectives in the loop: critic, reference, bypass and dynamic sampling train, report and
+resume."""
 
 import json
 
@@ -35,7 +36,8 @@ def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
 
 
 def test_reference_and_entropy(train):
-    """The reference is where the run starts, so the first step's KL is 0 and later ones are not."""
+    """The reference is the run's first policy, so the first step's KL is 0 and later ones are
+    not."""
     settings = ("objective.kl.coef=0.1", "objective.entropy_coef=0.01", *QUICK)
     found = rows(train("kl", "steps=2", "replay.mode=off", *settings))
     assert found[0]["train/kl"] == pytest.approx(0, abs=1e-9)
@@ -54,8 +56,9 @@ def test_reference_and_entropy(train):
     assert "train/kl" not in reward[0]
 
 
-def test_bypass_scores_nothing_and_measures_in_the_update(train):
-    """With one mini-step the update's forward is the scoring forward: the same rollouts measure the same."""
+def test_bypass_measures_in_the_update_without_scoring(train):
+    """With one mini-step the update's forward is the scoring forward, so the same rollouts give the
+    same measurements."""
     usual = rows(train("usual", "steps=1", *QUICK))[0]
     out = train("bypass", "steps=1", "correction.preset=ppo-is", *QUICK)
     row = rows(out)[0]
@@ -82,8 +85,8 @@ def test_bypass_scores_nothing_and_measures_in_the_update(train):
     )
 
 
-def test_bypass_writes_the_rollouts_log_probability_of_every_sample(train):
-    """Of the second mini-step's samples nobody has a score from before the weights moved."""
+def test_bypass_keeps_every_samples_rollout_log_probability(train):
+    """Samples of the second mini-step were never scored before the weights moved."""
     bypass = (
         "correction.preset=ppo-is",
         "objective.mini_steps=2",
@@ -126,8 +129,8 @@ def test_dapo_replaces_groups_without_signal(train):
 @pytest.mark.slow
 @pytest.mark.parametrize("correction", ["off", "tis", "mis"])
 @pytest.mark.parametrize("name", objective_presets())
-def test_every_preset_goes_with_every_form_of_correction(train, name, correction):
-    """The slides: TIS is compatible with every GxPO."""
+def test_every_preset_combines_with_every_correction_form(train, name, correction):
+    """The slides state that TIS is compatible with every GxPO."""
     settings = (
         f"correction.preset={correction}",
         "replay.mode=off",

@@ -1,4 +1,5 @@
-"""Recipes for clusters: each fits where it says, and its code runs on a tiny model of the same family."""
+"""Recipes for clusters: each fits on its cluster, and its code runs on a tiny model of the same
+family."""
 
 import re
 
@@ -30,12 +31,13 @@ LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in list(SPLITS)[1:]
 SMALLER = """
     steps=2 train.ranks=2 train.device=cpu train.threads=1 train.tokens_per_micro_batch=512
     rollout.engine={kind="hf",slots=4,max_len=250} rollout.prompts_per_step=2 rollout.group_size=2
-    rollout.sampling.max_tokens=8 objective.entropy_coef=0.01 eval.every=0 log.report=false log.tensorboard=false
+    rollout.sampling.max_tokens=8 objective.entropy_coef=0.01 eval.every=0
+    log.report=false log.tensorboard=false
 """
 
 
 def planned(name):
-    """The recipe on the cluster that its own head names."""
+    """Plan the recipe on the cluster that its first comment names."""
     head = (FOLDER / name).read_text()
     cluster, constants = re.search(
         r"onepolicy plan \S+ --cluster (\S+)(?: --constant (\S+))?\n", head

@@ -1,4 +1,4 @@
-"""Planned models are the real ones, and what is predicted of a step's memory is what a step holds."""
+"""Planned models are the real ones, and the predicted memory of a step is that of a real step."""
 
 import json
 
@@ -24,7 +24,8 @@ from support.models import CONFIGS, make
 from support.paths import ROOT
 
 TREE = {"out": "unused", "steps": 1, "model": {"path": "unused"}, "task": {"kind": "chain"}}
-# parameters as their makers count them; DeepSeek's card counts 58 * 256 selection biases too, which are buffers here
+# parameters as their makers count them; DeepSeek's card counts 58 * 256 selection biases too, which
+# are buffers here
 FACTS = {
     "Qwen3-30B-A3B": {"total": 30_532_122_624, "active": 3.3, "cached": 98_304, "routes": 384},
     "Qwen3-235B-A22B": {"total": 235_093_634_560, "active": 22, "cached": 192_512, "routes": 752},
@@ -98,7 +99,7 @@ def test_a_dry_run_leaves_the_model_as_it_was():
     assert model._run_anew(MicroBatchShape((10,), (5,)), 1, **how) == first
 
 
-def test_samples_add_up_and_only_projected_slots_make_logits():
+def test_samples_add_up_and_only_projected_slots_have_logits():
     model = DryRunModel(CONFIGS["qwen3_dense"], dtype=torch.float32, cpu=False)
     one, two, three = (
         model.held(MicroBatchShape((40,) * n, (30,) * n), checkpointing=False) for n in (1, 2, 3)
@@ -144,7 +145,7 @@ def test_the_slab_takes_what_was_predicted(name):
     assert embedded_cache_bytes(dims, own, parse_cluster("1xcpu")) == found
 
 
-def test_families_that_name_their_dimensions_otherwise():
+def test_families_with_other_names_for_their_dimensions():
     gemma = read_dims(
         DryRunModel(TABLE["gemma4_text"].config(), dtype=torch.float32, cpu=True).model, "gemma"
     )
@@ -218,7 +219,7 @@ def planner(cluster, *overrides):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_does_not_fit_is_told_what_would():
+def test_a_recipe_that_does_not_fit_gets_suggestions():
     made = planner("64xH100", "train.tokens_per_micro_batch=65536")
     options = [made.option(split) for split in made.splits(learners=32)]
     chosen = best_option(options)

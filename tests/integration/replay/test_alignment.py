@@ -1,4 +1,5 @@
-"""The detector on real routes (bf16 engine, fp32 trainer), routes that get lost, and what replay must leave alone."""
+"""The detector on real routes (bf16 engine, fp32 trainer), lost routes, and forwards that replay
+must not change."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_clean_routes_pass_with_room(parts, batch) -> None:
 
 
 @pytest.mark.parametrize("how", MISALIGNED)
-def test_misaligned_routes_stop_the_first_batch_and_name_the_cause(parts, batch, how: str) -> None:
+def test_misaligned_routes_stop_the_first_batch_and_are_named(parts, batch, how: str) -> None:
     torch.manual_seed(0)
     wrong, words = MISALIGNED[how]
     with pytest.raises(RoutingError) as caught:
@@ -198,7 +199,8 @@ def test_windows_split_samples_evenly(lengths: list[int]) -> None:
 
 
 def test_thresholds_by_hand() -> None:
-    """16 experts in pairs: agreement is 1 or 0 per row; 13 of 16 rows (81%) pass, 12 (75%) do not."""
+    """16 experts in pairs make agreement 1 or 0 per row. 13 of 16 rows (81%) pass, 12 (75%) do
+    not."""
     ids = torch.arange(2, dtype=torch.uint8).expand(16, 1, 2)
     valid = torch.ones(16, dtype=torch.bool)
     native = RoutingTrace(ids, valid, (3,), 16)
@@ -214,7 +216,7 @@ def test_thresholds_by_hand() -> None:
             check_alignment(replayed, native)
 
 
-# --- in the loop ------------------------------------------------------------------------------------------------------
+# --- in the loop ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -230,7 +232,7 @@ class Broken:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
-        return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))  # type: ignore[attr-defined]
+        return self.spoil(await self.engine.generate(prompt_ids, sampling, seed=seed))
 
 
 def step_with(parts: Components, spoil: Callable[[Completion], Completion]):
@@ -271,7 +273,7 @@ def test_an_engine_that_drops_its_routes(policy) -> None:
     assert metrics["counterfactual/repeat/max_dlogp"] < 1e-2
 
 
-def test_an_engine_that_returns_filler_is_refused_with_its_sample(parts) -> None:
+def test_filler_routes_are_refused_with_their_sample(parts) -> None:
     def zero(completion: Completion) -> Completion:
         return dataclasses.replace(
             completion,
@@ -287,8 +289,9 @@ def test_an_engine_that_returns_filler_is_refused_with_its_sample(parts) -> None
 
 
 @pytest.mark.parametrize("mode", ["r3", "off"])
-def test_a_layer_written_once_is_not_captured(policy, mode: str) -> None:
-    """Refused by what the trainer's own router chooses, also where the routes are only measured."""
+def test_a_layer_with_constant_routes_is_not_captured(policy, mode: str) -> None:
+    """The trainer's own router chooses otherwise, so the routes are refused, also where they are
+    only measured."""
 
     def once(completion: Completion) -> Completion:
         ids = completion.routing.ids.clone()
@@ -298,14 +301,17 @@ def test_a_layer_written_once_is_not_captured(policy, mode: str) -> None:
         )
 
     parts = parts_of(policy, f"replay.mode={mode}")
-    words = r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: the engine did not capture"
+    words = (
+        r"layer 1 has the same experts .* trainer's own router chooses them in \d+% only: "
+        r"the engine did not capture"
+    )
     with pytest.raises(RoutingError, match=words):
         step_with(parts, once)
     assert parts.learner.version == 0
 
 
 @pytest.mark.parametrize("mode", ["r3", "off"])
-def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(
+def test_a_collapsed_router_is_distinguished_from_an_uncaptured_layer(
     policy, mode: str, caplog
 ) -> None:
     parts = parts_of(policy, f"replay.mode={mode}")
@@ -332,7 +338,8 @@ def test_a_collapsed_router_is_told_from_a_layer_that_was_not_captured(
 def test_a_constant_layer_of_older_weights(
     policy, parts, batch, settings, age: int, stops: str | None
 ) -> None:
-    """The engine's router had collapsed in layer 1; the trainer's has not quite: it agrees in 3 rows of 4."""
+    """The engine's router had collapsed in layer 1. The trainer's has not quite: it agrees in 3
+    rows of 4."""
     config = parts_of(policy, *settings).config.replay
     ids = batch.routing.ids.clone()
     ids[:, 1] = ids[0, 1]
@@ -350,7 +357,8 @@ def test_a_constant_layer_of_older_weights(
 
 
 def collapse(parts: Components, layer: int) -> None:
-    """Give this layer a router that ranks its experts alike for whatever tokens the policy writes."""
+    """Give this layer a router that ranks its experts alike for all tokens that the policy
+    writes."""
     router = parts.learner.model.model.layers[layer].mlp.gate
     seen: list[Tensor] = []
     hook = router.register_forward_pre_hook(
@@ -378,7 +386,7 @@ def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:
     assert batch.select([0, 2]).routing is not None
 
 
-# --- variation of the trainer with itself -----------------------------------------------------------------------------
+# --- variation of the trainer with itself ---------------------------------------------------------
 
 
 def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
@@ -404,10 +412,10 @@ def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     assert again["repeat/routers"] < 0.01
 
 
-# --- what replay leaves alone -----------------------------------------------------------------------------------------
+# --- what replay leaves alone ---------------------------------------------------------------------
 
 
-def test_a_reference_model_routes_natively_inside_the_policys_replay(parts, batch) -> None:
+def test_a_reference_model_keeps_its_own_routes_inside_a_replay(parts, batch) -> None:
     model = make("qwen3_moe")
     reference, routers = copy.deepcopy(model), bind_routers(model)
     ids = torch.arange(24).view(2, 12)
@@ -431,13 +439,14 @@ def test_expert_bias_is_not_moved_by_a_training_step() -> None:
     assert all(torch.equal(after[name], bias) for name, bias in before.items())
 
 
-# --- slow -------------------------------------------------------------------------------------------------------------
+# --- slow -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_false_alarm_in_200_clean_steps(parts) -> None:
-    """Other problems every step, bf16 engine, fp32 trainer. Prints the lowest agreement for docs/replay_checks.md."""
+    """Every step has other problems, a bf16 engine and an fp32 trainer. Prints the lowest agreement
+    for docs/replay_checks.md."""
     layer, window, count = 1.0, 1.0, 0
     for step in range(200):
         scored = parts.learner.score(rollout(parts, step))

@@ -1,4 +1,5 @@
-"""Blocks that are fused, replaced, shared or missing: a RoutingError that names the layer, at the first forward."""
+"""Blocks that are fused, replaced, shared or missing: a RoutingError names the layer at the first
+forward."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _refused_at_first_forward(routers: Routers, message: str) -> None:
 
 
 def _fused(block: nn.Module, hidden: Tensor) -> Tensor:
-    """A whole block in one kernel, as a kernel hub puts in the place of `forward`."""
+    """Run a whole block in one kernel, as a kernel hub's replacement of `forward` does."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     weights, ids = (flat @ block.gate.weight.T).softmax(-1).sort(-1, descending=True)
     return block.experts(flat, ids[:, :3], weights[:, :3]).view_as(hidden)
@@ -99,8 +100,8 @@ def test_one_block_in_two_layers(model: PreTrainedModel) -> None:
         bind_routers(model)
 
 
-def test_a_block_replaced_whole_is_missed_by_name(model: PreTrainedModel) -> None:
-    """Nothing in it looks like experts, but the config says that layer 1 has them."""
+def test_a_block_replaced_whole_is_named_as_missing(model: PreTrainedModel) -> None:
+    """No module in it looks like experts, but the config lists experts in layer 1."""
 
     class Opaque(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def test_a_block_replaced_whole_is_missed_by_name(model: PreTrainedModel) -> Non
         bind_routers(model)
 
 
-def test_a_model_whose_blocks_are_all_fused_is_not_taken_for_a_dense_one(
+def test_a_model_with_only_fused_blocks_is_not_taken_for_dense(
     model: PreTrainedModel,
 ) -> None:
     for layer in model.model.layers:

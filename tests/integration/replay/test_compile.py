@@ -1,6 +1,8 @@
-"""Replay under torch.compile: no graph break, bit-equal to eager, and new routes run the graph that is there.
+"""Replay under torch.compile: no graph break, bit-equal to eager, and new routes run the existing
+graph.
 
-The fast test stops at dynamo (backend eager); slow ones trace the backward too (aot_eager) and run inductor.
+The fast test stops at dynamo (backend eager). Slow ones trace the backward too (aot_eager) and run
+inductor.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _replayed(
 def _check(
     model: PreTrainedModel, expected: list, traces: list[RoutingTrace], *, graphs: int, **how: Any
 ) -> None:
-    """Same bits as eager, and after the first replay nothing is compiled again."""
+    """Check for the same bits as eager, and that the first replay is the last one that compiles."""
     found = _replayed(model, traces[:1], **how)
     compiled = counters["stats"]["unique_graphs"]
     assert compiled == graphs
@@ -114,7 +116,8 @@ def test_a_whole_model_compiles_in_one_graph(family: str, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["whole_model", "blocks"])
 def test_compile_with_activation_checkpointing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over checkpoints dynamo has to be told that a recompute has no side effects (has this router fired?)."""
+    """For checkpoints, dynamo needs the information that a recompute has no side effects (has this
+    router run?)."""
     model = _build("qwen3_moe")
     traces = [_trace(bind_routers(model), seed) for seed in (2, 3, 4)]
     expected = _replayed(model, traces)

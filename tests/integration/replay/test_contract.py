@@ -1,4 +1,4 @@
-"""Every router fires once on the rows of its trace, and nothing is left behind."""
+"""Every router runs once on the rows of its trace, and no state is left behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _untouched(model: nn.Module) -> bool:
     return not any("forward" in module.__dict__ for module in model.modules())
 
 
-# --- every router fires once on the trace's rows ----------------------------------------------------------------------
+# --- every router fires once on the trace's rows --------------------------------------------------
 
 
 def test_row_count_must_match(model: PreTrainedModel, routers: Routers) -> None:
@@ -65,7 +65,7 @@ def test_a_replay_without_a_forward_raises(routers: Routers) -> None:
 
 
 class FusedGate(nn.Module):
-    """Routes with its own arithmetic, as a fused kernel would."""
+    """A router with its own arithmetic, as a fused kernel would have."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_self_test_catches_a_router_that_changes_under_replay(
         routers.self_test()
 
 
-def test_self_test_catches_a_router_that_ignores_what_it_selected(
+def test_self_test_catches_a_router_that_ignores_its_selection(
     model: PreTrainedModel, routers: Routers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = model.model.layers[1].mlp.gate
@@ -160,7 +160,7 @@ def test_self_test_catches_a_router_that_ignores_what_it_selected(
     assert gate.forward is forward
 
 
-# --- nothing left behind ----------------------------------------------------------------------------------------------
+# --- nothing left behind --------------------------------------------------------------------------
 
 
 def test_nested_use_of_one_model_raises(model: PreTrainedModel, routers: Routers) -> None:

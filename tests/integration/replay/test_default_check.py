@@ -1,4 +1,5 @@
-"""What replay() finds wrong unasked: routes of other tokens, layers or weights, at the first forward of each source."""
+"""The checks that replay() makes by default: routes of other tokens, layers or weights are found at
+the first forward of each source."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_wrong_routes_are_refused_unasked(
 def test_every_source_is_checked_at_its_first_forward(
     model: PreTrainedModel, routers: Routers, own: RoutingTrace
 ) -> None:
-    """Recorded, an engine's by layer axis, made by hand, put together: none vouches for another."""
+    """The sources are recorded routes, an engine's by layer axis, hand-made and combined ones. No
+    source counts for another."""
     wrong = own.ids.roll(1, 0)
     _replay(model, routers, own)
     sources = {
@@ -121,7 +123,7 @@ def test_every_source_is_checked_at_its_first_forward(
     assert len({make(own.ids).made.source for make in sources.values()}) == len(sources)
 
 
-def test_a_source_that_passed_is_checked_again_now_and_then(
+def test_a_source_that_passed_is_checked_again_later(
     model: PreTrainedModel, routers: Routers, own: RoutingTrace
 ) -> None:
     wrong = _given(own, own.ids.roll(1, 0))
@@ -133,9 +135,7 @@ def test_a_source_that_passed_is_checked_again_now_and_then(
             _replay(model, routers, wrong)
 
 
-def test_what_is_too_short_to_tell_vouches_for_nothing(
-    model: PreTrainedModel, own: RoutingTrace
-) -> None:
+def test_short_traces_count_for_no_check(model: PreTrainedModel, own: RoutingTrace) -> None:
     routers = bind_routers(model)
     with torch.no_grad(), routers.replay(_given(own, own.ids[:5])):
         model(input_ids=IDS[:1, :5])

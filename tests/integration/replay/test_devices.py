@@ -1,4 +1,5 @@
-"""Where a model's parameters lie is not where it computes: routes go to the routers' scores."""
+"""A model's parameters may be on another device than its computation: routes move to the device of
+the routers' scores."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def test_a_trace_without_data_is_refused() -> None:
 
 
 class Elsewhere(torch.nn.Module):
-    """A router that computes on another device than its trace lies on (meta: the only one a CPU has)."""
+    """A router that computes on another device than its trace is on (meta: the only one besides a
+    CPU)."""
 
     top_k, num_experts = 2, 4
 
@@ -58,7 +60,8 @@ class Elsewhere(torch.nn.Module):
 
 
 def test_routes_follow_the_scores() -> None:
-    """Ids, validity and weights; as with layers over several devices, of which a trace knows one."""
+    """Ids, validity and weights move, as with layers over several devices, of which a trace knows
+    one."""
     router = Router("layers.0.gate", 0, Elsewhere(), 4, 2, 0, 0)
     route, valid = torch.tensor([[0, 1]] * 3, dtype=torch.uint8), torch.tensor([True, False, True])
     replayer = TopkReplayer(router, route, valid, native=True, mass=True, weights=torch.rand(3, 2))

@@ -1,4 +1,5 @@
-"""Every MoE family of transformers: its own routes replayed are the same bits, other routes are the ones computed."""
+"""Every MoE family of transformers: replay of its own routes gives the same bits, and replay of
+other routes computes them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from support.replay_models import FAMILIES, build, experts_inputs, random_trace,
 
 
 def test_every_moe_family_of_transformers_is_in_a_table() -> None:
-    """An upgrade that adds a family, or a family that loses its causal LM, turns this red."""
+    """An upgrade that adds a family, or a family that loses its causal LM, fails this test."""
     with_lm, without = discover()
     assert with_lm == {folder(name) for name in TABLE} | set(REFUSED) | set(NO_EXPERTS)
     assert without == set(NO_CAUSAL_LM)
@@ -28,8 +29,9 @@ def test_every_moe_family_of_transformers_is_in_a_table() -> None:
 
 @pytest.mark.parametrize("run", [0, 1])
 @pytest.mark.parametrize("family", TABLE)
-def test_own_routes_are_a_no_op_and_others_reach_the_experts(family: str, run: int) -> None:
-    """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second setting."""
+def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, run: int) -> None:
+    """run 0: fp32, stock experts; run 1: bf16, the eager loop over experts, the family's second
+    setting."""
     result = examine(family, run)
     assert result.layers == TABLE[family].layers
     assert result.varied
@@ -51,8 +53,9 @@ def test_the_page_in_docs_is_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("family", TABLE)
-def test_configs_make_their_family_special(family: str) -> None:
-    """Group limits that bind, scales that are not 1, windows shorter than the sequence, fewer keys than tokens."""
+def test_configs_exercise_the_special_parts_of_their_family(family: str) -> None:
+    """They have group limits that bind, scales that are not 1, windows shorter than the sequence,
+    fewer keys than tokens."""
     config = TABLE[family].config()
     for name in (
         "routed_scaling_factor",
@@ -108,7 +111,8 @@ def test_phimoe_is_refused_in_train_mode() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_self_test_and_column_order(family: str) -> None:
-    """The experts get the ids in the order of the trace's columns; the bf16 sums of an engine depend on it."""
+    """The experts get the ids in the order of the trace's columns, which the bf16 sums of an engine
+    depend on."""
     model, ids = build(family), tokens()
     routers = bind_routers(model)
     trace = random_trace(ROWS, routers.layers, routers.num_experts, routers.top_k)
@@ -121,8 +125,9 @@ def test_self_test_and_column_order(family: str) -> None:
     routers.self_test()
 
 
-def test_native_is_the_choice_of_the_live_scores() -> None:
-    """The first MoE layer sees the same hidden states whatever is replayed, so its own choice must not change."""
+def test_native_routes_are_those_of_the_live_scores() -> None:
+    """The first MoE layer sees the same hidden states in every replay, so its own choice must not
+    change."""
     for family in ("qwen3_moe", "deepseek_v2_groups", "deepseek_v3"):
         model, ids = build(family), tokens()
         routers = bind_routers(model)
@@ -140,8 +145,8 @@ def test_native_is_the_choice_of_the_live_scores() -> None:
 def test_qwen3_block_is_equations_8_and_9_of_the_paper(norm: bool) -> None:
     """R3 (arXiv:2510.11370): g_i = I_i exp(s_i) / sum_j I_j exp(s_j), y = sum_i g_i E_i(x).
 
-    s = x W are the trainer's scores, I marks the rollout's experts. Without `norm_topk_prob` the family divides by
-    the sum over all experts instead.
+    s = x W are the trainer's scores, I marks the rollout's experts. Without `norm_topk_prob` the
+    family divides by the sum over all experts instead.
     """
     model = build("qwen3_moe", num_hidden_layers=1, norm_topk_prob=norm, hidden_size=32)
     block = model.model.layers[0].mlp
@@ -182,19 +187,20 @@ def _reference_block(block: nn.Module, x: Tensor, ids: Tensor, norm: bool) -> Te
 
 
 def _normalised(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
-    """w = softmax over the replayed logits."""
+    """Return w = softmax over the replayed logits."""
     w = z.masked_fill(~own, -torch.inf).softmax(-1)
     return w * (c - (w * c).sum(-1, keepdim=True))
 
 
 def _all_experts(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
-    """w = softmax over all logits, not renormalised: experts that were not replayed get a gradient too."""
+    """Return w = softmax over all logits, not renormalised: experts that were not replayed get a
+    gradient too."""
     p = z.softmax(-1)
     return p * (own * c - (p * own * c).sum(-1, keepdim=True))
 
 
 def _sigmoid(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
-    """w = 1.7 sigmoid / sum of the replayed sigmoids."""
+    """Return w = 1.7 sigmoid / sum of the replayed sigmoids."""
     s = z.sigmoid() * own
     total = s.sum(-1, keepdim=True)
     return 1.7 / total * (c - (s / total * c).sum(-1, keepdim=True)) * s * (1 - s)
@@ -212,7 +218,8 @@ def _sigmoid(z: Tensor, own: Tensor, c: Tensor) -> Tensor:
 def test_router_gradient_is_the_one_derived_by_hand(
     family: str, changes: dict, derivative: Callable
 ) -> None:
-    """L = sum_t probe_t y_t and y = sum_i w_i E_i(x), so dL/dw_i = c_i = probe E_i(x), and dL/dW = (dL/dz)^T x."""
+    """L = sum_t probe_t y_t and y = sum_i w_i E_i(x), so dL/dw_i = c_i = probe E_i(x), and dL/dW =
+    (dL/dz)^T x."""
     model = TABLE[family].model(experts="eager", **changes)
     routers = bind_routers(model)
     draw = torch.Generator().manual_seed(4)
@@ -241,7 +248,8 @@ def test_router_gradient_is_the_one_derived_by_hand(
 
 
 def test_group_limit_follows_the_replayed_experts() -> None:
-    """DeepSeek-V2 weighs scores masked to the best groups: experts of other groups must not be weighed 0."""
+    """DeepSeek-V2 weighs scores masked to the best groups. Replayed experts of other groups must
+    not get weight 0."""
     model = build("deepseek_v2_groups")
     routers = bind_routers(model)
     with routers.record() as tape:

@@ -1,4 +1,5 @@
-"""What else runs while a replay is open: other forwards' checkpoints, other models' replays, copies, buffers reused."""
+"""Other work while a replay is open: other forwards' checkpoints, other models' replays, copies,
+reused buffers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _loss(logits: Tensor) -> Tensor:
 def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
     model: PreTrainedModel, routers: Routers, reentrant: bool, order: str
 ) -> None:
-    """An auxiliary loss without replay, its backward where the replay's forward is still to come or has been."""
+    """The forward is an auxiliary loss without replay. Its backward runs before or after the
+    replay's forward."""
     _loss(model(input_ids=IDS).logits).backward()
     expected = take_grads(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -65,7 +67,8 @@ def test_a_native_checkpoint_recomputes_natively_inside_a_replay(
 def test_a_replay_inside_the_checkpointed_function(
     model: PreTrainedModel, routers: Routers, reentrant: bool
 ) -> None:
-    """The recompute opens a replay of its own, in which rows without a route are the router's again."""
+    """The recompute opens a replay of its own, in which rows without a route are again the
+    router's."""
     trace = _trace(routers, valid=torch.arange(21) % 3 != 0)
 
     def run(embedded: Tensor) -> Tensor:
@@ -84,7 +87,8 @@ def test_a_replay_inside_the_checkpointed_function(
 def test_replays_of_two_models_end_in_any_order(
     model: PreTrainedModel, routers: Routers, reentrant: bool
 ) -> None:
-    """As those of two threads do: torch gets its checkpoints back, and each model keeps its routes until then."""
+    """Two threads end their replays in any order. torch gets its checkpoints back, and each model
+    keeps its routes until its end."""
     before = (
         checkpoint_module.CheckpointFunction,
         checkpoint_module._checkpoint_without_reentrant_generator,
@@ -119,7 +123,7 @@ def test_replays_of_two_models_end_in_any_order(
 def test_a_trace_may_be_overwritten_before_the_recompute(
     model: PreTrainedModel, routers: Routers, reentrant: bool, field: str, write: Callable
 ) -> None:
-    """One buffer for the routes of all micro-batches, as engines have it."""
+    """Engines use one buffer for the routes of all micro-batches."""
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with routers.replay(_trace(routers), check=False):
         _loss(model(input_ids=IDS).logits).backward()

@@ -1,4 +1,5 @@
-"""Two gloo processes equal one: FSDP2 with every rank's samples and their routes; tensor and expert parallelism."""
+"""Two gloo processes equal one: FSDP2 with every rank's samples and their routes, tensor and expert
+parallelism."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def build(family: str, *, checkpointing: bool) -> PreTrainedModel:
 
 
 def routed_batch(model: PreTrainedModel) -> TokenBatch:
-    """Samples with random routes, which no router would choose; a few rows without one."""
+    """Return samples with random routes that no router would choose, and a few rows without a
+    route."""
     batch, routers = batch_of(), bind_routers(model)
     assert batch.routing is not None
     valid = torch.arange(batch.num_slots) % 7 != 3
@@ -57,7 +59,7 @@ def routed_batch(model: PreTrainedModel) -> TokenBatch:
 def step(
     model: PreTrainedModel, batch: TokenBatch, shard: list[int], ranks: int
 ) -> dict[str, Tensor]:
-    """One optimiser step on these samples. The denominator is the whole batch's."""
+    """Make one optimiser step on these samples. The denominator is the whole batch's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = batch.select(shard)
     with bind_routers(model).replay(mine.routing, native=True, check=False) as replayed:
@@ -77,7 +79,8 @@ def step(
 
 
 def parallel_step(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Logits and gradients with random routes, and the model's own routes, of a batch that all ranks have."""
+    """Return logits and gradients with random routes, and the model's own routes, of a batch that
+    all ranks have."""
     routers = bind_routers(model)
     with torch.no_grad(), routers.record() as tape:
         model(input_ids=TOKENS, use_cache=False)
@@ -175,9 +178,7 @@ def test_tensor_and_expert_parallel_equal_one_process(name: str, sharded: Path) 
         ({"model.norm": "sequence_parallel"}, {}, "sequence_parallel"),
     ],
 )
-def test_a_router_that_would_not_see_the_whole_batch_is_refused(
-    plan: dict, sizes: dict, words: str
-) -> None:
+def test_a_router_without_the_whole_batch_is_refused(plan: dict, sizes: dict, words: str) -> None:
     model = make("qwen3_moe")
     model.config.distributed_config = DistributedConfig(**sizes)
     model.tp_plan = plan

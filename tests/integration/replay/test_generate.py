@@ -1,4 +1,5 @@
-"""A recorded generate() lies step by step: laid out for one forward by routes_of_generate, refused as it comes."""
+"""Routes of a recorded generate() are in the order of its steps: routes_of_generate arranges them
+for one forward, and replay refuses them otherwise."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def _positions(mask: Tensor) -> Tensor:
 def _check_laid_out(
     model: PreTrainedModel, routers: Routers, traces: list[RoutingTrace], out: Tensor, mask: Tensor
 ):
-    """The rows of every sample are its routes in a padded forward, and alone."""
+    """Check that every sample's rows are its routes in a padded forward and in a forward of its
+    own."""
     padded = op.pad_routes(traces, mask)
     native = _native(
         model, routers, padded, input_ids=out, attention_mask=mask, position_ids=_positions(mask)
@@ -88,7 +90,7 @@ def test_it_is_laid_out(model: PreTrainedModel, routers: Routers) -> None:
 
 
 def test_left_padding_and_early_ends(model: PreTrainedModel, routers: Routers) -> None:
-    """The second sample ends after its first token; by the prompts' mask what fills it counts too."""
+    """The second sample ends after its first token. By the prompts' mask its filler counts too."""
     prompts, asked = PROMPTS.clone(), torch.ones_like(PROMPTS)
     for sample, pads in ((0, 3), (1, 1)):
         asked[sample, :pads] = 0
@@ -106,7 +108,7 @@ def test_left_padding_and_early_ends(model: PreTrainedModel, routers: Routers) -
 
 
 def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None:
-    """Of several samples by step, of one in order."""
+    """Chunks of several samples are ordered by step, chunks of one sample by position."""
     for prompts in (PROMPTS, PROMPTS[:1]):
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), routers.record() as tape:
@@ -127,8 +129,8 @@ def test_prompts_fed_in_chunks(model: PreTrainedModel, routers: Routers) -> None
         _check_laid_out(model, routers, traces, prompts, torch.ones_like(prompts))
 
 
-def test_what_lies_in_order_is_replayed(model: PreTrainedModel, routers: Routers) -> None:
-    """One sample's generate(); and batches of their own, one after the other."""
+def test_recordings_in_order_are_replayed(model: PreTrainedModel, routers: Routers) -> None:
+    """They are one sample's generate(), and batches of their own, one after the other."""
     tape, out = _generate(model, routers, PROMPTS[:1])
     assert torch.equal(
         _native(model, routers, tape.trace(), input_ids=out[:, :-1]).ids, tape.trace().ids
@@ -165,7 +167,7 @@ def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> No
     assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
 
 
-def test_what_is_no_recording_of_these_sequences_is_refused(
+def test_recordings_of_other_sequences_are_refused(
     model: PreTrainedModel, routers: Routers
 ) -> None:
     tape, out = _generate(model, routers, PROMPTS)

@@ -1,4 +1,4 @@
-"""Which models are MoE, and which decoder layer each router belongs to."""
+"""Models that are MoE, and the decoder layer of each router."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_layers_of_different_width_are_refused(model: PreTrainedModel) -> None:
         bind_routers(model)
 
 
-# --- which layers, of the published models ----------------------------------------------------------------------------
+# --- which layers, of the published models --------------------------------------------------------
 
 _NEMOTRON_3_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _KIND = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
@@ -140,7 +140,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_layer_maps(name: str) -> None:
-    """Models of their real depth, on the meta device."""
+    """The models have their real depth, on the meta device."""
     make, expected = GOLDEN[name]
     config = make()
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def test_the_config_tells_the_same_layers(family: str) -> None:
         assert told is not None or family == "longcat_flash"
 
 
-# --- routes of an engine: a column per decoder layer, or per MoE layer ------------------------------------------------
+# --- routes of an engine: a column per decoder layer, or per MoE layer ----------------------------
 
 
 @pytest.fixture
@@ -215,10 +215,11 @@ def test_rows_without_routes_are_not_valid(dense_first: tuple[Routers, torch.Ten
 
 @pytest.mark.parametrize("axis", ["moe", "all", None])
 @pytest.mark.parametrize("gone", [[0], [3], [0, 1, 4], [1, 2, 3, 4]])
-def test_what_a_row_without_routes_holds_is_never_read(
+def test_rows_without_routes_are_never_read(
     dense_first: tuple[Routers, torch.Tensor], axis: str | None, gone: list[int]
 ) -> None:
-    """Also in a dense layer's column: an engine's -1 there, or what it left in rows that the caller calls not valid."""
+    """This includes a dense layer's column: an engine's -1 there, or its leftovers in rows that the
+    caller marks invalid."""
     routers, ids = dense_first
     captured = torch.ones(5, dtype=torch.bool).index_fill(0, torch.tensor(gone), False)
     everywhere = torch.cat([torch.zeros(5, 1, 2, dtype=ids.dtype), ids], 1)
@@ -230,7 +231,7 @@ def test_what_a_row_without_routes_holds_is_never_read(
             assert torch.equal(trace.ids[captured], ids[captured].to(torch.uint8))
 
 
-def test_a_shifted_axis_is_refused_behind_rows_without_routes(
+def test_a_shifted_axis_is_refused_despite_rows_without_routes(
     dense_first: tuple[Routers, torch.Tensor],
 ) -> None:
     routers, ids = dense_first

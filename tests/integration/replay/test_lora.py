@@ -1,5 +1,5 @@
-"""Replay through peft: LoRA on attention, on 3-D expert parameters and on the router; routers and blocks trained whole
-(`modules_to_save`); and a frozen router."""
+"""Replay through peft: LoRA on attention, on 3-D expert parameters and on the router; routers and
+blocks trained whole (`modules_to_save`); and a frozen router."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TARGETS = {
 
 
 def _adapted(targets: str):
-    """The model with adapters that are not at their zero start."""
+    """Return the model with adapters that are not at their zero start."""
     modules, parameters = TARGETS[targets]
     torch.manual_seed(0)
     model = build("qwen3_moe", experts="eager")
@@ -73,7 +73,7 @@ def test_lora_on_the_router_changes_what_it_records() -> None:
 @pytest.mark.parametrize("saved", ["gate", "mlp"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
-    """Of the copies that `modules_to_save` makes, the one that runs is recorded and replayed, whichever it is."""
+    """The active one of the copies that `modules_to_save` makes is recorded and replayed."""
     torch.manual_seed(0)
     base, ids = build(family, experts="eager"), tokens()
     untouched = bind_routers(base)
@@ -123,7 +123,7 @@ def test_routers_that_peft_trains_whole(family: str, saved: str) -> None:
             assert torch.equal(model(input_ids=ids).logits, expected)
 
 
-def test_a_frozen_router_has_no_gradient_and_changes_nothing_else() -> None:
+def test_a_frozen_router_has_no_gradient() -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)

@@ -1,4 +1,5 @@
-"""Routes stay as narrow as they are stored; one layer at a time is widened to the int64 that torch.gather needs."""
+"""Routes stay as narrow as they are stored; one layer at a time is widened to the int64 that
+torch.gather needs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from support.replay_models import build, loss_and_grads, random_trace, tokens
 
 
 class LargestInt64(TorchDispatchMode):
-    """Elements of the largest int64 tensor that any operation returns."""
+    """A mode that records the elements of the largest int64 tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a trainer of one's own hands in: wrapped models, no traces, bounds of another batch."""
+"""Mistakes of a user's own trainer: wrapped models, no traces, bounds of another batch."""
 
 from __future__ import annotations
 

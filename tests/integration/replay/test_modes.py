@@ -1,4 +1,5 @@
-"""Replay modes: closed forms on one MoE layer, numbers by hand, and each mode in the training loop."""
+"""Replay modes: closed forms on one MoE layer, numbers by hand, and each mode in the training
+loop."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ E, K = 4, 2
 
 
 class Gate(nn.Module):
-    """logits = x; the selection and the weights of three kinds of families."""
+    """A router with logits = x, and the selection and weights of three kinds of families."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -55,7 +56,8 @@ class Gate(nn.Module):
 
 
 class Layer(nn.Module):
-    """y = sum_k weight_k * 10 ** expert_k, so every digit of y is one expert's weight."""
+    """A layer with y = sum_k weight_k * 10 ** expert_k, so every digit of y is one expert's
+    weight."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -85,7 +87,8 @@ def trace_of(*ids: list[int], weights: Tensor | None = None) -> RoutingTrace:
     return RoutingTrace(rows, torch.ones(len(rows), dtype=torch.bool), (0,), E, weights=weights)
 
 
-# softmax probabilities .4 .3 .2 .1, so the router's own experts are 0 and 1 and the weakest of them scores .3
+# softmax probabilities .4 .3 .2 .1, so the router's own experts are 0 and 1 and the weakest of them
+# scores .3
 X = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 
@@ -118,10 +121,11 @@ def test_r3_weighs_the_replayed_experts_by_the_live_scores() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["softmax", "logits"])
-def test_soft_replaces_what_the_live_scores_find_too_unlikely(
+def test_soft_replaces_experts_that_the_live_scores_find_unlikely(
     kind: str, ratio: float, replayed: list[int], taken: list[int], replaced: float
 ) -> None:
-    """One definition for both: by probability; where the router selects by logits, by their softmax."""
+    """Both kinds of router have one definition: by probability. A router that selects by logits
+    uses their softmax."""
     model, routers = one_layer(kind)
     with routers.replay(trace_of(replayed), soft=ratio, native=True, check=False) as soft:
         y = model(X)
@@ -131,8 +135,9 @@ def test_soft_replaces_what_the_live_scores_find_too_unlikely(
     assert soft.native().ids.tolist() == [[[0, 1]]]
 
 
-def test_soft_scores_of_a_sigmoid_router_are_those_without_its_selection_bias() -> None:
-    """sigmoids .8 .5 .25 .1; the bias makes 3 and 0 the router's own, so the weakest own score is .1."""
+def test_soft_scores_of_a_sigmoid_router_exclude_its_bias() -> None:
+    """The sigmoids are .8 .5 .25 .1. The bias makes 3 and 0 the router's own, so the weakest own
+    score is .1."""
     model, routers = one_layer("sigmoid")
     x = torch.tensor([[0.8, 0.5, 0.25, 0.1]]).logit()
     with routers.replay(trace_of([2, 1]), soft=1.0, native=True, check=False) as soft:
@@ -142,7 +147,7 @@ def test_soft_scores_of_a_sigmoid_router_are_those_without_its_selection_bias() 
     assert y.item() == pytest.approx(0.25 * 100 + 0.5 * 10)
 
 
-def test_soft_rows_without_a_route_are_native_and_do_not_count() -> None:
+def test_soft_rows_without_a_route_are_native_and_not_counted() -> None:
     model, routers = one_layer("softmax")
     trace = dataclasses.replace(trace_of([3, 2], [3, 2]), valid=torch.tensor([True, False]))
     with routers.replay(trace, soft=0.5, check=False) as soft:
@@ -166,7 +171,8 @@ def test_soften_never_names_an_expert_twice() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2_groups", "deepseek_v3"])
 def test_soft_on_real_routers(family: str) -> None:
-    """A vanishing ratio is r3 to the bit; the router's own experts are never replaced; no expert gets weight 0."""
+    """A vanishing ratio equals r3 to the bit. The router's own experts are never replaced, and no
+    expert gets weight 0."""
     model, ids = build(family), tokens()
     routers = bind_routers(model)
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k)
@@ -198,11 +204,12 @@ def test_soft_recompute_takes_what_the_forward_took() -> None:
     assert torch.equal(soft.replaced_fraction(), plain.replaced_fraction())
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def test_weights_forward_is_recorded_backward_is_live() -> None:
-    """y = .25 * 1000 + .5 * 1 whatever the router says; dy/dlogits = sum_k 10**e_k * dp_k/dlogits of the live p."""
+    """y = .25 * 1000 + .5 * 1 for any router. dy/dlogits = sum_k 10**e_k * dp_k/dlogits of the live
+    p."""
     recorded = torch.tensor([[[0.25, 0.5]]])
     model, routers = one_layer("softmax")
     x = X.clone().requires_grad_()
@@ -229,8 +236,8 @@ def test_weights_of_rows_without_a_route_are_live() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral"])
-def test_weights_of_another_models_rollout_reach_the_experts_bit_for_bit(family: str) -> None:
-    """bfloat16 weights recorded by other parameters, replayed in float32."""
+def test_weights_of_another_model_reach_the_experts_bit_for_bit(family: str) -> None:
+    """bfloat16 weights recorded by other parameters are replayed in float32."""
     ids, sampler, trainer = tokens(), build(family, seed=1).bfloat16(), build(family)
     with bind_routers(sampler).record(weights=True) as tape, torch.no_grad():
         sampler(input_ids=ids)
@@ -274,11 +281,12 @@ def test_weights_that_a_router_does_not_return_are_refused() -> None:
         model(X)
 
 
-# --- in the learner and the loop --------------------------------------------------------------------------------------
+# --- in the learner and the loop ------------------------------------------------------------------
 
 
-def test_r2_replays_in_the_update_what_scoring_chose() -> None:
-    """The second mini-step runs on moved weights: native routing would choose other experts than scoring did."""
+def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
+    """The second mini-step runs on moved weights, where native routing would choose other experts
+    than scoring did."""
     batch = batch_of()
     settings = ("optim.lr=0.3", "objective.mini_steps=2")
     learner = learner_of("replay.mode=r2", *settings)
@@ -325,7 +333,7 @@ def test_every_mode_trains(train, mode: str) -> None:
     assert ("train/soft_replaced" in found[0]) == (mode == "soft")
 
 
-def test_an_engine_without_what_a_mode_replays_is_refused() -> None:
+def test_an_engine_that_lacks_a_modes_data_is_refused() -> None:
     base = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
     neither, routes = EngineCaps(routing=False, max_len=8), EngineCaps(routing=True, max_len=8)
     with pytest.raises(UsageError, match=r"replay\.mode: r3 needs the rollout's routes"):
@@ -347,7 +355,8 @@ def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) ->
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 def test_the_engine_returns_the_weights_of_its_routes(prefix_reuse: bool) -> None:
-    """Siblings share a prefilled prompt and rows are reused; float32, so one forward over the path agrees closely."""
+    """Siblings share a prefilled prompt and rows are reused. In float32 one forward over the path
+    agrees closely."""
     config = HFEngineConfig(dtype="float32", slots=3, prefix_reuse=prefix_reuse)
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, weights=True)
     assert engine.caps.routing_weights

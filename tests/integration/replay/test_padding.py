@@ -1,4 +1,4 @@
-"""A sample keeps its routes whatever it shares a batch with: left padded, right padded, packed."""
+"""A sample keeps its routes in any batch: left padded, right padded, packed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ lengths_of_samples = st.lists(st.integers(1, 13), min_size=1, max_size=4)
 
 @cache
 def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same weights with stock attention, and with packed attention."""
+    """Make the same weights with stock attention, and with packed attention."""
     stock, packed = make(family), make(family)
     stock.set_attn_implementation("eager")  # also where a whole row is a pad
     prepare_for_training(packed, torch.device("cpu"))
@@ -35,7 +35,7 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def batch(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask [B, S]. Pads are a token the samples use too."""
+    """Return input_ids and attention_mask [B, S]. Pads are a token that the samples use too."""
     width = max(map(len, samples)) + 1
     ids, mask = (
         torch.full((len(samples), width), 5),
@@ -50,7 +50,8 @@ def batch(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 def run(
     family: str, samples: list[Tensor], layout: str, routes: list[RoutingTrace] | None = None
 ) -> tuple:
-    """Each sample's logits and its trace, recorded or replayed, from one forward in this layout."""
+    """Return each sample's logits and its trace, recorded or replayed, from one forward in this
+    layout."""
     stock, packed = models(family)
     model, lengths = (packed if layout == "packed" else stock), [len(s) for s in samples]
     if layout == "packed":
@@ -85,7 +86,8 @@ def run(
 
 
 def margin(model: PreTrainedModel, samples: list[Tensor]) -> float:
-    """Smallest gap between the K + 1 best router logits of any token: below it an ulp may choose other experts."""
+    """Return the smallest gap between the K + 1 best router logits of any token. Below it an ulp
+    may choose other experts."""
     gaps: list[float] = []
 
     def look(module, _, out):
@@ -139,7 +141,8 @@ def test_recorded_routes_are_those_of_the_sample_alone(
 def test_replayed_routes_act_on_their_own_tokens(
     family: str, lengths: list[int], seed: int
 ) -> None:
-    """Routes no router would choose, another set for every token: a row out of place would move the logits."""
+    """No router would choose these routes, and every token has another set, so a row out of place
+    would move the logits."""
     samples = draw(lengths, seed)
     routers = bind_routers(models(family)[0])
     shape = (routers.layers, routers.num_experts, routers.top_k)
@@ -158,8 +161,9 @@ def trace_of(rows: int, **fields) -> RoutingTrace:
     return dataclasses.replace(random_trace(rows, (0, 2), 8, 2, seed=rows), **fields)
 
 
-def test_pads_and_the_last_sampled_token_are_routed_by_the_model() -> None:
-    """[2, 4] holds 3 tokens with an engine's trace of 2 rows, and 2 with a recorded one of 2; spans move along."""
+def test_pads_and_the_last_sampled_token_route_natively() -> None:
+    """[2, 4] holds 3 tokens with an engine's trace of 2 rows, and 2 with a recorded one of 2. Spans
+    move along."""
     first, second = trace_of(2, spans=(RouteSpan(0, 2, "decode", 7),)), trace_of(2)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
     padded = pad_routes([first, second], mask)

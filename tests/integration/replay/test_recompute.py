@@ -36,7 +36,7 @@ def _checkpointed(model: PreTrainedModel, reentrant: bool) -> PreTrainedModel:
 
 
 def _trace(routers: Routers, seed: int, every: int = 0) -> RoutingTrace:
-    """Random routes; with `every`, each every-th row is left to the routers."""
+    """Return random routes. With `every`, each every-th row is left to the routers."""
     trace = random_trace(21, routers.layers, routers.num_experts, routers.top_k, seed=seed)
     if every:
         trace.valid[::every] = False
@@ -85,7 +85,8 @@ def test_a_recording_keeps_recomputes_out(reentrant: bool) -> None:
 
 @MODES
 def test_micro_batches_may_interleave(reentrant: bool) -> None:
-    """Forward 1, forward 2, backward 2 inside replay 2, backward 1 outside any: each recompute takes its own routes."""
+    """Forward 1, forward 2, backward 2 inside replay 2, backward 1 outside any: each recompute
+    takes its own routes."""
     model = build("qwen3_moe")
     routers = bind_routers(model)
     batches, traces = (tokens(seed=5), tokens(seed=6)), (_trace(routers, 7, 4), _trace(routers, 8))
@@ -132,7 +133,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _checkpoint_by_hand(model: PreTrainedModel, kind: str) -> None:
-    """What a trainer does that wraps decoder layers itself, behind transformers' back."""
+    """Checkpoint decoder layers as a trainer does that wraps them itself, without transformers."""
     for layer in model.model.layers:
         plain = layer.forward
 
@@ -146,9 +147,7 @@ def _checkpoint_by_hand(model: PreTrainedModel, kind: str) -> None:
     "backward", ["inside", "outside", "in_another_replay", "after_another_forward"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hand_made_checkpoint_takes_its_own_routes_wherever_its_backward_runs(
-    kind: str, backward: str
-) -> None:
+def test_a_hand_made_checkpoint_takes_its_own_routes(kind: str, backward: str) -> None:
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     trace, other = _trace(routers, 2, 4), _trace(routers, 9)
@@ -198,7 +197,8 @@ def test_a_checkpoint_around_the_whole_model(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_checkpoints_stay_native(kind: str) -> None:
-    """A reference model, or the same one before its replay: nothing of the replay reaches their recompute."""
+    """The model is a reference model, or the same one before its replay. Its recompute does not use
+    the replay."""
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     _loss(model, ids).backward()
@@ -255,7 +255,7 @@ def test_an_exception_in_forward_or_recompute_leaves_nothing_behind(kind: str) -
     assert same_bits(take_grads(model), expected)
 
 
-def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
+def test_native_rows_are_not_chosen_again_in_the_recompute() -> None:
     model, ids = _checkpointed(build("qwen3_moe"), False), tokens()
     routers = bind_routers(model)
     with experts_inputs(model) as computed, routers.replay(_trace(routers, 2, 2), check=False):
@@ -270,7 +270,8 @@ def test_rows_left_to_the_router_do_not_choose_again_in_the_recompute() -> None:
 
 
 def test_autocast_keeps_the_router_gradient() -> None:
-    """The extra gradient-free router forward must not cut the graph through autocast's weight cache."""
+    """The extra gradient-free router forward must not cut the graph through autocast's weight
+    cache."""
     model, ids = build("qwen3_moe", experts="eager"), tokens()
     routers = bind_routers(model)
     with torch.autocast("cpu", torch.bfloat16), routers.record() as tape:

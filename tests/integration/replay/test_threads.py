@@ -1,4 +1,5 @@
-"""Replay in one thread, another model's activation checkpoints in a second: neither meets the other."""
+"""Replay in one thread and another model's activation checkpoints in a second thread do not affect
+each other."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def _step(model: nn.Module, routers: Routers | None, ids: Tensor, seed: int) -> 
 
 
 def _beside(first, second, steps: int) -> list[int]:
-    """Run both in threads of their own, `steps` times each and in step with each other. Return the wrong steps."""
+    """Run both in threads of their own, `steps` times each and in lockstep. Return the wrong
+    steps."""
     barrier = threading.Barrier(2)
 
     def many(step, expected) -> list[int]:
@@ -56,7 +58,7 @@ def _beside(first, second, steps: int) -> list[int]:
 
 
 class Dense(nn.Module):
-    """A critic that no replay knows, in checkpoints."""
+    """A critic without replay, with checkpoints."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -75,10 +77,10 @@ class Dense(nn.Module):
 @pytest.mark.parametrize("steps", [40, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("other", ["moe", "dense"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-def test_checkpoints_of_another_thread_are_not_touched(
+def test_checkpoints_of_another_thread_are_unaffected(
     reentrant: bool, other: str, steps: int
 ) -> None:
-    """Gradients of both, to the bit those that each gets alone."""
+    """Both get the gradients that each gets alone, to the bit."""
     model, ids = build("qwen3_moe"), tokens()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     routers = bind_routers(model)
@@ -102,7 +104,8 @@ def test_checkpoints_of_another_thread_are_not_touched(
     "checkpointed", [None, False, True], ids=["plain", "non_reentrant", "reentrant"]
 )
 def test_a_forward_in_another_thread_than_its_replay(checkpointed: bool | None) -> None:
-    """Right without checkpoints; with them its recompute would route natively, so it is refused."""
+    """This is right without checkpoints. With them its recompute would route natively, so it is
+    refused."""
     model, ids = build("qwen3_moe"), tokens()
     routers = bind_routers(model)
     expected = _step(model, routers, ids, 5)
@@ -140,7 +143,7 @@ def _composable(model: nn.Module) -> None:
 
 
 def _nested(model: nn.Module) -> None:
-    """A checkpoint around each layer, and one around its MoE block inside it."""
+    """Put a checkpoint around each layer, and another around its MoE block."""
     for layer in model.model.layers:
         for module in (layer.mlp, layer):
             plain = module.forward
@@ -153,7 +156,7 @@ def _nested(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("how", [_by_name, _composable, _nested])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_every_way_to_checkpoint_recomputes_with_its_own_routes(family: str, how) -> None:
+def test_every_kind_of_checkpoint_recomputes_with_its_own_routes(family: str, how) -> None:
     model, ids = build(family), tokens()
     routers = bind_routers(model)
     expected = _step(model, routers, ids, 5)

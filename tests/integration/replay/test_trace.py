@@ -1,4 +1,4 @@
-"""The tape, rows without a route, traces that are refused."""
+"""Recorders of routes, rows without a route, and traces that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _trace(routers: Routers, rows: int = 21) -> RoutingTrace:
     return random_trace(rows, routers.layers, routers.num_experts, routers.top_k)
 
 
-# --- the tape ---------------------------------------------------------------------------------------------------------
+# --- the tape -------------------------------------------------------------------------------------
 
 
 def test_tape_keeps_forwards_in_order(model: PreTrainedModel, routers: Routers) -> None:
@@ -59,7 +59,8 @@ def test_tape_keeps_forwards_in_order(model: PreTrainedModel, routers: Routers) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_take_reads_one_forward_and_forgets_it(family: str) -> None:
-    """The second forward on, the ids are read from the router's output: the experts must have got the same."""
+    """From the second forward on, the ids are read from the router's output, and the experts must
+    have received the same."""
     model = build(family).eval()
     routers = bind_routers(model)
     with torch.inference_mode(), routers.record() as tape, experts_inputs(model) as computed:
@@ -91,13 +92,13 @@ def test_many_experts_are_stored_wide() -> None:
     assert torch.equal(replayed.native().ids.to(torch.int64), trace.ids.to(torch.int64))
 
 
-# --- rows without a route ---------------------------------------------------------------------------------------------
+# --- rows without a route -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2_groups", "gpt_oss"])
 def test_invalid_rows_route_themselves(family: str) -> None:
-    """The one sequence that is not replayed keeps its experts and its logits (rounded: the experts' matrices have other
-    heights now, and a CPU's kernels depend on them)."""
+    """The one sequence without replay keeps its experts and its logits (rounded: the experts'
+    matrices have other heights, and a CPU's kernels depend on them)."""
     model, ids = build(family, experts="eager"), tokens()
     routers = bind_routers(model)
     with torch.no_grad():
@@ -120,7 +121,8 @@ def test_invalid_rows_route_themselves(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_without_a_route_keep_every_bit(family: str) -> None:
-    """Own routes elsewhere: nothing may change, however wrong the ids of the invalid rows are."""
+    """The valid rows are the model's own routes, so no bit may change for any ids in the invalid
+    rows."""
     model, ids = build(family), tokens()
     routers = bind_routers(model)
     with routers.record() as tape:
@@ -150,7 +152,7 @@ def test_all_rows_invalid_is_the_unhooked_model(model: PreTrainedModel, routers:
     assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
 
 
-# --- refused traces ---------------------------------------------------------------------------------------------------
+# --- refused traces -------------------------------------------------------------------------------
 
 
 def test_a_trace_of_another_model_is_refused(routers: Routers) -> None:

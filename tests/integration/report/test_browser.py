@@ -28,7 +28,8 @@ MARKS = {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Drawn]:
-    """Three pages, opened at once: a full run, a dense one on a phone, and a report that is broken on purpose."""
+    """Open three pages at once: a full run, a dense one on a phone, and a report that is broken on
+    purpose."""
     folder = tmp_path_factory.mktemp("browser")
     full = write_report(
         make_fixture_run(folder / "full", steps=60, tokens=400, turns=True)
@@ -82,6 +83,6 @@ def test_no_other_figure(pages):
 
 
 def test_a_script_error_is_seen(pages):
-    """The collector itself: a page without plotly must fail the tests above."""
+    """A page without plotly must fail the tests above, or the error collector does not work."""
     assert pages["broken"].roots["html"].get("data-errors")
     assert "data-figures" not in pages["broken"].roots["body"]

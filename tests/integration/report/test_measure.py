@@ -161,7 +161,7 @@ def views(report, tmp_path_factory):
     return inspected(report.read_text(encoding="utf-8"), tmp_path_factory.mktemp("browser"), VIEWS)
 
 
-def test_the_page_is_whole_on_a_phone_and_a_screen_light_and_dark(views):
+def test_the_page_is_whole_on_every_screen(views):
     for (width, dark), view in zip(VIEWS, views, strict=True):
         assert (view["width"], view["wider"]) == (width, 0)
         assert (view["errors"], view["loaded"]) == ([], [])
@@ -185,8 +185,8 @@ def test_headings_are_in_order(views):
     assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
 
 
-def test_the_inspection_sees_what_is_cut_and_broken(report, tmp_path):
-    """The tests above can fail: a title too long for its figure, and a page that throws."""
+def test_the_inspection_sees_cut_titles_and_errors(report, tmp_path):
+    """A title too long for its figure and a page that throws must fail the tests above."""
     page = report.read_text(encoding="utf-8").replace(
         "nats per token (log)", "nats per token " * 30
     )
@@ -201,7 +201,7 @@ def test_the_inspection_sees_what_is_cut_and_broken(report, tmp_path):
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK])
 def test_contrast(palette):
-    """WCAG 2.2: 4.5 for text, 3 for what is drawn."""
+    """WCAG 2.2: 4.5 for text, 3 for drawings."""
     for ground in ("paper", "page"):
         for text in ("ink", "muted", "bad", "good", "rollout", "replay"):
             assert contrast(palette[text], palette[ground]) >= 4.5, (text, ground)
@@ -252,7 +252,8 @@ def test_distributions_are_drawn_and_told():
 
 
 def test_waterfall_bars_stand_between_their_levels():
-    """A gap of 5e-3: routing takes 4e-3 away, precision adds 1e-3 again. The axis counts in units of 1e-3."""
+    """A gap of 5e-3: routing takes 4e-3 away, precision adds 1e-3 again. The axis counts in units
+    of 1e-3."""
     drawn = fall_figure(TREE)
     gap, less, more, left = drawn.data
     assert (gap["x"], left["x"]) == ([5], [2])
@@ -285,7 +286,7 @@ def test_the_title_says_what_is_known():
     )
 
 
-def test_a_gap_too_small_to_matter_has_no_percentages_and_no_intervals():
+def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     fall = {
         "total": estimate(6e-5),
         "bars": [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)],

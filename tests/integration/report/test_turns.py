@@ -19,9 +19,9 @@ def of(folder) -> Figure:
     return figure
 
 
-def test_a_mean_over_all_tokens_of_the_probe_steps(tmp_path):
-    """Step 10 has three times the tokens and half the k3 of step 20: (3 x 1 + 1 x 2) / 4 = 1.25. Without replay k3 is
-    three times that; other steps count for neither."""
+def test_the_mean_is_over_all_tokens_of_scored_steps(tmp_path):
+    """Step 10 has three times the tokens and half the k3 of step 20: (3 x 1 + 1 x 2) / 4 = 1.25.
+    Without replay k3 is three times as large. Other steps do not count."""
     figure = of(make_fixture_run(tmp_path / "run", steps=20, tokens=40, turns=True))
     replayed, native = figure.data
     assert replayed["x"] == native["x"] == ["1", "2", "9 to 16"]
@@ -39,7 +39,7 @@ def test_a_mean_over_all_tokens_of_the_probe_steps(tmp_path):
 
 
 def test_without_replay_all_steps_count_and_there_is_one_curve(tmp_path):
-    """3 x 1 at step 10 and 2 at 11 others, of 14 parts."""
+    """The mean is of 3 x 1 at step 10 and 2 at 11 others, of 14 parts."""
     (trace,) = of(
         make_fixture_run(tmp_path / "run", steps=12, tokens=40, replay=False, turns=True)
     ).data
@@ -51,7 +51,7 @@ def test_episodes_of_one_turn_have_no_such_figure(tmp_path):
     assert turn_figures(load_run(make_fixture_run(tmp_path / "run", steps=3, tokens=40))) == []
 
 
-def test_a_run_that_did_not_count_its_tokens_leaves_a_sentence(tmp_path):
+def test_a_run_without_token_counts_leaves_a_sentence(tmp_path):
     folder = make_fixture_run(tmp_path / "run", steps=3, tokens=40, turns=True)
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     kept = [{name: v for name, v in row.items() if "tokens_turn" not in name} for row in rows]
@@ -62,7 +62,7 @@ def test_a_run_that_did_not_count_its_tokens_leaves_a_sentence(tmp_path):
 
 
 def test_equal_engines_and_values_that_are_missing_are_drawn():
-    """k3 of 0 is an open marker at the lowest line; a null is left out."""
+    """A k3 of 0 is an open marker at the lowest line, and a null is left out."""
     rows = [
         {f"mismatch/k3_turn@{t}": k3, f"train/tokens_turn@{t}": 5.0}
         for t, k3 in ((0, 0.0), (1, 1e-3), (2, None))

@@ -1,5 +1,6 @@
-"""Whole asynchronous runs: staleness 0 is the synchronous loop to the bit; more overlaps, within its bound; a kill
-loses what was in play, and nothing is trained on twice or in part."""
+"""Whole asynchronous runs: staleness 0 equals the synchronous loop to the bit, and larger values
+overlap within their bound. A kill loses the episodes in play, and no sample is trained on twice or
+in part."""
 
 import json
 import threading
@@ -94,11 +95,9 @@ def test_summary_and_report_say_what_overlapped(overlapping):
     assert "sampled while learning" in console.export_text()
 
 
-def test_a_kill_loses_what_is_in_play_and_nothing_is_trained_on_twice(
-    recipe, train, tmp_path, monkeypatch
-):
-    """Killed right after the checkpoint of step 2, while episodes of steps 3 to 5 are in play. They have the event loop
-    to themselves while it is written."""
+def test_a_kill_loses_only_the_episodes_in_play(recipe, train, tmp_path, monkeypatch):
+    """The kill comes right after the checkpoint of step 2, while episodes of steps 3 to 5 are in
+    play. They have the event loop to themselves while it is written."""
     out, saved, threads = tmp_path / "run", loop.checkpoint.save, set()
 
     def killing(*arguments, step, **more):

@@ -1,4 +1,4 @@
-"""Whole runs whose rewards never differ end well, and say that nothing was learnt."""
+"""Whole runs whose rewards never differ end well and report that the policy learnt nothing."""
 
 import dataclasses
 import json
@@ -13,7 +13,8 @@ SHORT = ("steps=4", "eval.every=0", "log.counterfactual_every=0", "log.report=tr
 
 @pytest.fixture
 def graded(monkeypatch):
-    """graded(reward of the i-th answer of a group): a grader that does not read the answers."""
+    """Return graded(reward of the i-th answer of a group), a grader that does not read the
+    answers."""
     outcomes = stepping.outcomes
 
     def use(reward):
@@ -42,7 +43,7 @@ def graded(monkeypatch):
         ("0.01", "came from the entropy bonus"),
     ],
 )
-def test_a_run_without_any_reward_says_so_and_ends_well(
+def test_a_run_without_any_reward_reports_it_and_ends_well(
     train, graded, capsys, coefficient, gradient
 ):
     graded(lambda i: 0.0)

@@ -1,4 +1,5 @@
-"""A server lost in the middle of a run: what was sampled counts for nothing, what comes back gets the weights again."""
+"""A server lost in the middle of a run: earlier samples do not count, and the restarted server gets
+the weights again."""
 
 import asyncio
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ PATHS = ("/version", "/weight_info", "/pause", "/collective_rpc", "/reset_prefix
 
 @pytest.fixture
 def parts(fake, checkpoints, monkeypatch):
-    """A run at step 3, with other weights than the server was started with."""
+    """Build a run at step 3, with other weights than the server's initial ones."""
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     engine = {
         "kind": "vllm-server",
@@ -65,12 +66,12 @@ def same(found, expected):
 
 
 def restart(fake):
-    """As another process on its port, with the weights that it starts with."""
+    """Restart the server as another process on its port, with its initial weights."""
     fake.weights, fake.table, fake.probe = "default", embedding(fake.model), None
 
 
 def down(fake, requests):
-    """Hangs up on so many requests, and is another process afterwards."""
+    """Let the server hang up on so many requests and be another process afterwards."""
     left = [requests]
 
     def reply(reply, number):
@@ -85,7 +86,8 @@ def down(fake, requests):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """[seconds]: what the clock of onepolicy.run.recovery says. It goes on by one at every look."""
+    """Replace the clock of onepolicy.run.recovery by [seconds], which advances by one at every
+    reading."""
     now = [0.0]
 
     def look():
@@ -96,9 +98,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right_weights(
-    parts, fake
-):
+def test_a_restarted_server_samples_the_same_batch(parts, fake):
     expected = asyncio.run(batch(parts.engine))
     fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
     same(asyncio.run(outlive(parts, lambda: batch(parts.engine))), expected)
@@ -106,8 +106,9 @@ def test_a_server_that_dies_and_comes_back_samples_the_same_batch_from_the_right
     assert fake.probe is not None  # the next run can check its reload
 
 
-def test_a_restart_that_nobody_saw_is_found_before_the_batch_counts(parts, fake):
-    """Between two requests: no error, and half of the batch from the weights the server started with."""
+def test_an_unnoticed_restart_is_found_before_the_batch_counts(parts, fake):
+    """A restart between two requests gives no error, and half of the batch comes from the server's
+    initial weights."""
     expected, times = asyncio.run(batch(parts.engine)), []
 
     async def unseen():
@@ -121,7 +122,7 @@ def test_a_restart_that_nobody_saw_is_found_before_the_batch_counts(parts, fake)
     assert len(times) == 2
 
 
-def test_a_server_restarted_while_the_learner_worked_gets_the_new_weights(parts, fake):
+def test_a_server_restarted_during_an_update_gets_the_new_weights(parts, fake):
     restart(fake)
     parts.learner.version = 4
     asyncio.run(outlive(parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)))
@@ -129,8 +130,9 @@ def test_a_server_restarted_while_the_learner_worked_gets_the_new_weights(parts,
     assert parts.engine.version == 4
 
 
-def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
-    """Lost while two steps are in play: no request of either goes on; both count once, of the right weights."""
+def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
+    """The server is lost while two steps are in play. No request of either continues, and both
+    count once, with the right weights."""
     began, ended = [], []
 
     async def play(parts, step, advance):
@@ -168,8 +170,9 @@ def test_episodes_of_later_steps_are_begun_again_too(parts, fake, monkeypatch):
     asyncio.run(main())
 
 
-def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake, clock):
-    """It is asked again and again until the patience is over: two looks at the clock each time."""
+def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
+    """The run asks it again and again until the patience is over, with two readings of the clock
+    each time."""
     fake.spoil = dict.fromkeys(PATHS, lambda reply, number: Reply(hang_up=True))
     config = parts.config.rollout.engine.model_copy(update={"patience_s": 30.0})
     parts.config = parts.config.model_copy(
@@ -182,10 +185,8 @@ def test_one_that_does_not_come_back_ends_the_run_in_time(parts, fake, clock):
     assert len(fake.server.asked) - asked > 20
 
 
-def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work_counts(
-    parts, fake
-):
-    """An evaluation beside episodes in play asks for nothing else that would notice."""
+def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
+    """An evaluation beside episodes in play makes no other request that would notice."""
     engine = parts.config.rollout.engine.model_copy(update={"patience_s": 0.0})
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
@@ -196,7 +197,7 @@ def test_without_patience_a_restart_that_nobody_saw_ends_the_run_before_the_work
         asyncio.run(outlive(parts, lambda: batch(parts.engine)))
 
 
-def test_one_that_is_lost_again_and_again_ends_the_run(parts, fake):
+def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
     tries = []
 
     async def work():
@@ -217,8 +218,8 @@ def test_one_that_comes_back_as_another_is_refused(parts, fake):
         asyncio.run(outlive(parts, lambda: batch(parts.engine)))
 
 
-def test_no_request_of_a_failed_batch_goes_on():
-    """Or it would sample on while the engine is given its weights."""
+def test_no_request_of_a_failed_batch_continues():
+    """It would sample on while the engine is given its weights."""
     ended = []
 
     async def slow():
@@ -247,8 +248,9 @@ def run_of(url, **engine):
     return resolve(tree | {"rollout": {"engine": engine}})
 
 
-def test_a_resume_waits_for_a_server_that_was_lost_with_the_driver(tmp_path, monkeypatch):
-    """Machine gone, both started again: the driver is there long before the server answers."""
+def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
+    """The whole machine was lost and both are started again. The driver is up long before the
+    server answers."""
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     asked, notes = [], []
 
@@ -292,7 +294,7 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
     )
 
 
-def test_a_resume_whose_server_stays_away_goes_on_to_say_so(monkeypatch, clock):
+def test_a_resume_whose_server_stays_away_reports_it(monkeypatch, clock):
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
         asyncio.run(

@@ -1,4 +1,5 @@
-"""Resume: the same next steps as an uninterrupted run, to the bit, also after a SIGKILL at any moment."""
+"""Resume: the same next steps as an uninterrupted run, to the bit, also after a SIGKILL at any
+moment."""
 
 import random
 import shutil
@@ -50,8 +51,9 @@ def test_killed_in_the_middle_resumes_to_the_same_run(train, recipe, tmp_path):
 
 
 def random_moment(out, generator):
-    """Says when to kill: after a few seconds (start-up included), or soon after the second new checkpoint, at the
-    latest at the fourth: on a fast machine, too, there are steps left for the next kills."""
+    """Return a condition that draws the moment of a kill: after a few seconds (start-up included),
+    or soon after the second new checkpoint, at the latest at the fourth. On a fast machine steps
+    are left for the next kills."""
     started, so_far = time.monotonic(), len(list(out.glob("checkpoints/step_*")))
     patience, lag, seen = generator.uniform(3, 14), generator.uniform(0, 0.5), []
 
@@ -71,7 +73,8 @@ def random_moment(out, generator):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
-    """Moments are drawn over start-up, rollout, update, evaluation and save alike; each kill hits a live process."""
+    """Moments are drawn over start-up, rollout, update, evaluation and save alike, and each kill
+    hits a live process."""
     steps, generator = 150, random.Random(1)
     whole, out = train("whole", f"steps={steps}", *EVERY), tmp_path / "killed"
     for _ in range(20):
@@ -82,8 +85,9 @@ def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
     assert_same_run(whole, out, steps)
 
 
-def test_evaluation_leaves_nothing_behind_that_a_resumed_run_lacks(train, tmp_path):
-    """Prompts that share a long prefix and fp32 rollouts: a prefix left in the engine by an evaluation would show."""
+def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path):
+    """Prompts share a long prefix and rollouts are in fp32, so a prefix that an evaluation left in
+    the engine would show."""
     data = tmp_path / "data.jsonl"
     lines = [
         f'{{"prompt": "11+22-33*44+55-66*7+{i // 10}{i % 10}=", "answer": "1"}}' for i in range(40)
@@ -120,7 +124,7 @@ def test_two_processes_cannot_train_in_one_folder(train, capsys):
     assert "another process" in capsys.readouterr().err
 
 
-def test_resume_drops_later_probes_and_ignores_unfinished_files(train):
+def test_resume_drops_later_scores_and_ignores_unfinished_files(train):
     run = train("run", "steps=2", "eval.every=0", "log.counterfactual_every=1")
     shutil.rmtree(checkpoint.folder_of(run, 2))
     train_to_one = train("one", "steps=1", "eval.every=0", "log.counterfactual_every=1")

@@ -1,4 +1,4 @@
-"""Whole runs through the command line: train, fork, eval, and what they leave in the run folder."""
+"""Whole runs through the command line: train, fork, eval, and the contents of the run folder."""
 
 import json
 import re
@@ -59,8 +59,9 @@ def test_checkpoint_is_a_plain_transformers_model(finished):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
-def test_counterfactual_is_what_a_run_without_replay_measures(train):
-    """bf16 rollouts, fp32 training: one batch with and without replay, in two runs and within one."""
+def test_counterfactual_equals_a_run_without_replay(train):
+    """With bf16 rollouts and fp32 training, one batch is measured with and without replay, in two
+    runs and within one."""
     with_replay = rows(train("r3", "steps=1", "eval.every=0"))[0]
     without = rows(train("off", "steps=1", "eval.every=0", "replay.mode=off"))[0]
     assert with_replay["train/reward"] == without["train/reward"]  # the very same rollouts
@@ -85,7 +86,7 @@ def test_same_seed_same_run_other_seed_other_run(train):
     assert list(map(timeless, one)) != list(map(timeless, other))
 
 
-def test_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
+def test_a_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path):
     out = tmp_path / "fork"
     assert (
         main(
@@ -147,7 +148,7 @@ def test_help_teaches(capsys):
     assert "recipes/quickstart.toml" in capsys.readouterr().out
 
 
-def test_make_policy_gives_the_same_weights_for_the_same_command(tmp_path, capsys):
+def test_make_policy_repeats_its_weights(tmp_path, capsys):
     small = [
         "layers=1",
         "hidden_size=32",

@@ -1,4 +1,5 @@
-"""Run folders through the command line: damaged, of other kinds of files, taken already, without a checkpoint."""
+"""Run folders through the command line: damaged, of other kinds of files, already taken, without a
+checkpoint."""
 
 import json
 import shutil
@@ -12,7 +13,7 @@ from onepolicy.run import train as run_loop
 
 @pytest.fixture(scope="module")
 def whole(recipe, tmp_path_factory):
-    """A finished run of 2 steps with one checkpoint and one probe."""
+    """Make a finished run of 2 steps with one checkpoint and one counterfactual score."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert main(["train", str(recipe), f"out={out}", "steps=2", "eval.every=0"]) == 0
     return out
@@ -24,7 +25,7 @@ def copy(whole, tmp_path):
 
 
 def commands(run):
-    """Everything that reads a run folder."""
+    """Return every command that reads a run folder."""
     return {
         "resume": ["train", "--resume", str(run), "steps=3"],
         "fork": ["train", "--from", str(run), f"out={run.parent / 'fork'}", "steps=3"],
@@ -44,9 +45,7 @@ READ_BY = [
 
 
 @pytest.mark.parametrize(("name", "readers"), READ_BY)
-def test_one_damaged_byte_is_one_message_of_every_command_that_reads_it(
-    copy, capsys, name, readers
-):
+def test_one_damaged_byte_gives_one_message_in_every_command(copy, capsys, name, readers):
     data = bytearray((copy / name).read_bytes())
     data[12] = 0x80
     (copy / name).write_bytes(data)
@@ -107,8 +106,9 @@ def test_files_where_folders_belong(copy, capsys):
     assert "step_99999: not a folder, which a checkpoint is" in capsys.readouterr().err
 
 
-def test_strays_do_not_stop_a_resume(copy):
-    """What has the name of an unfinished checkpoint goes, whatever it is; what is not the run's stays."""
+def test_stray_files_do_not_stop_a_resume(copy):
+    """A file with the name of an unfinished checkpoint is removed. A file that is not the run's
+    stays."""
     (copy / "checkpoints" / ".step_00003.writing").write_text("")
     (copy / "checkpoints" / ".step_00009.deleting").symlink_to(copy)
     (copy / "probes" / "step_abc.safetensors").write_text("")
@@ -131,7 +131,7 @@ def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
     )
 
 
-def test_a_resume_without_a_checkpoint_says_that_it_starts_again(copy, capsys):
+def test_a_resume_without_a_checkpoint_reports_a_new_start(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert main(commands(copy)["resume"]) == 0
     assert (
@@ -164,14 +164,14 @@ def test_ctrl_c_in_a_run_names_its_folder_and_checkpoint(copy, capsys, monkeypat
     assert main(commands(copy)["resume"]) == 130
     said = capsys.readouterr().err
     assert (
-        f"the last checkpoint of {copy} is of step 2, 1 finished step after it will be computed again"
-        in said
+        f"the last checkpoint of {copy} is of step 2, "
+        f"1 finished step after it will be computed again" in said
     )
     assert f"`onepolicy train --resume {copy}` continues" in said
 
 
-def test_a_run_of_which_nothing_can_be_printed_is_whole(recipe, tmp_path, monkeypatch):
-    """In ASCII; its report and summary say the same as ever."""
+def test_a_run_with_an_unprintable_name_is_whole(recipe, tmp_path, monkeypatch):
+    """In ASCII, its report and summary are the same as in any encoding."""
     import io
     import sys
 

@@ -1,4 +1,4 @@
-"""Weights from one process to others: what arrives is what was sent, or an error on both sides."""
+"""Weights from one process to others: they arrive as they were sent, or both sides get an error."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ def tensors(seed=0):
 
 
 def update(weights, *, receivers=1, sent=3, promised=3, take=dict, timeout_s=LIMIT_S):
-    """What the sender and every receiver ended with: a value or an exception."""
+    """Return the result of the sender and of every receiver: a value or an exception."""
 
     def receive(invitation, rank):
         with Receiver(invitation, rank, version=promised) as arriving:
@@ -81,7 +81,7 @@ def test_no_tensors_at_all():
 
 
 def changed(monkeypatch, where, change):
-    """`change` is applied to what arrives."""
+    """Apply `change` to the received data."""
     original = getattr(module, where)
     monkeypatch.setattr(module, where, lambda *args: change(original(*args)))
 
@@ -119,7 +119,7 @@ def recast(bucket):
         (recast, r"'half' is float16 \[5, 3\], sent was bfloat16 \[5, 3\]"),
     ],
 )
-def test_what_is_altered_on_the_way_is_named_on_both_sides(monkeypatch, change, problem):
+def test_altered_data_is_named_on_both_sides(monkeypatch, change, problem):
     changed(monkeypatch, "split", change)
     sender, (receiver,) = update(tensors())
     with pytest.raises(TrainingError, match=f"version 3: .*{problem}"):
@@ -178,7 +178,7 @@ def test_an_engine_that_fails_or_stops_early_is_an_error_at_the_sender():
             raise error
 
 
-def test_a_receiver_that_does_not_come_is_named_in_time():
+def test_an_absent_receiver_is_named_in_time():
     sender, _ = update(tensors(), receivers=0)
     assert isinstance(sender, str)
     late = pytest.raises(TrainingError, match=r"receiver 1 took more than 0.5 s to join")
@@ -200,7 +200,7 @@ with Receiver(sys.stdin.readline(), 1, version=1) as arriving:
 """
 
 
-def test_a_receiver_that_is_killed_is_an_error_at_once():
+def test_a_killed_receiver_is_an_error_at_once():
     child = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, text=True)
     with Sender(receivers=1, timeout_s=LIMIT_S) as sender:
         child.stdin.write(sender.invitation + "\n")
@@ -212,8 +212,9 @@ def test_a_receiver_that_is_killed_is_an_error_at_once():
     ending.join()
 
 
-def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
-    """Others wait in the group until its connections close, and the error is kept until they have ended."""
+def test_the_error_of_a_lost_receiver_closes_its_connections(monkeypatch):
+    """The others wait in the group until its connections close, and the error is kept until they
+    have ended."""
     sent = []
 
     class Work:
@@ -234,7 +235,7 @@ def test_the_error_of_a_lost_receiver_keeps_no_connection_open(monkeypatch):
         assert sent[0]() is None, kept
 
 
-def test_who_has_not_the_key_cannot_alter_an_update():
+def test_an_update_cannot_be_altered_without_the_key():
     """A stranger finds the store and writes the message that the receiver waits for."""
     refused = threading.Event()
 
@@ -267,7 +268,7 @@ def test_the_store_listens_on_the_loopback_only():
             socket.create_server(("127.0.0.1", port))
 
 
-def test_an_engine_takes_them_in_its_own_way():
+def test_an_engine_loads_a_broadcast_with_its_own_method():
     """load_weights iterates once, and has no version until the sums have been compared."""
 
     class Engine:

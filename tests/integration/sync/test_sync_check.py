@@ -1,4 +1,5 @@
-"""The check of the first weight sync: passes for the embedded engine, and stops one whose sync changes the weights."""
+"""The check of the first weight sync passes for the embedded engine, and stops one whose sync
+changes the weights."""
 
 import asyncio
 
@@ -20,7 +21,7 @@ class FakeLearner:
         yield from self.model.state_dict().items()
 
 
-def test_embedded_engine_passes_and_holds_the_learners_version():
+def test_the_embedded_engine_passes_and_has_the_learners_version():
     model = make("qwen3_moe")
     engine = engine_of(make("qwen3_moe"))
     engine.model.load_state_dict(model.state_dict())

@@ -1,4 +1,5 @@
-"""The embedded engine takes weights from another process's Sender as it takes them from this one's learner."""
+"""The embedded engine takes weights from another process's Sender as it takes them from this
+process's learner."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from support.models import make
 
 
 def sent(engine, model, version, *, promised=None):
-    """Both ends in this process; raises what the engine's end raised."""
+    """Run both ends in this process, and raise the error of the engine's end."""
 
     def receive(invitation):
         with Receiver(invitation, 1, version=promised or version) as weights:
@@ -36,7 +37,8 @@ def same(ours, theirs):
 
 
 def test_after_every_update_it_equals_a_fresh_engine(monkeypatch):
-    """And answers nothing after one that was altered, or of another version, until a complete set came."""
+    """After an altered update, or one of another version, it answers nothing until a complete set
+    arrives."""
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**12)
     engine, requests = build("qwen3_moe"), ragged(prompts(3, 10, 12))
     models = [make("qwen3_moe", seed=seed) for seed in (1, 2)]

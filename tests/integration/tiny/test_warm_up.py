@@ -1,4 +1,4 @@
-"""The warm-up's curriculum: planted mistakes begin at the step `mistakes_from` names, not before."""
+"""The warm-up's curriculum: planted mistakes begin at the step of `mistakes_from`, not before."""
 
 import pytest
 
@@ -17,7 +17,8 @@ from onepolicy.tiny.model import make_model, make_tokenizer, warm_up
 )
 def test_no_mistakes_before_the_switch_and_mistakes_after(mistakes_from, seen):
     config = PolicyConfig(
-        hidden_size=16, layers=1, experts=2, top_k=1, expert_size=8, heads=1, kv_heads=1, head_dim=8, max_len=32,
+        hidden_size=16, layers=1, experts=2, top_k=1, expert_size=8, heads=1, kv_heads=1,
+        head_dim=8, max_len=32,
         steps=4, tokens_per_step=64, mistakes=0.25, mistakes_from=mistakes_from, threads=1,
     )  # fmt: skip
     tokenizer = make_tokenizer("adeghilnorstw: ")

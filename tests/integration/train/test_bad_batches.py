@@ -1,4 +1,5 @@
-"""What no engine can have sampled is never trained on, and gradients that are not finite are never a step."""
+"""Samples that no engine can have drawn are never trained on, and gradients that are not finite
+never make a step."""
 
 import asyncio
 import dataclasses
@@ -50,9 +51,7 @@ def changed(batch, name, slot, value):
         (lambda b: b.replace(cu_seqlens=b.cu_seqlens[:-1]), "cu_seqlens has [0-9]+ slots"),
     ],
 )
-def test_a_batch_that_was_not_sampled_is_refused_before_any_forward(
-    learner, spoil, words, monkeypatch
-):
+def test_an_impossible_batch_is_refused_before_any_forward(learner, spoil, words, monkeypatch):
     monkeypatch.setattr(
         learner.scorer, "forward", lambda *_, **__: pytest.fail("a forward was run")
     )
@@ -78,7 +77,7 @@ def test_a_batch_that_was_not_sampled_is_refused_before_any_forward(
         ),
     ],
 )
-def test_a_completion_that_was_not_sampled_is_refused_as_it_arrives(reply, words):
+def test_an_impossible_completion_is_refused_as_it_arrives(reply, words):
     right = Completion(
         torch.tensor([1, 2]), torch.tensor([-1.0, -2.0]), torch.zeros(2, dtype=torch.int32), "stop"
     )
@@ -99,7 +98,7 @@ def test_a_completion_that_was_not_sampled_is_refused_as_it_arrives(reply, words
 
 
 def poisoned(batch):
-    """Its loss is not finite, and neither are its gradients."""
+    """Return a batch whose loss and gradients are not finite."""
     return torch.full((batch.num_slots,), torch.inf)
 
 
@@ -109,7 +108,7 @@ def state(learner):
 
 
 def test_an_update_that_is_not_finite_leaves_no_trace(caplog):
-    """Skipped: the next step is the one that a learner takes which never saw it, to the bit."""
+    """It is skipped: the next step equals that of a learner without it, to the bit."""
     tried, spared = learner_of("optim.max_skipped=1"), learner_of("optim.max_skipped=1")
     for each in (tried, spared):
         one_step(each, batch_of())

@@ -1,4 +1,4 @@
-"""Checkpoints: bit-exact, in transformers' layout, whole or not there, and honest about damage."""
+"""Checkpoints: bit-exact, in transformers' layout, complete or absent, and checked for damage."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
     return run, path, learner
 
 
-def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
+def test_the_step_after_a_restore_is_the_same_to_the_bit(saved):
     _, path, learner = saved
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for (name, a), (_, b) in zip(
@@ -48,7 +48,7 @@ def test_next_step_after_a_restore_is_the_same_to_the_bit(saved):
 
 
 def test_the_index_keeps_engines_from_loading_the_optimizer(saved):
-    """vLLM and SGLang take every *.safetensors of a folder that an index does not leave out."""
+    """vLLM and SGLang load every *.safetensors of a folder that an index does not exclude."""
     _, path, _ = saved
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(index.values()) == {"model.safetensors"}
@@ -92,7 +92,8 @@ def test_damage_is_named(saved, tmp_path, damage, words):
 
 
 def test_every_byte_of_every_file_counts(saved, tmp_path):
-    """One flipped bit anywhere, or one byte less: the file is named, and the whole one is taken."""
+    """With one flipped bit anywhere, or one byte less, the file is named. The whole file is
+    accepted."""
     copy = shutil.copytree(saved[1], tmp_path / "step_00001")
     names = [*checkpoint.verify(copy)["files"]]
     assert {"model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json"} <= set(
@@ -122,7 +123,7 @@ def test_every_byte_of_every_file_counts(saved, tmp_path):
         "adapter_config.json",
     ],
 )
-def test_no_weights_are_read_from_a_file_that_was_not_written_with_it(saved, tmp_path, name):
+def test_weights_are_read_only_from_files_written_with_the_checkpoint(saved, tmp_path, name):
     copy = shutil.copytree(saved[1], tmp_path / "step_00001")
     (copy / "notes.txt").write_text("nobody reads this")
     checkpoint.verify(copy)
@@ -133,7 +134,7 @@ def test_no_weights_are_read_from_a_file_that_was_not_written_with_it(saved, tmp
 
 
 def test_zeros_beside_sharded_weights_are_not_loaded(saved, tmp_path):
-    """transformers takes model.safetensors wherever there is one, whatever the index says."""
+    """transformers loads model.safetensors if there is one, and ignores the index."""
     copy, (_, path, learner) = tmp_path / "step_00001", saved
     shutil.copytree(path, copy, ignore=shutil.ignore_patterns("model*"))
     learner.model.save_pretrained(copy, max_shard_size="20KB")

@@ -1,4 +1,5 @@
-"""The learner against the same step written out by hand on the stock model, and its options against each other."""
+"""The learner against the same step written out by hand on the stock model, and its options against
+each other."""
 
 import dataclasses
 import itertools
@@ -19,7 +20,8 @@ from support.models import VOCAB, make
 
 
 def test_step_equals_the_written_out_one():
-    """-sum(w A logp)/slots by plain autograd, sample by sample on the stock model, then torch's AdamW."""
+    """The step is -sum(w A logp)/slots by plain autograd, sample by sample on the stock model, then
+    torch's AdamW."""
     batch = batch_of(temperature=0.7)
     weight = torch.rand(batch.num_slots, generator=torch.Generator().manual_seed(5))
     learner = learner_of("replay.mode=off")
@@ -74,7 +76,7 @@ def test_micro_batches_add_up():
     )
 
 
-def test_replay_is_used_in_score_and_update_and_native_routes_are_kept():
+def test_replay_acts_in_score_and_update_and_keeps_native_routes():
     batch = batch_of()
     learner = learner_of()
     scored, without = learner.score(batch), learner.scorer.score(batch, replay=False)
@@ -118,7 +120,7 @@ def test_linear_decay_spends_the_rate_over_the_run():
     assert one_step(learner, batch_of())[1]["train/lr"] == pytest.approx(0.01 / 3)
 
 
-def test_gradient_that_is_not_finite_stops_before_the_weights_change():
+def test_an_infinite_gradient_stops_before_the_weights_change():
     learner = learner_of()
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
     with pytest.raises(RuntimeError, match="gradient norm is nan"):
@@ -143,8 +145,9 @@ def test_dense_model_trains_without_routers():
     assert metrics["train/grad_norm"] > 0
 
 
-def test_bypass_measures_what_scoring_would_have():
-    """One mini-step: logp_old, entropy and the trainer's own routes are those of score(), and nothing was scored."""
+def test_bypass_measures_the_numbers_of_scoring():
+    """With one mini-step, logp_old, entropy and the trainer's own routes are those of score(), and
+    no forward scores."""
     batch, usual = batch_of(), learner_of()
     scored = usual.score(batch)
     learner = learner_of("correction.preset=ppo-is")
@@ -161,8 +164,9 @@ def test_bypass_measures_what_scoring_would_have():
     [["correction.preset=ppo-is"], ["objective.preset=gspo"], ["objective.entropy_coef=0.1"]],
     ids=str,
 )
-def test_options_change_no_bit_of_other_objectives_either(objective):
-    """Checkpointed activations, and (with a scoring forward) its reuse: metrics and weights are the same."""
+def test_options_change_no_bit_of_other_objectives(objective):
+    """Checkpointed activations, and (with a scoring forward) its reuse, give the same metrics and
+    weights."""
     _, metrics, plain = one_step(learner_of(*objective), batch_of())
     options = ["train.activation_checkpointing=true"]
     options += (
@@ -181,7 +185,8 @@ def test_entropy_bonus_raises_the_entropy():
 
 
 def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
-    """GAE with lambda = 1 is return - value; the policy's update does not touch the critic's weights and vice versa."""
+    """GAE with lambda = 1 is return - value. The policy's update does not change the critic's
+    weights, and vice versa."""
     settings = [
         "objective.preset=ppo",
         "objective.lam=1.0",
@@ -208,7 +213,8 @@ def test_a_critic_learns_the_outcome_and_leaves_the_policy_alone():
 
 
 def test_explained_variance_by_hand():
-    """Var(R) = 1/4, Var(R - V) = 1/16 where V = R / 2. Equal returns: nothing to explain, whatever their rounding."""
+    """Var(R) = 1/4 and Var(R - V) = 1/16 for V = R / 2. Equal returns leave nothing to explain,
+    whatever their rounding."""
     batch = batch_of()
     target = torch.where(batch.segment % 2 == 0, 1.0, 0.0)
     mask = batch.trainable & (torch.cumsum(batch.trainable, 0) % 2 == 0)
@@ -221,7 +227,7 @@ def test_explained_variance_by_hand():
     assert explained_variance(batch.replace(value_target=0 * same, value=0 * same)) is None
 
 
-def test_an_unprotected_value_term_leaves_out_what_the_loss_rejects():
+def test_an_unprotected_value_term_excludes_rejected_slots():
     """A gate on new / rollout that rejects everything leaves the critic nothing to learn from."""
     gate = 'correction.gates=[{statistic="trainer_prob",low=0.999999,ratio="new/rollout"}]'
     for protect, learns in (('["kl","entropy","value"]', True), ('["kl","entropy"]', False)):
@@ -229,8 +235,8 @@ def test_an_unprotected_value_term_leaves_out_what_the_loss_rejects():
         assert (one_step(learner, batch_of())[1]["train/value_loss"] > 0) == learns
 
 
-def test_reference_is_frozen_and_its_kl_pulls_back():
-    """A strong KL term keeps the policy nearer to where it began than none does."""
+def test_the_reference_is_frozen_and_its_kl_pulls_back():
+    """A strong KL term keeps the policy nearer to its start than no KL term."""
     moved = {}
     for coef in (0.0, 5.0):
         overrides = [f"objective.kl.coef={coef}", "optim.lr=1e-3", "replay.mode=off"]
@@ -253,14 +259,16 @@ def test_reference_is_frozen_and_its_kl_pulls_back():
         (
             ["correction.preset=opsm", "objective.preset=reinforce"],
             [
-                'correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",when="negative",high=0.1}]'
+                'correction.gates=[{statistic="k1",aggregate="mean",scope="sequence",'
+                'when="negative",high=0.1}]'
             ],
         ),
     ],
     ids=["weight", "gate"],
 )
-def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fixed):
-    """With one mini-step new is old, so weights and gates of new / rollout are those of old / rollout."""
+def test_live_corrections_equal_fixed_ones_before_the_policy_moves(live, fixed):
+    """With one mini-step new is old, so weights and gates of new / rollout are those of old /
+    rollout."""
     after = []
     for overrides in (live, [*fixed, "objective.preset=reinforce"], ["objective.preset=reinforce"]):
         learner = learner_of(*overrides)
@@ -284,7 +292,8 @@ def test_live_corrections_equal_the_fixed_ones_before_the_policy_moves(live, fix
 
 
 def test_score_centering_equals_the_written_out_step():
-    """-A (log p_a - sum over the vocabulary of q log p) by plain autograd on the stock model, sample by sample."""
+    """The step is -A (log p_a - sum over the vocabulary of q log p) by plain autograd on the stock
+    model, sample by sample."""
     batch = batch_of().replace(routing=None)
     q = torch.randn(batch.num_slots, VOCAB, generator=torch.Generator().manual_seed(1)).log_softmax(
         -1
@@ -314,8 +323,9 @@ def test_score_centering_equals_the_written_out_step():
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-def test_scoring_looks_at_the_rollouts_likeliest_tokens_and_at_its_own():
-    """Only if the batch has top_ids; against the stock model's whole distribution."""
+def test_scoring_returns_the_likeliest_tokens_of_both_sides():
+    """It does so only if the batch has top_ids; compared with the stock model's whole
+    distribution."""
     batch = batch_of(temperature=0.7).replace(routing=None)
     assert learner_of("replay.mode=off").score(batch).own_ids is None
     ids = torch.randint(
@@ -342,7 +352,7 @@ def test_scoring_looks_at_the_rollouts_likeliest_tokens_and_at_its_own():
     assert (scored.top_logp_old[~batch.trainable] == 0).all()
 
 
-def test_bypass_refuses_routes_of_other_tokens_before_the_weights_change():
+def test_bypass_refuses_routes_of_other_tokens_before_the_update():
     learner = learner_of("correction.preset=ppo-is", "replay.min_agreement=0.9")
     before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
     with pytest.raises(RoutingError, match="agree in"):

@@ -1,4 +1,5 @@
-"""Gradients of whole learner steps against losses written out in float64 on the stock model, sample by sample."""
+"""Gradients of whole learner steps against losses written out in float64 on the stock model, sample
+by sample."""
 
 import itertools
 import math
@@ -15,7 +16,7 @@ HEAT = 0.7
 
 
 def captured(learner):
-    """The gradients of its next step, which it then does not take: {name: float64}."""
+    """Return the gradients of its next step, {name: float64}, without taking the step."""
     found = {}
 
     def keep(_):
@@ -32,7 +33,8 @@ def captured(learner):
 
 
 def stepped(learner):
-    """A scored batch whose old log-probabilities and values are not those of the weights, and the step's gradients."""
+    """Return a scored batch whose old log-probabilities and values are not those of the weights,
+    and the step's gradients."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(size):
@@ -50,14 +52,15 @@ def stepped(learner):
 
 
 def whole():
-    """The same model in float64, on the family's own loop over experts."""
+    """Return the same model in float64, on the family's own loop over experts."""
     model = make("qwen3_moe").double()
     model.set_experts_implementation("eager")
     return model
 
 
 def samples_of(batch, model):
-    """(log-probabilities, slots) of each sample's trainable slots, in float64, on a model that sees one sample."""
+    """Return (log-probabilities, slots) of each sample's trainable slots, in float64, from a
+    forward of that sample alone."""
     for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
         mask = batch.trainable[start:end]
         logits = model(input_ids=batch.input_ids[None, start:end], use_cache=False).logits[0] / HEAT
@@ -78,14 +81,16 @@ def gradients(model, prefix=""):
 
 
 def topr(logp, old, advantage):
-    """2503.14286 eq. 3: min(product of the ratios, 1) where the advantage is negative, summed over the sample."""
+    """Compute 2503.14286 eq. 3: min(product of the ratios, 1) where the advantage is negative,
+    summed over the sample."""
     ratio = float((logp.detach() - old).sum().exp())
     weight = min(ratio, 1.0) if advantage < 0 else 1.0
     return -weight * advantage * logp.sum()
 
 
 def gmpo(logp, old, advantage):
-    """2507.20673 eq. 4: the geometric mean of ratios, each clipped pessimistically to [exp(-0.4), exp(0.4)]."""
+    """Compute 2507.20673 eq. 4: the geometric mean of ratios, each clipped pessimistically to
+    [exp(-0.4), exp(0.4)]."""
     log_ratio = logp - old
     clipped = log_ratio.clamp(max=0.4) if advantage > 0 else log_ratio.clamp(min=-0.4)
     return -clipped.mean().exp() * advantage
@@ -108,7 +113,8 @@ def test_gradient_of_a_step(written):
 
 
 def test_gradients_of_a_ppo_step_and_of_its_critic():
-    """GAE by its recursion (1506.02438 eq. 16), whitened; the clipped surrogate and the clipped value loss."""
+    """The terms are GAE by its recursion (1506.02438 eq. 16), whitened, the clipped surrogate and
+    the clipped value loss."""
     learner = learner_of("replay.mode=off", "objective.preset=ppo", "objective.critic.clip=0.2")
     with torch.no_grad():
         learner.critic.values.head.weight.normal_(

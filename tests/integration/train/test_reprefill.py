@@ -32,7 +32,7 @@ def _reprefill(
 
 
 def _groups(name: str = "qwen3_moe") -> list[Group]:
-    """Two groups of two samples, with the routes of the embedded engine in float32."""
+    """Return two groups of two samples, with the routes of the embedded engine in float32."""
     requests = ragged(prompts(4))
     done = run(build(name), requests)
     samples = []
@@ -67,7 +67,7 @@ def test_a_reprefill_finds_the_routes_of_the_engine(name: str, tokens: int) -> N
     assert not pack(groups).routing.reprefilled
 
 
-def test_routes_are_never_replaced_or_mixed_and_of_the_right_weights() -> None:
+def test_recorded_routes_are_never_mixed_and_have_the_right_version() -> None:
     groups, reprefill = _groups(), _reprefill()
     with pytest.raises(UsageError, match="sample 0 has its engine's routes"):
         reprefill.fill(groups)
@@ -91,7 +91,7 @@ def test_new_weights_record_other_routes() -> None:
     assert not torch.equal(before.ids, after.ids)
 
 
-def test_the_learner_takes_only_the_source_that_was_asked_for() -> None:
+def test_the_learner_takes_only_the_configured_source() -> None:
     batch = batch_of()
     spans = (RouteSpan(0, batch.num_slots, "reprefill", 0),)
     labelled = batch.replace(routing=dataclasses.replace(batch.routing, spans=spans))

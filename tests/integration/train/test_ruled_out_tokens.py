@@ -1,4 +1,5 @@
-"""Models whose head rules tokens out: their log-probability is -inf, and no number that is computed from it is NaN."""
+"""Models whose head rules tokens out: their log-probability is -inf, and no number computed from it
+is NaN."""
 
 import math
 
@@ -19,7 +20,7 @@ BANNED = 2
 
 
 def test_entropy_of_a_row_by_hand():
-    """Probabilities 1/2, 1/4, 1/4 and one token ruled out: 1/2 ln 2 + 2 * 1/4 ln 4."""
+    """The probabilities are 1/2, 1/4, 1/4 and one token is ruled out: 1/2 ln 2 + 2 * 1/4 ln 4."""
     row = torch.tensor([[0.5, 0.25, 0.0, 0.25]]).log()
     assert row[0, 2] == -math.inf
     assert float(entropy_of(row)) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4), rel=1e-6)
@@ -29,7 +30,7 @@ def test_entropy_of_a_row_by_hand():
 @pytest.mark.parametrize(
     ("low", "temperature"), [(-math.inf, 1.0), (LOWEST, 1.0), (LOWEST, 0.5), (-1e30, 0.7)]
 )
-def test_entropy_and_gradient_are_those_of_the_row_without_the_token(low, temperature):
+def test_entropy_and_gradient_ignore_the_ruled_out_token(low, temperature):
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(5, 7, generator=generator).requires_grad_()
     column = torch.full((5, 1), low)
@@ -58,7 +59,7 @@ def test_a_logit_that_is_nan_is_not_hidden():
 
 
 def banned(learner, low=-math.inf):
-    """Its head rules one token out, as Chameleon's does with image tokens."""
+    """Make a model whose head rules one token out, as Chameleon's does with image tokens."""
 
     def rule_out(module, inputs, out):
         out.logits[..., BANNED] = low
@@ -69,7 +70,7 @@ def banned(learner, low=-math.inf):
 
 
 def allowed(batch):
-    """No sampled token is the one that is ruled out."""
+    """Return a batch without the ruled-out token."""
     return batch.replace(
         target_ids=torch.where(batch.target_ids == BANNED, BANNED + 1, batch.target_ids)
     )
@@ -89,7 +90,7 @@ def test_a_learner_step_with_an_entropy_bonus(option, low, heat):
     assert all(parameter.isfinite().all() for parameter in after.values())
 
 
-def test_score_centering_leaves_out_what_neither_side_can_sample():
+def test_score_centering_excludes_tokens_that_neither_side_samples():
     config = preset("score-centering")
     logits = torch.tensor([[0.3, -0.2, 0.1]]).requires_grad_()
     head = torch.log_softmax(logits, -1)
@@ -104,8 +105,9 @@ def test_score_centering_leaves_out_what_neither_side_can_sample():
     torch.testing.assert_close(wide.grad[:, :3], logits.grad)
 
 
-def test_a_family_that_packs_wrongly_is_refused_whatever_its_head_rules_out(monkeypatch):
-    """Beside the lowest float32 the spread of the logits is infinite, and every difference 0 of it."""
+def test_a_family_that_packs_wrongly_is_refused_with_any_head(monkeypatch):
+    """Beside the lowest float32 the spread of the logits is infinite, and every difference is 0 of
+    it."""
     model = make("qwen3_dense")
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
     model.lm_head.bias.data[3:9] = LOWEST
@@ -116,13 +118,13 @@ def test_a_family_that_packs_wrongly_is_refused_whatever_its_head_rules_out(monk
 
 
 def sound():
-    """A learner, and a batch in which the engine agrees with it on every token."""
+    """Return a learner and a batch in which the engine agrees with it on every token."""
     learner = learner_of("replay.mode=off")
     batch = learner.scorer.score(batch_of(HOT).replace(routing=None), replay=False)
     return learner, batch.replace(logp_rollout=batch.logp_old)
 
 
-def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
+def test_the_test_of_draws_fails_on_a_nan_entropy():
     learner, batch = sound()
     drawn = batch.replace(entropy=-batch.logp_old)  # the tokens are exactly as likely as draws
     assert check_temperature(learner.scorer, drawn, limit=1.0).passed
@@ -134,14 +136,14 @@ def test_the_test_of_draws_fails_on_an_entropy_that_is_nan():
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])
-def test_the_test_of_the_temperature_fails_on_a_trainer_that_is_nan(limit):
+def test_the_test_of_the_temperature_fails_on_a_nan_trainer(limit):
     learner, batch = sound()
     learner.model.lm_head.weight.data[7] = math.nan
     found = check_temperature(learner.scorer, learner.scorer.score(batch, replay=False), limit)
     assert found.passed is False
 
 
-def test_the_test_of_the_support_fails_on_a_trainer_that_is_nan():
+def test_the_test_of_the_support_fails_on_a_nan_trainer():
     learner, batch = sound()
     assert check_support(learner.scorer, (batch,)).passed is not False
     learner.model.lm_head.weight.data[7] = math.nan

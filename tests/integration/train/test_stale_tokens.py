@@ -1,4 +1,4 @@
-"""What training on tokens of older weights does, against the sum over samples written out by hand."""
+"""Training on tokens of older weights, against the sum over samples written out by hand."""
 
 import asyncio
 import statistics
@@ -18,17 +18,22 @@ from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 
 SETTINGS = [
-    "out=unused", "rollout.max_staleness=1", "rollout.engine.dtype=float32", "rollout.prompts_per_step=6",
-    "rollout.engine.slots=24", "optim.clip_norm=1e9", "replay.min_agreement=0", "objective.entropy_coef=0",
-]  # fmt: skip
+    "out=unused",
+    "rollout.max_staleness=1",
+    "rollout.engine.dtype=float32",
+    "rollout.prompts_per_step=6",
+    "rollout.engine.slots=24",
+    "optim.clip_norm=1e9",
+    "replay.min_agreement=0",
+    "objective.entropy_coef=0",
+]
 
 
 @pytest.mark.parametrize("most", [None, 1.0])
-def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(
-    recipe, policy, most, monkeypatch
-):
-    """Sum over tokens of min(rho, most) A grad log p / N: p and rho of the new weights with the old ones' experts, q
-    and rewards of the old weights. Without TIS the weight is 1."""
+def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, most, monkeypatch):
+    """The gradient is the sum over tokens of min(rho, most) A grad log p / N. p and rho are of the
+    new weights with the old ones' experts, q and rewards of the old weights. Without TIS the weight
+    is 1."""
     correction = ["preset=recompute"] if most is None else ["preset=tis", f"weight.high={most}"]
     config = load(recipe, [*SETTINGS, *(f"correction.{setting}" for setting in correction)])
     parts, _ = build_parts(config)
@@ -72,7 +77,7 @@ def test_the_gradient_of_old_tokens_is_that_of_the_weights_being_trained(
 
 
 def by_hand(model, groups, most):
-    """Leaves the gradients in the model; returns rho of every token."""
+    """Leave the gradients in the model and return rho of every token."""
     routers, samples = bind_routers(model), [s for group in groups for s in group.samples]
     tokens, rhos = sum(int(s.trainable.sum()) for s in samples), []
     for group in groups:
@@ -96,8 +101,8 @@ def by_hand(model, groups, most):
     return rhos
 
 
-def test_routes_that_agree_with_nothing_may_be_wrong_or_old(recipe):
-    """Where the tokens are of older weights the error says so; where they are not it does not."""
+def test_routes_without_agreement_may_be_wrong_or_old(recipe):
+    """The error mentions old weights if, and only if, the tokens are of older weights."""
     config = load(recipe, ["out=unused", "rollout.max_staleness=1"])
     parts, _ = build_parts(config)
 

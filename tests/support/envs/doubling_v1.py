@@ -1,5 +1,6 @@
-"""An environment of verifiers in turns: it names numbers, the agent doubles them until it errs, says 4 or has
-three right. Scored by the environment, by its task and at the end of the episode."""
+"""An environment of verifiers in turns: it names numbers, the agent doubles them until it errs,
+answers 4 or has three right. Scored by the environment, by its task and at the end of the episode.
+"""
 
 from typing import Literal
 

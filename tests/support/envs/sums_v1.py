@@ -1,5 +1,5 @@
-"""A taskset of verifiers: sums, scored by two weighted rewards. `kind` asks for what an adapter without a runtime must
-refuse."""
+"""A taskset of verifiers: sums, scored by two weighted rewards. `kind` asks for features that an
+adapter without a runtime must refuse."""
 
 from typing import Literal
 

@@ -1,5 +1,5 @@
-"""Runs in the oracle venv: `export_peers.py FOLDER` trains with TRL's GRPOTrainer under our hook and exports verl's
-DataProto. FOLDER/peers.json: what both say of the same tokens."""
+"""A script of the oracle venv: `export_peers.py FOLDER` trains with TRL's GRPOTrainer under our
+hook and exports verl's DataProto. FOLDER/peers.json has both sides' numbers of the same tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def tokenizer():
 
 
 def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
-    """An engine of our own: the trainer's model, with noise on its logits, at a temperature it does not tell."""
+    """Sample with an engine of our own: the trainer's model with noise on its logits, at a
+    temperature that it does not report."""
     ids, g = (
         [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
         torch.Generator().manual_seed(0),
@@ -53,7 +54,7 @@ def sampled(prompts: list[str], trainer, temperature: float) -> dict[str, list]:
 
 
 def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float]]:
-    """What it logged of each step."""
+    """Train with TRL and return its log of each step."""
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
@@ -111,7 +112,8 @@ def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float
 
 
 def verl(folder: Path) -> dict[str, float]:
-    """A DataProto as RayPPOTrainer holds it behind old_log_probs: prompts padded left, responses right. Its metrics."""
+    """Return a DataProto as RayPPOTrainer holds it behind old_log_probs: prompts padded left,
+    responses right. Also return its metrics."""
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import (
         compute_rollout_correction_and_rejection_mask as correct,

@@ -1,4 +1,5 @@
-"""Runs in the oracle venv: losses and gradients of TRL's and verl's objectives. `objective_peers.py IN.npz OUT.npz`."""
+"""A script of the oracle venv: losses and gradients of TRL's and verl's objectives.
+`objective_peers.py IN.npz OUT.npz`."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ VERL = {
 
 
 def trl(given: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """GRPOTrainer._compute_loss on a stand-in trainer: only its settings and the model's log-probabilities."""
+    """Run GRPOTrainer._compute_loss on a stand-in trainer: only its settings and the model's
+    log-probabilities."""
     from trl import GRPOTrainer
 
     ids = torch.ones_like(given["old"], dtype=torch.long)
@@ -136,7 +138,8 @@ def verl_loss(
 
 
 def verl_advantages(core: Any, given: dict[str, Tensor], mask: Tensor) -> dict[str, np.ndarray]:
-    """`score` of a sample at its last slot; `group` of samples, the last one alone in its own."""
+    """Return verl's advantages. `score` of a sample is at its last slot; `group` has the groups of
+    samples, the last one alone in its own."""
     last = mask.cumsum(1).argmax(1, keepdim=True)
     rewards = torch.zeros_like(mask).scatter(1, last, given["score"][:, None])
     index = given["group"].numpy()

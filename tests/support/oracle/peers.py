@@ -1,4 +1,5 @@
-"""Runs in the oracle venv: arrays in, what verl, TRL and OpenRLHF make of them out. `peers.py IN.npz OUT.npz`."""
+"""A script of the oracle venv: results of verl, TRL and OpenRLHF for given arrays. `peers.py IN.npz
+OUT.npz`."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def trl(
 
 
 def openrlhf(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> dict[str, np.ndarray]:
-    """Weights from the gradient at new = old and A = 1: -weight / N. Its loss file is loaded without deepspeed."""
+    """Return the weights from the gradient at new = old and A = 1: -weight / N. Its loss file is
+    loaded without deepspeed."""
     where = importlib.util.find_spec("openrlhf")
     assert where is not None
     assert where.submodule_search_locations

@@ -1,6 +1,7 @@
-"""TEST FIXTURE: start a SGLang 0.5.23 server on this CPU, with the shim. `python start.py MODEL [--port N] [...]`.
+"""TEST FIXTURE: start a SGLang 0.5.23 server on this CPU, with the shim. `python start.py MODEL
+[--port N] [...]`.
 
-With the Python of the venv that `make sglang` builds, wherever this file itself runs. Further arguments are SGLang's.
+It uses the Python of the venv that `make sglang` builds. Further arguments are SGLang's.
 """
 
 import argparse
@@ -29,7 +30,8 @@ CPU = [
 
 
 def start(model, port, *extra, dtype="bfloat16", log=None):
-    """A Popen. The server is ready when /model_info answers; 20 s on a quiet machine, minutes on a busy one."""
+    """Start the server and return its Popen. It is ready when /model_info answers: 20 s on a quiet
+    machine, minutes on a busy one."""
     environment = os.environ | {
         "PYTHONPATH": str(HERE / "shim"),
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -53,7 +55,7 @@ def start(model, port, *extra, dtype="bfloat16", log=None):
 
 
 def stop(server):
-    """It and what it started."""
+    """Stop the server and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()

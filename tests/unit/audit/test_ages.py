@@ -1,4 +1,5 @@
-"""Dumps of runs that sample while they learn: old tokens that are declared are not taken for a bug."""
+"""Dumps of runs that sample while they learn: old tokens that are declared are not taken for a
+bug."""
 
 from onepolicy.audit.report import as_tree
 from onepolicy.audit.run import audit
@@ -11,8 +12,9 @@ def audited(tmp_path, rows):
     return audit(tmp_path / "dump.parquet", {})
 
 
-def test_age_that_is_declared_is_a_reason_and_not_a_bug(tmp_path):
-    """Half of each step's tokens are one update old, with most of the gap; then all of them are."""
+def test_declared_age_is_not_a_bug(tmp_path):
+    """First half of each step's tokens are one update old, with most of the gap; then all of them
+    are."""
     newest = gaussian_rows(1e-5, rows=20, seed=1, step=0, version=4)
     older = gaussian_rows(4e-3, rows=20, seed=2, step=0, version=3)
     assert audited(tmp_path, newest + older).verdict.causes == ("stale",)

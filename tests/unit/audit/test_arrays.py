@@ -1,4 +1,5 @@
-"""Dumps of arrays that are no dump: tensors of other kinds, damaged members, and files that unpack to far more."""
+"""Dumps of arrays that are not dumps: tensors of other kinds, damaged members, and files that
+unpack to far more."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(
         read(path)
 
 
-def test_a_view_that_repeats_one_number_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+def test_a_view_of_one_number_is_refused_before_it_is_copied(tmp_path: Path) -> None:
     path = tmp_path / "d.pt"
     torch.save(good() | {"logp_rollout": torch.zeros(1).expand(2**40)}, path)
     assert path.stat().st_size < 10_000

@@ -1,4 +1,5 @@
-"""The audit of synthetic dumps matches closed forms, names planted causes and accuses no clean one."""
+"""The audit of synthetic dumps matches closed forms, names planted causes and accuses no clean
+one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def audited(tmp_path: Path, rows: list[dict]):
     cuts=st.sets(st.integers(1, 7)),
 )
 @settings(max_examples=40, deadline=None)
-def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
+def test_merged_sketches_equal_the_mismatch_of_the_whole(seed, lengths, scale, cuts) -> None:
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     rollout = -torch.rand(n, generator=g, dtype=torch.float64) * 6
@@ -72,8 +73,9 @@ def test_sketches_of_parts_merge_into_mismatch_of_the_whole(seed, lengths, scale
     assert found["mean_rho_error"] == pytest.approx(wanted, rel=1e-5, abs=1e-7 * float(rho.max()))
 
 
-def test_standard_errors_know_that_tokens_of_a_sequence_belong_together() -> None:
-    """Of 300 dumps of 40 sequences, each with a noise of its own: the spread of k3 is what its error says."""
+def test_standard_errors_treat_a_sequence_as_one_draw() -> None:
+    """The spread of k3 over 300 dumps of 40 sequences, each with a noise of its own, is its
+    standard error."""
     g = torch.Generator().manual_seed(0)
     segment, found = torch.arange(40).repeat_interleave(25), []
     for _ in range(300):
@@ -121,7 +123,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
         assert any("predicted to keep 100.0%" in line for line in each.verdict.basis)
 
 
-def test_heavy_tails_call_for_rejection_and_differing_routes_for_r3(tmp_path) -> None:
+def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
     rows = gaussian_rows(2e-3)
     for row in rows:
         row["logp_trainer"][40] = (
@@ -179,7 +181,7 @@ def test_planted_causes_are_named(tmp_path, planted, cause) -> None:
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_moved_routes_are_named_with_what_is_beside_them(tmp_path, how, words, temperature) -> None:
+def test_moved_routes_are_named_with_their_evidence(tmp_path, how, words, temperature) -> None:
     rows = with_routes(world_rows(1, temperature=temperature, entropy=True))
     moved = moved_routes(rows, how) if how != "swap" else [*moved_routes(rows[:2], how), *rows[2:]]
     found = audited(tmp_path, moved).verdict
@@ -205,7 +207,9 @@ def test_two_causes_in_one_dump(tmp_path, planted) -> None:
     steps=st.sampled_from([1, 2, 24]),
 )
 @settings(max_examples=25, deadline=None)
-def test_whatever_a_clean_dump_holds_it_is_not_accused(seed, noise, routes, newest, steps) -> None:
+def test_a_clean_dump_with_unusual_content_is_not_accused(
+    seed, noise, routes, newest, steps
+) -> None:
     rows = with_routes(world_rows(seed, noise=noise, entropy=True), noise=routes, seed=seed)
     rng = np.random.default_rng(seed)
     for i, row in enumerate(rows):
@@ -227,7 +231,8 @@ def test_whatever_a_clean_dump_holds_it_is_not_accused(seed, noise, routes, newe
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
-    """Mismatch that differs up to fourfold from step to step, heavy tails, samples one version old, noisy logits."""
+    """The runs have mismatch that differs up to fourfold from step to step, heavy tails, samples
+    one version old, and noisy logits."""
     rng = np.random.default_rng(seed)
     rows = []
     for step in range(20):
@@ -250,7 +255,8 @@ def test_a_clean_run_is_never_accused(tmp_path, seed) -> None:
 
 
 def test_versions_that_rise_with_the_steps_are_not_stale(tmp_path) -> None:
-    """Early steps have the larger gap, as while a learning rate decays: older weights, but of older steps."""
+    """Early steps have the larger gap, as while a learning rate decays. Their weights are older,
+    but so are the steps."""
     rows = []
     for step in range(4):
         kl = 4e-3 if step < 2 else 1e-5

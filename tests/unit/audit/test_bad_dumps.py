@@ -1,4 +1,5 @@
-"""Bad dumps end with one message that names row and column, whatever their format; nothing ends with a traceback."""
+"""Bad dumps end with one message that names row and column, in every format. None ends with a
+traceback."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOGPS = ("logp_rollout", "logp_trainer")
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    """By suffix. Arrays: flat, with `length`."""
+    """Write the dump in the format of the suffix. Arrays: flat, with `length`."""
     if path.suffix == ".parquet":
         write_parquet(path, rows)
         return path
@@ -287,7 +288,8 @@ json_rows = st.lists(
 
 
 def _survives(path: Path) -> None:
-    """Judged, or refused with the path: main() would let anything else through as a traceback."""
+    """Check that the dump is judged, or refused with its path. main() would show any other error as
+    a traceback."""
     message = ""
     try:
         audit(path, {})
@@ -316,7 +318,7 @@ def test_fuzz_of_json_values(rows) -> None:
 )
 @settings(max_examples=30, deadline=None)
 def test_fuzz_of_extreme_log_probabilities(logps, repeat, version) -> None:
-    """Whatever passes the checks can be judged, down to every number of the report."""
+    """A dump that passes the checks can be judged, down to every number of the report."""
     from onepolicy.audit.figures import figures
     from onepolicy.audit.report import as_tree
 
@@ -485,7 +487,7 @@ def test_a_column_name_that_is_no_text(tmp_path) -> None:
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_fuzz_of_bytes(data) -> None:
-    """A byte of a good file changed, or noise."""
+    """The fuzz changes a byte of a good file, or adds noise."""
     suffix = data.draw(st.sampled_from(SUFFIXES))
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / f"d{suffix}", gaussian_rows(1e-3, rows=3, length=8))

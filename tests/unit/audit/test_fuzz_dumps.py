@@ -1,4 +1,4 @@
-"""Damaged dumps, task files and turns: a declared error, or something that holds together."""
+"""Damaged dumps, task files and turns: each gives a declared error, or a consistent result."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PLAIN = ("tokens", "mask", "logp_rollout", "logp_trainer")
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Flat, with `length`."""
+    """Return flat arrays, with `length`."""
     kinds = {
         "tokens": np.int64,
         "mask": np.bool_,
@@ -98,7 +98,7 @@ def as_npz() -> bytes:
 
 
 def npz(damage: Damage) -> bytes:
-    """Half of them with damage inside a member, behind zip's checksums."""
+    """Return .npz bytes. Half of them have damage inside a member, behind zip's checksums."""
     if damage.random.random() < 0.5:
         return damage.data(NPZ)
     buffer = io.BytesIO()
@@ -121,7 +121,8 @@ PT = (as_pt(legacy=False), as_pt(legacy=True))
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """The file's new content. A file system may wait for its disk where a file is emptied first."""
+    """Replace the file's content. A file system may wait for its disk where a file is emptied
+    first."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.write(handle, data)
     os.ftruncate(handle, len(data))
@@ -129,7 +130,7 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def check(blocks: list[Block]) -> None:
-    """Written apart from the readers: what statistics are made of."""
+    """Check the inputs of the statistics, independently of the readers."""
     rows = 0
     assert blocks
     for block in blocks:
@@ -177,7 +178,10 @@ def test_dumps(tmp_path: Path, suffix: str, inputs: int) -> None:
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_task_lines(tmp_path: Path, inputs: int) -> None:
-    good = b'{"prompt": "1+1", "answer": "2"}\n{"prompt": "\xc3\xa9", "answer": "\\u00e9", "more": [1]}\n'
+    good = (
+        b'{"prompt": "1+1", "answer": "2"}\n'
+        b'{"prompt": "\xc3\xa9", "answer": "\\u00e9", "more": [1]}\n'
+    )
     path = tmp_path / "task.jsonl"
 
     def read(data: bytes) -> list[Problem]:
@@ -210,12 +214,13 @@ def test_lines_of_a_run(tmp_path: Path, inputs: int) -> None:
 
 
 class Malformed(Exception):
-    """A turn that the parser says is neither a call nor an answer."""
+    """A turn that the parser takes for neither a call nor an answer."""
 
 
 TURNS = {
     "plain": "I multiply.\nAction: calculator[2 * (3 + 4)]\n",
-    "template": '<think>a</think><tool_call>\n{"name": "calculator", "arguments": {"expression": "2*7"}}</tool_call>',
+    "template": "<think>a</think><tool_call>\n"
+    '{"name": "calculator", "arguments": {"expression": "2*7"}}</tool_call>',
 }
 
 

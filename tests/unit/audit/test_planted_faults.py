@@ -1,4 +1,5 @@
-"""Verdicts of clean and of faulty dumps: a clean one keeps its recommendation, a fault never gets one."""
+"""Verdicts of clean and of faulty dumps: a clean one keeps its recommendation, a fault never gets
+one."""
 
 from __future__ import annotations
 
@@ -84,8 +85,9 @@ def test_a_fault_is_never_recommended_upon(name) -> None:
 
 @pytest.mark.parametrize(("seed", "gap"), [(7, MOE), (19, SMALL), (26, MOE)])
 @pytest.mark.parametrize("side", ["logp_trainer", "logp_rollout"])
-def test_two_rows_that_were_exchanged_explain_each_other(seed, gap, side) -> None:
-    """Of unequal length: most of the longer row is its own, so that only the shorter one looks strange."""
+def test_two_exchanged_rows_explain_each_other(seed, gap, side) -> None:
+    """The rows have unequal length. Most of the longer row is its own, so only the shorter one
+    looks strange."""
     w = world(seed, gap)
     swapped(0.0, side)(w)
     said = w.audited().verdict
@@ -97,7 +99,7 @@ def test_two_rows_that_were_exchanged_explain_each_other(seed, gap, side) -> Non
 @pytest.mark.parametrize(
     "settings", [{"rows": 24}, {"rows": 64, "longest": 300}, {"rows": 300, "longest": 60}]
 )
-def test_two_rows_that_were_exchanged_are_named_in_other_worlds(gap, settings, monkeypatch) -> None:
+def test_two_exchanged_rows_are_named_in_other_worlds(gap, settings, monkeypatch) -> None:
     if gap in OTHER_GAPS:
         monkeypatch.setitem(GAPS, gap, OTHER_GAPS[gap])
     w = world(0, gap, **settings)
@@ -107,7 +109,7 @@ def test_two_rows_that_were_exchanged_are_named_in_other_worlds(gap, settings, m
 
 
 def _holds_a_row_of_another_dump(seed, gap, row, **settings):
-    """A world, one row of which has the engine's values of a row that is not there."""
+    """Return a world in which one row has the engine's values of a row of another dump."""
     w, other = world(seed, gap, **settings), world(seed + 1000, gap, **settings)
     here = (w.segment == row) & w.sampled
     w.columns["logp_rollout"][here] = other.columns["logp_rollout"][other.sampled][
@@ -118,8 +120,8 @@ def _holds_a_row_of_another_dump(seed, gap, row, **settings):
 
 @pytest.mark.parametrize("gap", [SMALL, MOE])
 @pytest.mark.parametrize("seed", range(3))
-def test_one_row_whose_sides_do_not_follow_each_other_forbids_a_recommendation(seed, gap) -> None:
-    """With no row to explain it, and too small a part of the dump to be one of two kinds."""
+def test_one_unrelated_row_forbids_a_recommendation(seed, gap) -> None:
+    """No row explains it, and it is too small a part of the dump to be one of two kinds."""
     said = _holds_a_row_of_another_dump(seed, gap, 5, rows=300, longest=60).audited().verdict
     assert said.action == "unclear", said.text()
     assert "in 1 of 300 rows the two sides do not follow each other" in said.text()
@@ -128,7 +130,7 @@ def test_one_row_whose_sides_do_not_follow_each_other_forbids_a_recommendation(s
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_table_of_faults_is_that_of_the_docs() -> None:
-    """20 seeds of each; `python tests/support/audit_faults.py` prints it."""
+    """The table has 20 seeds of each fault; `python tests/support/audit_faults.py` prints it."""
     found = outcomes(SEEDS)
     for name, said in found.items():
         assert not [text for action, _, text in said if action in RECOMMENDED], name

@@ -1,4 +1,5 @@
-"""What an audit shows: the verdict first, a badge that cannot be misread, titles that follow the data, the picture."""
+"""The report of an audit: the verdict first, a badge that cannot be misread, titles that follow the
+data, the picture."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from support.audit_dumps import gaussian_rows, with_routes, write_jsonl
 
 
 def far_rows():
-    """Every fourth row is of other weights."""
+    """Return rows of which every fourth was sampled by other weights."""
     return [row for i in range(40) for row in gaussian_rows(4e-3 if i % 4 else 0.3, rows=1, seed=i)]
 
 
 @pytest.mark.parametrize(
     ("rows", "badge"), [(gaussian_rows(4e-3), "correct it"), (far_rows(), "bug")]
 )
-def test_the_verdict_comes_first_in_the_terminal_and_as_a_badge(tmp_path, rows, badge) -> None:
+def test_the_verdict_comes_first(tmp_path, rows, badge) -> None:
     console = Console(record=True, width=100)
     (found,) = run_audit([write_jsonl(tmp_path / "d.jsonl", rows)], {}, tmp_path / "out", console)
     text = console.export_text()
@@ -43,7 +44,7 @@ def drawn(tmp_path, rows) -> dict[str, Figure]:
     }
 
 
-def test_the_picture_of_rows_and_places_shows_the_rows_that_are_far(tmp_path) -> None:
+def test_the_picture_of_rows_and_positions_shows_far_rows(tmp_path) -> None:
     picture = drawn(tmp_path, far_rows())["rows"]
     (cells,) = picture.data
     assert cells["type"] == "heatmap"
@@ -54,7 +55,7 @@ def test_the_picture_of_rows_and_places_shows_the_rows_that_are_far(tmp_path) ->
     assert "No row and no place" in drawn(tmp_path, gaussian_rows(4e-3))["rows"].title
 
 
-def test_places_that_are_far_are_said_and_rows_of_unequal_length_are_drawn(tmp_path) -> None:
+def test_far_positions_are_named_and_unequal_rows_are_drawn(tmp_path) -> None:
     rows = gaussian_rows(1e-4, rows=30)
     for i, row in enumerate(rows):
         for at in range(2, 6):
@@ -69,9 +70,7 @@ def test_places_that_are_far_are_said_and_rows_of_unequal_length_are_drawn(tmp_p
 
 
 @pytest.mark.parametrize(("from_place", "half"), [(range(40, 80), "second"), (range(40), "first")])
-def test_a_half_that_is_far_is_said_and_no_small_gap_has_the_colour_of_the_ground(
-    tmp_path, from_place, half
-) -> None:
+def test_a_far_half_is_named_and_small_gaps_are_visible(tmp_path, from_place, half) -> None:
     rows = gaussian_rows(1e-4, rows=30)
     for row in rows:
         for at in from_place:

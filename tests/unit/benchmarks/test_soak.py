@@ -1,4 +1,4 @@
-"""The verdict of benchmarks/soak.py: every way in which a disturbed run can be wrong is one that it names."""
+"""The verdict of benchmarks/soak.py names every way in which a disturbed run can be wrong."""
 
 import json
 
@@ -44,7 +44,8 @@ def rows():
 
 @pytest.fixture
 def judged(rows, tmp_path):
-    """judged(weights of the disturbed run) -> what did not hold of it, with `rows` as its log."""
+    """Return judged(weights of the disturbed run) -> the conditions that did not hold, with `rows`
+    as its log."""
     write(tmp_path / "whole", [row(step, 1.0) for step in range(1, STEPS + 1)], torch.ones(3))
 
     def judge(weights=None):

@@ -1,4 +1,5 @@
-"""benchmarks/turn_*.py: the task is what its page says, and the tables compare runs of one seed and one limit."""
+"""benchmarks/turn_*.py: the task is the one on its page, and the tables compare runs of one seed
+and one limit."""
 
 import asyncio
 import itertools
@@ -55,7 +56,7 @@ def test_lengths_are_uniform_and_entries_lead_to_one_place(task):
     assert np.bincount(training).tolist() == [0] + [len(training) // LINKS] * LINKS
 
 
-def test_worked_episodes_are_what_the_environment_plays(task):
+def test_worked_episodes_agree_with_the_environment(task):
     chain = random_chain(2, np.random.default_rng(0))
     first, second = chain.entries
     assert chain.episode(2, chain.answer) == (
@@ -84,7 +85,7 @@ def run(arm, turns, seed, score, rows=()):
 
 
 def test_differences_are_paired_by_seed():
-    """Seed 1 is 0.3 better in both arms; only what r3 adds on a seed counts: 0.1 and 0.2."""
+    """Seed 1 is 0.3 better in both arms. Only the gain of r3 on a seed counts: 0.1 and 0.2."""
     found = [
         run("off", 4, 0, 0.2),
         run("off", 4, 1, 0.5),

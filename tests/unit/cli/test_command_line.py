@@ -1,4 +1,4 @@
-"""What the command line says of a mistake, and of itself."""
+"""Messages of the command line on mistakes and on itself."""
 
 import shlex
 import tomllib
@@ -16,7 +16,7 @@ QUICKSTART = str(ROOT / "recipes" / "quickstart.toml")
 
 
 def refused(capsys, *words):
-    """What a command that was refused has said."""
+    """Return the message of a command that was refused."""
     try:
         status = main(list(words))
     except SystemExit as end:
@@ -26,7 +26,7 @@ def refused(capsys, *words):
 
 
 def parsers(top):
-    """Every command's parser, those of groups too."""
+    """Return every command's parser, those of groups too."""
     for each in top.commands().values():
         yield from parsers(each) if each.commands() else [each]
 
@@ -51,7 +51,7 @@ TAKE_SETTINGS = ["train", "eval", "measure", "plan", "config", "engine check"]
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else None,
 )
-def test_a_setting_with_dashes_is_shown_as_it_is_written(capsys, command, typed, written):
+def test_a_setting_with_dashes_is_shown_with_dashes(capsys, command, typed, written):
     said = refused(capsys, *command.split(), QUICKSTART, *typed)
     assert said == f"onepolicy: settings have no dashes: write {written} for {' '.join(typed)}\n"
 
@@ -98,7 +98,8 @@ def test_options_values_and_abbreviations_are_no_mistakes():
         (["quickstart.toml"], "did you mean onepolicy train quickstart.toml?"),
         (
             ["frobnicate"],
-            "'frobnicate' is no command; there are train, eval, make-policy, measure, audit, engine, ",
+            "'frobnicate' is no command; "
+            "there are train, eval, make-policy, measure, audit, engine, ",
         ),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else None,

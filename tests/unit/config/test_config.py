@@ -233,8 +233,8 @@ def test_recipe_that_is_a_folder_or_not_utf8(tmp_path):
         load(tmp_path / "deep.toml")
 
 
-def test_held_out_path_round_trips():
-    """The stored settings must not set what the recipe left out."""
+def test_a_held_out_path_round_trips():
+    """The stored settings must not set fields that the recipe left out."""
     task = {"kind": "jsonl", "path": "a", "held_out_path": "b"}
     config = resolve({**MINIMAL, "task": task})
     assert isinstance(config.task, JsonlTask)
@@ -307,7 +307,7 @@ def test_settings_of_several_turns():
 
 
 def test_config_into_a_closed_pipe_is_no_error():
-    """`onepolicy config preset | head -3`"""
+    """The command is `onepolicy config preset | head -3`."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
@@ -358,7 +358,7 @@ def test_every_number_has_a_largest_value(kind):
         (f"train.ranks={10**9}", "65536"),
     ],
 )
-def test_a_setting_far_beyond_any_use_is_refused_with_its_bound(override, most):
+def test_an_absurd_setting_is_refused_with_its_bound(override, most):
     name = override.split("=")[0]
     with pytest.raises(
         UsageError, match=rf"^{name}: Input should be less than or equal to {most}\b.* \(value "

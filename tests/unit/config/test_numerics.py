@@ -1,4 +1,4 @@
-"""`numerics = on-policy`: what it brings along, and what it refuses."""
+"""`numerics = on-policy`: the settings that it brings, and those that it refuses."""
 
 import pytest
 
@@ -49,8 +49,9 @@ def test_the_recipe():
     )
 
 
-def test_bypass_and_mini_steps_stand():
-    """The rollout as anchor leaves out a scoring that could find nothing."""
+def test_bypass_and_mini_steps_are_accepted():
+    """With the rollout as behaviour policy, the run leaves out a scoring that could find
+    nothing."""
     config = resolve(
         TREE, ["correction.preset=ppo-is", "objective.mini_steps=2", "objective.clip_high=0.3"]
     )

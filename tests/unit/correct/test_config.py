@@ -1,4 +1,5 @@
-"""The correction section: contradictions and no-ops are refused, presets can be changed, printed and read back."""
+"""The correction section: contradictions and no-ops are refused, presets can be changed, printed
+and read back."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ WANTED = {
         (TOKEN | {"cap": 2}, "Extra inputs are not permitted"),
     ],
 )
-def test_what_contradicts_itself_or_does_nothing_is_refused(
+def test_contradictions_and_settings_without_effect_are_refused(
     settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=reason):
@@ -169,7 +170,8 @@ def test_every_row_of_the_table_is_there(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_printed_settings_are_the_preset() -> None:
-    """Without its name, what `config preset` shows as comments is the same correction."""
+    """Without the preset's name, the settings that `config preset` shows as comments are the same
+    correction."""
     for name in presets():
         config = preset(name)
         spelled = CorrectionConfig.model_validate(
@@ -220,7 +222,8 @@ def test_changing_a_preset() -> None:
         (
             "dppo-tv",
             [
-                "keep slots where -0.2 <= p_trainer - p_rollout <= 0.2 (upper bound where A > 0, lower where A < 0)"
+                "keep slots where -0.2 <= p_trainer - p_rollout <= 0.2 (upper bound where A > 0, "
+                "lower where A < 0)"
             ],
         ),
         ("veto", ["keep sequences where 0.0001 <= min of rho"]),

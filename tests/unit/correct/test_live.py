@@ -1,4 +1,5 @@
-"""What the loss evaluates: gradient coefficients (B1), OPSM (B4), and how a config is split."""
+"""The correction inside the loss: gradient coefficients (B1), OPSM (B4), and the split of a
+config."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def ppo(new: Tensor, anchor: Tensor, advantage: float) -> Tensor:
 
 
 def coefficient(name: str, rho: float, advantage: float) -> float:
-    """-dL/dlogp of one slot at theta = theta_old, in the form the preset asks for."""
+    """Return -dL/dlogp of one slot at theta = theta_old, in the preset's form."""
     config, old, rollout = preset(name), torch.tensor([-1.0]), torch.tensor([-1.0 - math.log(rho)])
     new = old.clone().requires_grad_()
     weight = reweight(old, rollout, ONE, config.fixed_part, segment=torch.zeros(1).long()).weight
@@ -73,7 +74,8 @@ def coefficient(name: str, rho: float, advantage: float) -> float:
     ],
 )
 def test_gradient_coefficients_b1(rho: float, expected: dict[str, tuple[float, float]]) -> None:
-    """PPO-IS (slides: can break out of the trust region) is clipped before the first step, or unbounded; TIS never."""
+    """PPO-IS (slides: can break out of the trust region) is clipped before the first step, or
+    unbounded. TIS never is."""
     for name, (positive, negative) in expected.items():
         assert coefficient(name, rho, 1.0) == pytest.approx(positive, abs=1e-5), name
         assert coefficient(name, rho, -1.0) == pytest.approx(negative, abs=1e-5), name
@@ -95,7 +97,7 @@ def test_opsm_b4(rho: float, advantage: float, kept: bool) -> None:
     )
 
 
-def test_dppo_rejects_only_what_moved_the_way_its_advantage_asks_for() -> None:
+def test_dppo_rejects_only_moves_along_the_advantage() -> None:
     rollout, new = (
         torch.tensor([0.5, 0.5, 0.5, 0.5]).log(),
         torch.tensor([0.8, 0.8, 0.2, 0.2]).log(),
@@ -130,8 +132,9 @@ def test_live_presets_split_into_a_fixed_and_a_live_part(name: str) -> None:
     assert same.keep.all()
 
 
-def test_a_weight_on_old_and_a_gate_on_new_are_evaluated_apart() -> None:
-    """TRL's default pair: importance weights of the recomputed policy, OPSM on the live one."""
+def test_an_old_weight_and_a_live_gate_are_evaluated_separately() -> None:
+    """TRL's default pair has importance weights of the recomputed policy, and OPSM on the live
+    one."""
     config = preset("opsm", weight={"level": "token", "high": 2.0})
     assert config.fixed_part == CorrectionConfig(weight=config.weight)
     assert config.live_part is not None
@@ -167,7 +170,7 @@ def test_sums_of_micro_batches_add_up_to_a_receipt() -> None:
     assert combine([whole.sums, nothing.sums]).slots == whole.sums.slots
 
 
-def test_garbage_in_masked_slots_reaches_neither_loss_nor_gradient() -> None:
+def test_garbage_in_masked_slots_changes_neither_loss_nor_gradient() -> None:
     config = preset("pg-tis").live_part
     assert config is not None
     mask = torch.tensor([True, False, True])

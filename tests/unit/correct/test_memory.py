@@ -1,4 +1,4 @@
-"""A correction holds little beside its inputs and outputs, whatever the batch."""
+"""A correction holds little memory beside its inputs and outputs, for any batch."""
 
 from unittest import mock
 
@@ -14,7 +14,8 @@ from onepolicy.plan.dry_run import PeakMemory
 
 @pytest.mark.parametrize("name", ["mis", "trm", "m2po", "pg-tis"])
 def test_less_than_ten_fields_of_the_batch(name):
-    """In [T] float32 fields, with T many times what is worked on at once; the weight and keep returned are 1.25."""
+    """The memory is in [T] float32 fields, with T many times a chunk. The returned weight and keep
+    are 1.25 fields."""
     count, config = 40_000, preset(name)
     rollout = -torch.rand(count) * 3
     old = rollout + 0.05 * torch.randn(count)

@@ -1,4 +1,5 @@
-"""Predicted keep-rate and attenuation: B8, closed forms, and the correction itself run on what the model assumes."""
+"""Predicted keep-rate and attenuation: B8, closed forms, and the correction itself on samples of
+the model."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from onepolicy.run import train
     ],
 )
 def test_attenuation_of_the_trl_default_b8(kl: float, length: int, expected: float) -> None:
-    """Phi((ln 3 - Tk) / sqrt(2Tk))."""
+    """The attenuation is Phi((ln 3 - Tk) / sqrt(2Tk))."""
     found = predict(preset("trl-default"), kl, length).attenuation
     assert found == pytest.approx(expected, abs=0.005 if kl == 1e-4 else 5e-5)
     total = length * kl
@@ -58,8 +59,9 @@ def test_closed_forms() -> None:
     [n for n in presets() if not preset(n).live and not predict(preset(n), 1e-3, 9).not_modelled],
 )
 @pytest.mark.parametrize(("kl", "length"), [(0.002, 200), (0.02, 25)])
-def test_the_correction_does_what_is_predicted(name: str, kl: float, length: int) -> None:
-    """4000 sequences drawn from the model. veto and trm's largest slot are sharp functions of the tail."""
+def test_the_correction_agrees_with_its_prediction(name: str, kl: float, length: int) -> None:
+    """4000 sequences are drawn from the model. veto and trm's largest slot are sharp functions of
+    the tail."""
     g = torch.Generator().manual_seed(length)
     logs = torch.randn(4000, length, generator=g, dtype=torch.float64) * math.sqrt(2 * kl) - kl
     config = preset(name, normalise="none") if name == "mis" else preset(name)
@@ -119,7 +121,7 @@ def test_a_run_says_so_before_it_loads_anything(
         assert len(notes.notes) == expected
 
 
-def test_a_config_that_would_shrink_the_step_is_named_at_the_start() -> None:
+def test_a_config_that_shrinks_the_step_is_named_at_the_start() -> None:
     text = warning(preset("trl-default"), 8000)
     assert text is not None
     assert "correction trl-default would multiply the step by 0.042" in text
@@ -129,9 +131,9 @@ def test_a_config_that_would_shrink_the_step_is_named_at_the_start() -> None:
         predict(preset("tis"), 0, 10)
 
 
-def test_the_warning_of_a_run_looks_at_whole_episodes():
-    """A product over 16 turns of 256 tokens shrinks the step, one over a turn of 256 does not: Phi of (ln 3 - Tk) over
-    sqrt(2 T k) at k = 1e-3 is 0.15 at T = 4096 and 0.88 at 256."""
+def test_the_warning_of_a_run_considers_whole_episodes():
+    """A product over 16 turns of 256 tokens shrinks the step, one over a turn of 256 does not: Phi
+    of (ln 3 - Tk) over sqrt(2 T k) at k = 1e-3 is 0.15 at T = 4096 and 0.88 at 256."""
     tree = {"out": "x", "steps": 1, "model": {"path": "m"}, "replay": {"mode": "off"}}
     gym = {"kind": "gym", "name": "products"}
     episode = {"kind": "react", "problems": gym, "tools": [{"kind": "calculator"}], "max_turns": 16}

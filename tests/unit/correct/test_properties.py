@@ -1,4 +1,5 @@
-"""What must hold for every preset on every batch: permutation, splits, chunks, layouts, garbage, monotone gates."""
+"""Properties of every preset on every batch: permutation, splits, chunks, layouts, garbage,
+monotone gates."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from onepolicy.correct.slots import slots
 from onepolicy.correct.statistics import combine_units, unit_sums
 from onepolicy.correct.weights import Applied, finish, partials, reweight
 
-# bounds as they are published would reject almost all or nothing of a small random batch; these cut through it
+# bounds as they are published would reject almost all or nothing of a small random batch; these cut
+# through it
 TURNS = CorrectionConfig.model_validate(
     {
         "weight": {"level": "turn", "high": 1.5},
@@ -86,7 +88,7 @@ class Batch:
         return {"segment": self.segment, "turn": self.turn, "advantage": self.advantage}
 
     def reweight(self, config: CorrectionConfig, **more: object) -> Applied[Tensor]:
-        return reweight(self.old, self.rollout, self.mask, config, **(self.more() | more))  # type: ignore[call-overload]
+        return reweight(self.old, self.rollout, self.mask, config, **(self.more() | more))
 
     def slots(self, sequences: int):
         return slots(self.old, self.rollout, self.mask, sequences=sequences, turns=3, **self.more())
@@ -179,10 +181,11 @@ def test_packed_padded_and_lists_agree_to_the_bit(config: CorrectionConfig, seed
 @pytest.mark.parametrize("average", ["slots", "sequences"])
 @given(seed=SEEDS)
 @FEW
-def test_any_split_into_whole_sequences_is_the_whole(
+def test_a_split_into_whole_sequences_equals_the_whole(
     config: CorrectionConfig, average: str, seed: int
 ) -> None:
-    """Micro-batches or data-parallel ranks: the sums add up, so weights, denominators and the receipt are the same."""
+    """The parts are micro-batches or data-parallel ranks. The sums add up, so weights, denominators
+    and the statistics are the same."""
     batch = random_batch(seed)
     sequences = int(batch.segment.max()) + 1
     whole = batch.reweight(config, average=average)
@@ -203,10 +206,10 @@ def test_any_split_into_whole_sequences_is_the_whole(
 @EVERY_DIVISIBLE
 @given(seed=SEEDS)
 @FEW
-def test_chunks_of_sequences_on_several_ranks_are_the_whole(
+def test_chunks_of_sequences_on_several_ranks_equal_the_whole(
     config: CorrectionConfig, seed: int
 ) -> None:
-    """Context parallelism: every rank holds some slots of every sequence."""
+    """Under context parallelism every rank holds some slots of every sequence."""
     batch = random_batch(seed)
     sequences = int(batch.segment.max()) + 1
     whole = batch.reweight(config, average="sequences")
@@ -261,7 +264,7 @@ def test_blind_to_what_stands_in_masked_slots(
 @EVERY
 @given(seed=SEEDS)
 @FEW
-def test_a_slot_that_is_not_finite_is_rejected_and_the_rest_stays_finite(
+def test_an_infinite_slot_is_rejected_and_the_rest_stays_finite(
     config: CorrectionConfig, seed: int
 ) -> None:
     batch = random_batch(seed)
@@ -276,7 +279,7 @@ def test_a_slot_that_is_not_finite_is_rejected_and_the_rest_stays_finite(
 @EVERY
 @given(seed=SEEDS)
 @FEW
-def test_with_one_slot_a_sequence_all_levels_are_the_token_level(
+def test_with_one_slot_per_sequence_all_levels_are_the_token_level(
     config: CorrectionConfig, seed: int
 ) -> None:
     batch = random_batch(seed)
@@ -360,8 +363,9 @@ def test_histograms_add_up_and_quantiles_are_within_one_percent(
 @given(seed=SEEDS, low=st.floats(0.5, 0.95), high=st.floats(1.05, 2))
 @settings(max_examples=15, deadline=None)
 def test_mis_as_its_readme_defines_it(seed: int, low: float, high: float) -> None:
-    """mis of miles and slime, one sequence after the other in plain Python: truncated token weights, a token band, a
-    veto on the whole sequence. Its normaliser differs on purpose (tests/unit/correct/test_weights.py)."""
+    """mis of miles and slime, one sequence after the other in plain Python: truncated token
+    weights, a token band, a veto on the whole sequence. Its normaliser differs on purpose
+    (tests/unit/correct/test_weights.py)."""
     batch = random_batch(seed)
     gates = [{"statistic": "ratio", "low": low, "high": high}]
     gates.append({"statistic": "ratio", "aggregate": "min", "scope": "sequence", "low": 0.8})

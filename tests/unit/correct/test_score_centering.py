@@ -20,7 +20,7 @@ SUPPORT = {"ratio": "new/rollout", "centering": "support"}
 
 
 def score_gradient(p: Tensor, value_of: object) -> list[float]:
-    """Gradient of a value of log-probabilities with respect to the logits."""
+    """Return the gradient of a value of log-probabilities with respect to the logits."""
     logits = p.log().requires_grad_()
     value_of(logits.log_softmax(-1)).sum().backward()  # type: ignore[operator]
     assert logits.grad is not None
@@ -51,7 +51,8 @@ def test_score_centering_b6() -> None:
     ],
 )
 def test_score_centering_from_a_head_b6(cap: float | None, expected: list[float]) -> None:
-    """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. The whole vocabulary with q = alpha p outside gives the same."""
+    """Head {0, 1}: alpha = (1 - .6) / (1 - .65) = 8/7. The whole vocabulary with q = alpha p
+    outside gives the same."""
     p = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], dtype=torch.float64)
     head = torch.tensor([0.3, 0.3], dtype=torch.float64)
     config = (
@@ -71,7 +72,8 @@ def test_score_centering_from_a_head_b6(cap: float | None, expected: list[float]
 
 @pytest.mark.parametrize("weight", [{}, {"level": "token"}, {"level": "token", "high": 2.0}])
 def test_a_tail_of_rounding_noise_is_left_out(weight: dict[str, object]) -> None:
-    """A head that holds all but 1e-7 of either distribution in float32: alpha would be anything at all."""
+    """The head holds all but 1e-7 of either distribution in float32, so alpha would be
+    arbitrary."""
     config = CorrectionConfig(ratio="new/rollout", centering="head", weight=weight)
     p = torch.tensor([0.7, 0.3, 0.5e-7, 0.5e-7])
     q = torch.tensor([0.6, 0.4, 1e-8, 1e-8])
@@ -83,7 +85,8 @@ def test_a_tail_of_rounding_noise_is_left_out(weight: dict[str, object]) -> None
 
 
 def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
-    """-inf among the likeliest (narrowed sampling) with an unbounded weight: no 0 * inf."""
+    """-inf among the likeliest tokens (narrowed sampling) with an unbounded weight gives no 0 *
+    inf."""
     config = CorrectionConfig(ratio="new/rollout", centering="support", weight={"level": "token"})
     q = torch.tensor([0.5, 0.5, 0.0, 0.0])
     found = score_gradient(P.float(), lambda logp: centered_score(logp, q.log(), config))
@@ -94,7 +97,8 @@ def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
 
 
 def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
-    """[V]: of the loss with respect to the logits, in expectation over actions a ~ Q: one slot each, its share Q(a)."""
+    """Return the gradient [V] of the loss with respect to the logits, in expectation over actions a
+    ~ Q: one slot each, with share Q(a)."""
     actions = len(Q)
     logits = P.log().requires_grad_()
     logp = logits.log_softmax(-1)
@@ -128,8 +132,9 @@ def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
     ids=["none", "tis", "icepop"],
 )
 def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, object]) -> None:
-    """By hand: grad = -sum_a q_a A_a (f_a s_a - mu), mu = sum_v q_v f_v s_v. A constant advantage moves nothing, where
-    the same weights without centering drift by -A mu; slots that only the bounds reject keep their part of mu."""
+    """By hand: grad = -sum_a q_a A_a (f_a s_a - mu), mu = sum_v q_v f_v s_v. A constant advantage
+    moves nothing, while the same weights without centering drift by -A mu. Slots that only the
+    bounds reject keep their part of mu."""
     config = CorrectionConfig.model_validate(SUPPORT | {"weight": weight})
     rho = P / Q
     f = {"none": torch.ones_like(rho), "clip": rho.clamp(max=2.0)}.get(
@@ -150,7 +155,8 @@ def test_the_loss_is_the_covariance_of_advantage_and_score(weight: dict[str, obj
 
 
 def test_a_gate_drops_the_mean_score_with_the_slot() -> None:
-    """A gate on the sequence says nothing about single tokens: what it rejects is out of the loss as a whole."""
+    """A gate on the sequence does not judge single tokens: a rejected sequence is out of the loss
+    as a whole."""
     gate = {"statistic": "k3", "aggregate": "mean", "scope": "sequence", "high": 1e-3}
     config = CorrectionConfig.model_validate(SUPPORT | {"gates": [gate]})
     assert (gradient(config, torch.ones(4, dtype=torch.float64)) == 0).all()

@@ -1,4 +1,5 @@
-"""Turns as units of corrections, by hand: two paths of two turns each, with observed slots before and between."""
+"""Turns as units of corrections, by hand: two paths of two turns each, with observed slots before
+and between."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import Applied, reweight
 
 NAN = math.nan
-# path 0: turn 0 = (2, 3), turn 1 = (1/2, 1);  path 1, forked after its first turn: turn 1 = (1/4, 2), turn 2 = (5,)
+# path 0: turn 0 = (2, 3), turn 1 = (1/2, 1);  path 1, forked after its first turn: turn 1 = (1/4,
+# 2), turn 2 = (5,)
 RHO = [NAN, 2, 3, NAN, 0.5, 1, NAN, 0.25, 2, NAN, 5]
 TURN = [-1, 0, 0, -1, 1, 1, -1, 1, 1, -1, 2]
 SEGMENT = [0] * 6 + [1] * 5
@@ -36,7 +38,7 @@ def applied(rho: list[float] = RHO, **config) -> Applied[Tensor]:
 
 
 def own(values: Tensor) -> list:
-    """Of the trainable slots; nothing is kept elsewhere."""
+    """Return the values of the trainable slots. Nothing is kept elsewhere."""
     assert not values[~torch.tensor(MASK)].any()
     return values[torch.tensor(MASK)].tolist()
 
@@ -51,7 +53,7 @@ def own(values: Tensor) -> list:
     ],
 )
 def test_the_weight_of_a_turn_is_the_product_of_its_ratios(bounds, weights):
-    """Observed slots, other turns and turns of the same number in other paths have no part in it."""
+    """Observed slots, other turns, and turns of the same number in other paths do not enter it."""
     found = applied(weight=Weight(level="turn", **bounds))
     assert own(found.weight) == pytest.approx(weights)
     assert own(found.keep) == [w > 0 for w in weights]
@@ -59,7 +61,8 @@ def test_the_weight_of_a_turn_is_the_product_of_its_ratios(bounds, weights):
 
 
 def test_scaled_weights_of_turns():
-    """Kept: the last turn alone. Its one slot of weight 5 becomes 7 (mean 1 over 7 slots), or 5 x 7 / 1."""
+    """Only the last turn is kept. Its one slot of weight 5 becomes 7 (mean 1 over 7 slots), or 5 x
+    7 / 1."""
     band = Weight(level="turn", low=0.75, high=5.5, outside="zero")
     assert own(applied(weight=band, normalise="self").weight) == pytest.approx([0] * 6 + [7])
     assert own(applied(weight=band, denominator="kept").weight) == pytest.approx([0] * 6 + [35])
@@ -68,7 +71,7 @@ def test_scaled_weights_of_turns():
 @pytest.mark.parametrize(
     "config", [{"weight": Weight(level="turn")}, {"gates": "k3"}], ids=["weight", "gate"]
 )
-def test_a_ratio_that_is_not_finite_rejects_its_turn_alone(config):
+def test_an_infinite_ratio_rejects_only_its_turn(config):
     if "gates" in config:
         config = {"gates": (Gate(statistic="k3", aggregate="mean", scope="turn", high=100.0),)}
     rho = [*RHO[:4], math.inf, *RHO[5:]]
@@ -107,7 +110,8 @@ VALUES = {  # statistic, aggregate -> of the four turns
 
 @pytest.mark.parametrize(("statistic", "aggregate"), VALUES)
 def test_gates_of_turns_at_each_of_their_values(statistic, aggregate):
-    """A bound just above a turn's value keeps that turn, one just below rejects it, and every turn on that side."""
+    """A bound just above a turn's value keeps that turn. One just below rejects it, and every turn
+    on that side."""
     values = VALUES[statistic, aggregate]
     agree = {"ratio": 1.0, "exp_abs": 1.0}.get(statistic, 0.0)
     for edge in {value for value in values if value > agree}:
@@ -120,7 +124,8 @@ def test_gates_of_turns_at_each_of_their_values(statistic, aggregate):
 
 
 def test_turns_of_a_negative_mean_advantage():
-    """Means of the turns: -1, 1/2, -1, 1. Of the products 6 and 5 only the first turn's is rejected."""
+    """Means of the turns: -1, 1/2, -1, 1. Of the products 6 and 5 only the first turn's is
+    rejected."""
     gate = Gate(statistic="ratio", aggregate="sum", scope="turn", high=2.0, when="negative")
     assert own(applied(gates=(gate,)).keep) == [False, False, True, True, True, True, True]
 
@@ -142,7 +147,8 @@ def test_one_turn_a_path_is_the_sequence():
 
 
 def test_live_weights_and_gates_of_turns():
-    """What the loss evaluates for a micro-batch of whole paths is what `reweight` says of the same ratios."""
+    """The loss of a micro-batch of whole paths evaluates the values that `reweight` gives for the
+    same ratios."""
     config = CorrectionConfig(
         ratio="new/rollout",
         weight=Weight(level="turn", high=4.0),

@@ -1,4 +1,5 @@
-"""Weights and gates against hand-computed closed forms (B0, B2, B3), bad slots, and what the receipt says."""
+"""Weights and gates against hand-computed closed forms (B0, B2, B3), bad slots, and the
+correction's statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def apply(
     segment: Tensor = SEGMENT,
     **more,
 ):
-    """With rollout log-probabilities that are not all the same; the ratio is all that matters for ratio statistics."""
+    """Apply the correction to rollout log-probabilities that are not all the same. Ratio statistics
+    depend on the ratio alone."""
     rollout = -torch.linspace(9, 10, len(rho), dtype=torch.float64)
     return reweight(rho.log() + rollout, rollout, mask, config, segment=segment, **more)
 
@@ -41,7 +43,8 @@ def token_mean(applied: Applied[Tensor]) -> float:
 
 
 def sequence_mean(applied: Applied[Tensor]) -> float:
-    """Unit losses: mean over sequences of their token means, original lengths."""
+    """Return the loss for unit losses: mean over sequences of their token means, original
+    lengths."""
     return float(
         (applied.weight[:4].double().sum() / 4 + applied.weight[4:].double().sum() / 2) / 2
     )
@@ -100,7 +103,8 @@ B0 = {
 
 @pytest.mark.parametrize("name", B0)
 def test_closed_forms_b0(name: str) -> None:
-    """The sequence products are 1 and 4, geometric means 1 and 2, k3 means .5625 and .306853 (x is masked)."""
+    """The sequence products are 1 and 4, geometric means 1 and 2, k3 means .5625 and .306853 (x is
+    masked)."""
     config, tokens, sequences, kept, ess = B0[name]
     applied = apply(config)
     assert token_mean(applied) == pytest.approx(tokens, abs=1e-6)
@@ -134,7 +138,8 @@ def test_self_normalised_icepop_on_one_sequence() -> None:
 
 
 def test_gates_in_any_order_b2() -> None:
-    """Each gate sees the original mask: the geometric mean .316 rejects all four, also the three good tokens."""
+    """Each gate sees the original mask: the geometric mean .316 rejects all four, also the three
+    good tokens."""
     rho = torch.tensor([1, 1, 1, 0.01], dtype=torch.float64)
     gates = (
         Gate(statistic="ratio", low=0.5, high=2),
@@ -191,7 +196,7 @@ def test_bounds_are_inclusive_and_on_rho_b3(
     ],
 )
 def test_statistics_by_hand(statistic: str, value: float) -> None:
-    """p_trainer = .4, p_rollout = .8: rho = 1/2."""
+    """p_trainer = .4 and p_rollout = .8 give rho = 1/2."""
     old, rollout = torch.tensor([0.4]).log(), torch.tensor([0.8]).log()
     side = "low" if statistic in ("prob_diff", "trainer_prob") else "high"
     outside, within = (1, -1) if side == "low" else (-1, 1)
@@ -203,7 +208,8 @@ def test_statistics_by_hand(statistic: str, value: float) -> None:
 
 
 def test_k3_estimates_the_kl_from_rollout_to_trainer_b7() -> None:
-    """p (trainer) = (.6, .4), q (rollout) = (.9, .1): E_q[k3] = KL(q || p) = .226289, not the other direction."""
+    """p (trainer) = (.6, .4) and q (rollout) = (.9, .1) give E_q[k3] = KL(q || p) = .226289, not
+    the other direction."""
     p, q = (
         torch.tensor([0.6, 0.4], dtype=torch.float64),
         torch.tensor([0.9, 0.1], dtype=torch.float64),
@@ -214,7 +220,7 @@ def test_k3_estimates_the_kl_from_rollout_to_trainer_b7() -> None:
 
 
 def test_turns_are_units_of_their_own() -> None:
-    """rho of the turns: (2, 2), (1/2, 1) and in the second sequence (3,)."""
+    """rho of the turns is (2, 2), (1/2, 1) and in the second sequence (3,)."""
     rho = torch.tensor([2, 2, 0.5, 1, 3])
     segment, turn = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([0, 0, 1, 1, 0])
     weights = reweight(
@@ -264,7 +270,7 @@ def test_gates_that_look_at_the_advantage() -> None:
         kept("toward", None)
 
 
-def test_a_sequence_gate_goes_by_the_sequence_s_mean_advantage() -> None:
+def test_a_sequence_gate_uses_the_sequences_mean_advantage() -> None:
     gate = Gate(statistic="k1", aggregate="mean", scope="sequence", when="negative", high=0.5)
     old, segment = torch.full((4,), -math.log(2)), torch.tensor([0, 0, 1, 1])
     advantage = torch.tensor([-3.0, 1, -1, 3])
@@ -317,7 +323,7 @@ def test_engines_that_agree_weigh_exactly_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_slots_that_are_not_finite_are_rejected_and_counted(name: str) -> None:
+def test_infinite_slots_are_rejected_and_counted(name: str) -> None:
     old = torch.tensor([0.0, math.nan, -math.inf, 0.0, -math.inf])
     rollout = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf])
     config = preset(name, max_nonfinite=1.0)
@@ -340,7 +346,8 @@ def test_slots_that_are_not_finite_are_rejected_and_counted(name: str) -> None:
 
 
 def test_an_unknown_token_makes_its_sequence_unknown() -> None:
-    """A product or mean over a sequence has no value if one of its ratios has none; token weights lose one slot."""
+    """A product or mean over a sequence has no value if one of its ratios has none. Token weights
+    lose one slot."""
     old = torch.tensor([0.0, math.nan, 0.0, 0.0])
     segment = torch.tensor([0, 0, 1, 1])
     for name in ("seq-tis", "geo-rs", "veto", "trm"):

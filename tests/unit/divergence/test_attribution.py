@@ -1,4 +1,5 @@
-"""The waterfall's arithmetic by hand, the bootstrap against theory, breakdowns, and the verdict's rules."""
+"""The waterfall's arithmetic by hand, the bootstrap against theory, breakdowns, and the verdict's
+rules."""
 
 import dataclasses
 import math
@@ -31,7 +32,8 @@ def levels(logps, rollout, mask, segment):
 
 
 def test_waterfall_by_hand():
-    """log rho is ln 2 in one token of four; the first step halves nothing, the second removes it."""
+    """log rho is ln 2 in one token of four. The first step halves nothing, the second removes
+    it."""
     rollout = torch.tensor([-1.0, -1.0, -2.0, -2.0, 99.0])
     start = rollout + torch.tensor([math.log(2), 0.0, 0.0, 0.0, 0.0])
     mask = torch.tensor([True, True, True, True, False])
@@ -49,7 +51,7 @@ def test_waterfall_by_hand():
     assert (found.total.low, found.total.high) == pytest.approx((0.0, 2 * k3), rel=1e-6)
 
 
-def test_bars_and_remainder_add_up_and_are_k3_of_mismatch():
+def test_bars_and_remainder_add_up_to_the_k3_of_mismatch():
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(300, generator=generator)
     first, second = (rollout + s * torch.randn(300, generator=generator) for s in (0.2, 0.1))
@@ -65,7 +67,8 @@ def test_bars_and_remainder_add_up_and_are_k3_of_mismatch():
 
 
 def test_bootstrap_draws_sequences_and_not_tokens():
-    """Sequence means of variance 1 and tokens that only repeat them: the error is that of 400 draws, not of 4000."""
+    """Sequence means have variance 1 and tokens only repeat them, so the error is that of 400
+    draws, not of 4000."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(400, generator=generator, dtype=torch.float64).repeat_interleave(10)
     draws = bootstrap([(values, torch.arange(400).repeat_interleave(10))])[1:, 0]
@@ -83,8 +86,9 @@ def test_bootstrap_weighs_tokens():
     assert set(draws[1:, 0].tolist()) == {1.0, 2.0, 5.0}
 
 
-def test_bootstrap_draws_the_same_sequences_for_series_of_other_tokens():
-    """The second series has one token more of sequence 7, of the same mean: it is the same in every draw but size."""
+def test_bootstrap_draws_the_same_sequences_for_all_series():
+    """The second series has one token more of sequence 7, of the same mean. It is the same in every
+    draw but size."""
     first = torch.tensor([1.0, 5.0]), torch.tensor([3, 7])
     second = torch.tensor([1.0, 1.0, 5.0, 5.0]), torch.tensor([3, 3, 7, 7])
     draws = bootstrap([first, second], draws=50)
@@ -276,10 +280,11 @@ def test_a_mean_of_rho_off_one_is_a_mark_whoever_asks(beside):
         assert verdict(fine, CLEAN).action == "correct"
 
 
-def test_verdict_gives_the_share_that_is_routing_and_what_is_left():
+def test_verdict_gives_the_share_of_routing_and_the_remainder():
     said = verdict(gap(4e-2, error=1e-3), CLEAN, replayed=gap(1e-2, f5=2e-3))
     assert said.sentence == (
-        "Mismatch, 75% of it from routing: replay the rollout's routes (R3), and correct the 0.01 nats a token that "
+        "Mismatch, 75% of it from routing: replay the rollout's routes (R3), "
+        "and correct the 0.01 nats a token that "
         "are left with icepop."
     )
     assert (

@@ -1,4 +1,5 @@
-"""Distances of whole distributions from their likeliest tokens: by hand, and as bounds of what the vocabulary gives."""
+"""Distances of whole distributions from their likeliest tokens: by hand, and as bounds of the whole
+vocabulary's distance."""
 
 import math
 
@@ -11,7 +12,7 @@ from onepolicy.divergence.distribution import distances
 
 
 def of(p, q, top):
-    """p: trainer, q: rollout, each [V] or [n, V]."""
+    """Compute the distance. p: trainer, q: rollout, each [V] or [n, V]."""
     p, q = (torch.atleast_2d(torch.tensor(x, dtype=torch.float64)) for x in (p, q))
     logp_rollout, ids = q.log().topk(top)
     own_logp, own_ids = p.log().topk(top)
@@ -73,7 +74,7 @@ def test_overlap_is_of_each_position():
 
 
 def test_narrowed_sampling_has_no_probability_outside():
-    """Top-k 1 while 2 were asked for: q = (1, 0); the trainer has .6 there."""
+    """With top-k 1 while 2 were asked for, q = (1, 0). The trainer has .6 there."""
     found = distances(
         torch.tensor([[0, 1]]),
         torch.tensor([[0.0, -math.inf]]),

@@ -18,7 +18,8 @@ PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=20)
 
 
 def two_samples() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ratios of sample 0: 1, 4, 1/4, 1; of sample 1: 2, 2 and two masked slots full of garbage."""
+    """Return two samples. Ratios of sample 0: 1, 4, 1/4, 1; of sample 1: 2, 2 and two masked slots
+    full of garbage."""
     ratios = [1, 4, 1 / 4, 1, 2, 2]
     old = torch.tensor(
         [math.log(rho) for rho in ratios] + [math.nan, math.inf], dtype=torch.float64
@@ -56,7 +57,8 @@ def test_probabilities_by_hand() -> None:
 
 
 def test_k3_estimates_kl_from_rollout_to_trainer() -> None:
-    """Tokens drawn 9:1 from q = (.9, .1) and scored by p = (.6, .4): k1, k3 and chi2 hit their exact expectations."""
+    """Tokens drawn 9:1 from q = (.9, .1) and scored by p = (.6, .4) give k1, k3 and chi2 their
+    exact expectations."""
     p, q = torch.tensor([0.6] * 9 + [0.4]).double(), torch.tensor([0.9] * 9 + [0.1]).double()
     m = mismatch(p.log(), q.log(), torch.ones(10, dtype=torch.bool))
     kl = 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
@@ -115,7 +117,8 @@ def test_permuting_and_interleaving_garbage_changes_nothing(
     pairs: list[tuple[float, float]],
 ) -> None:
     old, rollout = torch.tensor(pairs).T
-    # Differences of one rounding leave a correlation that is rounding, too: the order of the sum decides it.
+    # Differences of one rounding leave a correlation that is rounding, too: the order of the sum
+    # decides it.
     old, rollout = old.mul(2**10).round() / 2**10, rollout.mul(2**10).round() / 2**10
     plain = mismatch(
         old,
@@ -168,7 +171,7 @@ def test_same_policy_has_no_mismatch() -> None:
 
 
 def test_differing_counts_any_bit() -> None:
-    """Two masked-in slots differ, one of them by the last bit; a third difference is masked out."""
+    """Two masked-in slots differ, one of them by the last bit. A third difference is masked out."""
     old = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     rollout = torch.tensor([-1.0, torch.tensor(-2.0).nextafter(torch.tensor(0.0)), -3.5, -4.5])
     m = mismatch(old, rollout, torch.tensor([True, True, True, False]))
@@ -209,9 +212,9 @@ def test_bad_input_is_refused() -> None:
         mismatch(fine, fine, mask).extreme(0.5)
 
 
-def test_divergences_that_are_not_the_one_they_are_called():
-    """AReaL's k3 and NeMo-RL's policy_kl_error by their formulas. Rollout q, trainer p over two symbols, drawn
-    from q in proportion: means are expectations."""
+def test_divergences_with_misleading_names():
+    """AReaL's k3 and NeMo-RL's policy_kl_error by their formulas. Rollout q and trainer p are over
+    two symbols, drawn from q in proportion, so means are expectations."""
     q, p = (
         torch.tensor([0.8, 0.2], dtype=torch.float64),
         torch.tensor([0.4, 0.6], dtype=torch.float64),

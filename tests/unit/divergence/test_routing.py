@@ -26,7 +26,7 @@ def random_ids(seed: int, slots: int, layers: int, top_k: int, experts: int) -> 
 
 
 def test_by_hand() -> None:
-    """Three slots, two layers, two experts; the third slot is invalid on one side."""
+    """Three slots, two layers, two experts. The third slot is invalid on one side."""
     a = trace(torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]]))
     ids = torch.tensor(
         [[[1, 0], [2, 4]], [[4, 5], [1, 0]], [[6, 7], [6, 7]]]
@@ -102,7 +102,8 @@ def test_wide_ids_are_compared_whole() -> None:
 
 
 def test_a_repeated_id_is_a_smaller_set() -> None:
-    """A zero-filled row is not a routing; it must not pass for agreement because every one of its ids is found."""
+    """A zero-filled row is not a routing. It must not pass for agreement because every one of its
+    ids is found."""
     filled, real = trace(torch.tensor([[[0, 0]]])), trace(torch.tensor([[[0, 1]]]))
     assert routing_disagreement(filled, real).routers == 1
     assert routing_disagreement(real, filled).experts == 1

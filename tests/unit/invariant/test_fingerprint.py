@@ -1,4 +1,5 @@
-"""What computed a rollout travels with it, and another build is not taken for the same."""
+"""The fingerprint of a rollout's computation travels with it, and another build has another
+fingerprint."""
 
 import json
 import os
@@ -31,7 +32,7 @@ def ours():
 
 @pytest.fixture(scope="module")
 def avx2():
-    """Of a process that computes with another instruction set."""
+    """Return the fingerprint of a process that computes with another instruction set."""
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     return subprocess.run(
         [sys.executable, "-c", PRINT], env=environment, check=True, capture_output=True, text=True

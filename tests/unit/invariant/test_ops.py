@@ -1,4 +1,5 @@
-"""Each operator of on-policy numerics: its definition, and one result per row whatever batch, position and threads."""
+"""Each operator of on-policy numerics: its definition, and one result per row for any batch,
+position and number of threads."""
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def normal(*shape, seed=0):
 
 
 def chains(x, weight):
-    """x [M, I] @ weight [I, O] by the definition: chains of TERMS fused multiply-adds, added in order."""
+    """Compute x [M, I] @ weight [I, O] by the definition: chains of TERMS fused multiply-adds,
+    added in order."""
     out = None
     for start in range(0, x.shape[1], TERMS):
         total = torch.zeros(len(x), weight.shape[1])
@@ -91,7 +93,7 @@ def test_a_weight_that_is_a_slice_of_another_is_the_same(terms):
     ("rows", "terms", "columns"), [(17, 64, 16), (33, 128, 33), (43, 200, 96), (300, 128, 130)]
 )
 def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, columns, threads):
-    """Threads share rows and columns out; a share of one to three would go to another kernel."""
+    """Threads share rows and columns out. A share of one to three would use another kernel."""
     x, weight = normal(rows, terms), normal(columns, terms, seed=1)
     expected = ops.linear(x, weight)
     torch.set_num_threads(threads)
@@ -99,7 +101,7 @@ def test_a_row_of_linear_is_the_same_on_any_number_of_threads(rows, terms, colum
 
 
 def test_large_products_take_another_kernel_and_agree():
-    """oneDNN begins at `linear.ENOUGH` multiplications; the same rows alone go to MKL."""
+    """oneDNN begins at `linear.ENOUGH` multiplications. The same rows alone use MKL."""
     x, weight = normal(700, 128), normal(256, 128, seed=1)
     assert torch.equal(ops.linear(x, weight)[200:216], ops.linear(x[200:216], weight))
     assert torch.equal(ops.linear(x, weight)[:40], chains(x[:40], weight.T))
@@ -171,7 +173,7 @@ def test_gradients_of_linear_are_torchs(dtype):
 
 
 def causal(q, key, value, queries, keys, **settings):
-    """`attend` of these queries over this many keys, masked."""
+    """Run `attend` of these queries over this many keys, masked."""
     place = torch.arange(keys)
     hidden = place > torch.tensor(queries)[:, None]
     if (window := settings.pop("window", None)) is not None:
@@ -191,7 +193,8 @@ def causal(q, key, value, queries, keys, **settings):
     data=st.data(),
 )
 def test_a_query_is_the_same_alone_and_among_others(length, width, window, sinks, data):
-    """Decoding equals prefilling, in chunks or whole, however long the longest row beside it is."""
+    """Decoding equals prefilling, in chunks or whole, with a longest row of any length beside
+    it."""
     sink = normal(4, seed=3) if sinks else None
     size = ops.round_up(length, TILE)
     q, key, value = (
@@ -257,7 +260,8 @@ def test_this_build_passes():
     ],
 )
 def test_a_build_that_fails_is_refused_by_operator(monkeypatch, attribute, value, named):
-    """Without padding, without splitting long sums, with torch's own kernel: each is found and named."""
+    """The builds lack padding, do not split long sums, or use torch's own kernel. Each is found and
+    named."""
     if attribute == "TERMS" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor runs torch's default kernels")
     monkeypatch.setattr(ops, attribute, value)

@@ -1,4 +1,4 @@
-"""A step of an on-policy run in which any bit differs stops it, and says which."""
+"""A step of an on-policy run in which any bit differs stops the run and is named."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ OURS = '{"torch": "x"}'
 
 
 def scored(**fields):
-    """Samples of 2, 3, 2 and 1 slots, two of each group; the first slot of each but the last is of the prompt."""
+    """Return samples of 2, 3, 2 and 1 slots, two of each group. The first slot of each but the last
+    is of the prompt."""
     trainable = torch.tensor([False, True, False, True, True, False, True, True])
     made = batch([2, 3, 2, 1], trainable, [0.0] * 4)
     logp = -torch.arange(1.0, 9.0)

@@ -16,7 +16,8 @@ PROMPT, FIRST, REPLY, SECOND = "12345=", "12+", "say 9", "12345."
 
 
 def two_turns():
-    """The policy answers, is told something, and answers again; its last characters repeat the prompt."""
+    """Return a batch in which the policy answers, reads a reply, and answers again. Its last
+    characters repeat the prompt."""
     texts = [(PROMPT, None), (FIRST, 0), (REPLY, None), (SECOND, 1)]
     ids = [TOKENIZER.encode(text, add_special_tokens=False) for text, _ in texts]
     ids[-1].append(TOKENIZER.eos_token_id)
@@ -59,8 +60,9 @@ def test_turns_are_told_apart(found):
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
 
 
-def test_classes_of_what_was_sampled(found):
-    """`12+`: two digits and a sign; `12345.`: three digits, then the prompt's `1234` and `2345` come back."""
+def test_classes_of_sampled_tokens(found):
+    """`12+`: two digits and a sign; `12345.`: three digits, then the prompt's `1234` and `2345`
+    come back."""
     counts = {row.name: row.tokens for row in found[0]["class of token"]}
     assert counts == {"end": 1, "prompt echo": 2, "digits": 5, "punctuation": 2}
 

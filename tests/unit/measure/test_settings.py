@@ -23,7 +23,7 @@ def test_an_unknown_engine_names_the_known():
 
 
 def test_a_server_and_its_address():
-    """Every kind that has an address takes one."""
+    """Every kind of server with an address accepts one."""
     for kind, config in kinds(EngineConfig).items():
         if "url" in config.model_fields:
             wanted = [f"rollout.engine.kind={kind}", "rollout.engine.url=http://h:1/v1"]

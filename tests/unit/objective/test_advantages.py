@@ -1,4 +1,5 @@
-"""Baselines, normalisation, GAE, value loss, reward shaping and dynamic sampling, worked by hand."""
+"""Baselines, normalisation, GAE, value loss, reward shaping and dynamic sampling, worked by
+hand."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def values(groups: list[Group]) -> list[float | None]:
     return [sample.outcome for made in groups for sample in made.samples]
 
 
-# --- baselines ------------------------------------------------------------------------------------------------------
+# --- baselines ------------------------------------------------------------------------------------
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -51,14 +52,14 @@ def test_leave_one_out_is_the_group_mean_scaled(rewards: list[float]) -> None:
 
 
 def test_whitening_by_hand() -> None:
-    """1, 2, 3 have mean 2 and variance 1; the garbage between them is not trainable."""
+    """1, 2, 3 have mean 2 and variance 1. The garbage between them is not trainable."""
     found = whiten(torch.tensor([1, math.nan, 2, 3.0]), torch.tensor([True, False, True, True]))
     assert found.tolist() == pytest.approx([-1, 0, 0, 1])
     assert whiten(torch.full((3,), 0.7), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
 
 
-def test_reinforce_plus_plus_baseline_is_group_mean_then_whitening_over_all_slots() -> None:
-    """Outcomes 1, -1 on three and one slots: mean .5, variance 1."""
+def test_reinforce_plus_plus_baseline_is_group_mean_then_whitening() -> None:
+    """Outcomes 1, -1 on three and one slots have mean .5 and variance 1."""
     config = ObjectiveConfig(preset="reinforce++-baseline")
     (made,) = outcomes([group([3, 1])], config)
     assert values([made]) == [1, -1]
@@ -68,7 +69,8 @@ def test_reinforce_plus_plus_baseline_is_group_mean_then_whitening_over_all_slot
 
 
 def test_kl_in_the_reward_of_a_response() -> None:
-    """k1 per token (.1, .3 | .2), coef 2. REINFORCE: returns to go; RLOO: rewards minus sums, then compared."""
+    """k1 per token (.1, .3 | .2), coef 2. REINFORCE: returns to go. RLOO: rewards minus sums, then
+    compared."""
     logp = torch.tensor([-1.0, -1, -1])
     made = batch([2, 1], torch.ones(3, dtype=torch.bool), [1.0, 0.0]).replace(
         logp_old=logp, logp_ref=logp - torch.tensor([0.1, 0.3, 0.2])
@@ -88,7 +90,7 @@ def test_kl_in_the_reward_of_a_response() -> None:
     assert compared.tolist() == pytest.approx([0.6, 0.6, -0.6])  # 1 - .8 against 0 - .4
 
 
-# --- returns, GAE, value loss ---------------------------------------------------------------------------------------
+# --- returns, GAE, value loss ---------------------------------------------------------------------
 
 
 def test_returns_to_go_skip_what_is_not_trainable() -> None:
@@ -113,7 +115,8 @@ def gae_of(reward: list[float], value: list[float], mask: list[bool]) -> list[fl
 
 
 def test_gae_by_hand() -> None:
-    """delta = (.9 * .4 - .5, .9 * .2 - .4, 1 - .2) = (-.14, -.22, .8); A = (-.14 + .45 * .14, -.22 + .45 * .8, .8)."""
+    """delta = (.9 * .4 - .5, .9 * .2 - .4, 1 - .2) = (-.14, -.22, .8); A = (-.14 + .45 * .14, -.22
+    + .45 * .8, .8)."""
     assert gae_of([0, 0, 1], [0.5, 0.4, 0.2], [True] * 3) == pytest.approx([-0.077, 0.14, 0.8])
     gap = gae_of([0, 7, 0, 1, 7], [0.5, 9, 0.4, 0.2, 9], [True, False, True, True, False])
     assert gap == pytest.approx([-0.077, 0, 0.14, 0.8, 0])
@@ -184,7 +187,7 @@ def test_value_clip_by_hand(new: float, loss: float, slope: float, clipped: bool
     )
 
 
-# --- DAPO -----------------------------------------------------------------------------------------------------------
+# --- DAPO -----------------------------------------------------------------------------------------
 
 
 def test_overlong_shaping_by_hand() -> None:
@@ -202,7 +205,7 @@ def test_overlong_rewards_change_the_outcome_and_not_the_reward() -> None:
 
 
 class Numbered:
-    """Problem i; its samples are rewarded as `rewards(i)` says."""
+    """An environment of problem i, whose samples have the rewards `rewards(i)`."""
 
     def train_problem(self, index: int) -> Problem:
         return Problem(index, str(index), f"answer {index}")
@@ -211,7 +214,8 @@ class Numbered:
 def collect(
     monkeypatch: pytest.MonkeyPatch, solved: set[int], *, step: int = 0, rounds: int = 2
 ) -> tuple[list[Group], dict[str, float], list[int]]:
-    """Two groups of two wanted; the problems in `solved` are partially solved, the others by none."""
+    """Collect two groups of two. The problems in `solved` are partially solved, the others by no
+    sample."""
     played: list[int] = []
 
     async def play(
@@ -258,7 +262,7 @@ def test_without_dynamic_sampling_every_group_is_kept(monkeypatch: pytest.Monkey
     assert ([g.problem_id for g in groups], played, metrics) == ([2, 3], [2, 3], {})
 
 
-# --- what "equal rewards" means -------------------------------------------------------------------------------------
+# --- what "equal rewards" means -------------------------------------------------------------------
 
 ROUNDED = [
     [0.1 + 0.2, 0.3],
@@ -297,7 +301,7 @@ def test_rewards_that_differ_by_more_are_a_signal(rewards: list[float]) -> None:
 
 
 @pytest.mark.parametrize("rewards", [[math.inf, 1.0], [math.nan, 1.0], [math.inf, -math.inf]])
-def test_a_reward_that_is_not_finite_is_not_passed_over_as_equal(rewards: list[float]) -> None:
+def test_an_infinite_reward_is_not_passed_over_as_equal(rewards: list[float]) -> None:
     assert has_signal(group(rewards))
     with pytest.raises(ValueError, match="must return a finite number"):
         outcomes([group(rewards)], ObjectiveConfig())

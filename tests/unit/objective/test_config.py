@@ -1,4 +1,5 @@
-"""Objective presets resolve, round-trip and print; what cannot take effect is refused with the reason."""
+"""Objective presets resolve, round-trip and print. Settings without effect are refused with the
+reason."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) ->
     ],
     ids=" ".join,
 )
-def test_clips_that_can_take_effect_and_those_of_presets_stand(overrides: list[str]) -> None:
+def test_effective_clips_and_those_of_presets_are_accepted(overrides: list[str]) -> None:
     stored = resolve(MINIMAL, overrides).model_dump_json()
     assert (
         RunConfig.model_validate_json(stored).model_dump_json() == stored
@@ -165,7 +166,7 @@ def test_clips_that_can_take_effect_and_those_of_presets_stand(overrides: list[s
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce++", "ppo"])
-def test_groups_of_one_go_with_a_baseline_that_needs_no_siblings(name: str) -> None:
+def test_groups_of_one_need_a_baseline_without_siblings(name: str) -> None:
     resolve(MINIMAL, [f"objective.preset={name}", "rollout.group_size=1"])
 
 

@@ -1,4 +1,5 @@
-"""Outcomes, clipped surrogate and loss: hand-computed values and gradients, and what must change nothing."""
+"""Outcomes, clipped surrogate and loss: hand-computed values and gradients, and changes that must
+have no effect."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def grad_of(
     return loss.detach(), metrics, logp_new.grad
 
 
-# --- outcomes and credit --------------------------------------------------------------------------------------------
+# --- outcomes and credit --------------------------------------------------------------------------
 
 
 def test_outcomes_by_hand() -> None:
@@ -48,7 +49,7 @@ def test_outcomes_by_hand() -> None:
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1.0] * 8, [0.0] * 3, [0.7]])
 @pytest.mark.parametrize("normalise", ["std", "none"])
 def test_equal_rewards_give_exactly_zero(rewards: list[float], normalise: str) -> None:
-    (made,) = outcomes([group(rewards)], ObjectiveConfig(normalise=normalise))  # type: ignore[arg-type]
+    (made,) = outcomes([group(rewards)], ObjectiveConfig(normalise=normalise))
     assert [s.outcome for s in made.samples] == [0.0] * len(rewards)
 
 
@@ -79,7 +80,7 @@ def test_credit() -> None:
     assert made.num_trainable == 3
 
 
-# --- loss -----------------------------------------------------------------------------------------------------------
+# --- loss -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,8 @@ def test_credit() -> None:
 def test_tis_scales_the_gradient_and_does_not_feed_the_clip(
     rho: float, coefficient: float, advantage: float
 ) -> None:
-    """At theta = theta_old TIS gives min(rho, C) A for either sign: the mismatch ratio never meets the PPO clip."""
+    """At theta = theta_old TIS gives min(rho, C) A for either sign: the mismatch ratio never meets
+    the PPO clip."""
     old = torch.tensor([-1.0])
     applied = reweight(old, old - math.log(rho), torch.tensor([True]), preset("tis"))
     made = credit(batch([1], torch.tensor([True]), [advantage]), CONFIG)
@@ -100,7 +102,8 @@ def test_tis_scales_the_gradient_and_does_not_feed_the_clip(
 
 
 def test_token_mean_of_tis_weights() -> None:
-    """Advantage -1 on policy turns the surrogate into 1 per slot, so the loss is the token mean of the weights."""
+    """Advantage -1 on policy turns the surrogate into 1 per slot, so the loss is the token mean of
+    the weights."""
     ratios = torch.tensor([1, 4, 1 / 4, 1, 2, 2, 9, 9])
     trainable = torch.arange(8) < 6
     made = credit(batch([4, 4], trainable, [-1.0, -1.0]), CONFIG)
@@ -148,7 +151,7 @@ def test_micro_batches_add_up_to_the_whole(seed: int, parts: int) -> None:
 
 @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @settings(max_examples=40, deadline=None)
-def test_garbage_in_slots_that_are_not_kept_changes_no_bit(seed: int, garbage: float) -> None:
+def test_garbage_in_dropped_slots_changes_no_bit(seed: int, garbage: float) -> None:
     logp_new, made = random_batch(seed)
     assert made.keep is not None
     assert made.logp_old is not None
@@ -168,7 +171,7 @@ def test_garbage_in_slots_that_are_not_kept_changes_no_bit(seed: int, garbage: f
     assert (grad[gone] == 0).all()
 
 
-def test_everything_rejected_is_zero_with_a_live_graph() -> None:
+def test_a_fully_rejected_batch_is_zero_with_a_live_graph() -> None:
     logp_new, made = random_batch(0)
     loss, metrics, grad = grad_of(
         logp_new, made.replace(keep=torch.zeros_like(made.trainable)), made.num_trainable
@@ -178,7 +181,7 @@ def test_everything_rejected_is_zero_with_a_live_graph() -> None:
     assert all(value == 0 for value in metrics.values())
 
 
-def test_rejecting_a_slot_leaves_the_others_as_loud_as_before() -> None:
+def test_rejecting_a_slot_does_not_change_the_others() -> None:
     logp_new, made = random_batch(3)
     assert made.keep is not None
     fewer = made.replace(keep=made.keep & (torch.arange(made.num_slots) != 0))

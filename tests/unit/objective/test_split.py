@@ -1,4 +1,5 @@
-"""Reductions, and what holds for every objective: any split adds up, masked slots do not count, rejection is silent."""
+"""Reductions, and properties of every objective: any split adds up, masked slots do not count,
+rejection has no gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def made_of(name: str, seed: int, **settings: Any) -> tuple[ObjectiveConfig, Ten
 def run(
     config: ObjectiveConfig, logp_new: Tensor, made: TokenBatch
 ) -> tuple[float, dict[str, float], Tensor]:
-    """Loss, sums and gradient; a function of logp_new stands in for the entropy."""
+    """Return loss, sums and gradient. A function of logp_new replaces the entropy."""
     leaf = logp_new.clone().requires_grad_()
     entropy = torch.where(made.trainable, leaf, 0.0).square()
     loss, sums = policy_loss(leaf, made, config=config, entropy=entropy)
@@ -72,7 +73,8 @@ def test_shares_by_hand(reduction: Any, shares: list[float]) -> None:
 
 
 def test_an_episode_of_several_samples_counts_once() -> None:
-    """Samples of 2, 1, 1 and 1 slots of two prompts: the first two are one episode, the others have theirs."""
+    """Samples of 2, 1, 1 and 1 slots belong to two prompts. The first two are one episode, the
+    others have theirs."""
     made = batch(
         [2, 1, 1, 1], torch.ones(5, dtype=torch.bool), [0.0] * 4, episode=torch.tensor([0, 0, 0, 1])
     )
@@ -127,7 +129,7 @@ def test_garbage_outside_the_trainable_slots_changes_no_bit(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_everything_rejected_leaves_the_protected_terms(name: str) -> None:
+def test_a_fully_rejected_batch_keeps_the_protected_terms(name: str) -> None:
     config, logp_new, made = made_of(name, 5)
     made = made.replace(keep=torch.zeros_like(made.trainable))
     leaf = logp_new.clone().requires_grad_()
@@ -148,7 +150,8 @@ def test_everything_rejected_leaves_the_protected_terms(name: str) -> None:
 
 
 def test_a_rejected_slot_stays_in_the_ratio_of_its_sample() -> None:
-    """r = (1.21, 1): s = 1.1 also if the first slot is rejected, and its log p still has half the gradient of s."""
+    """r = (1.21, 1): s = 1.1 also if the first slot is rejected, and its log p still has half the
+    gradient of s."""
     made = batch([2], torch.tensor([True, True]), [0.0]).replace(
         logp_old=torch.tensor([-1 - math.log(1.21), -1.0]),
         advantage=torch.ones(2),
@@ -165,7 +168,8 @@ def test_a_rejected_slot_stays_in_the_ratio_of_its_sample() -> None:
 
 
 def test_a_rejected_slot_is_clipped_by_the_sign_of_its_sample() -> None:
-    """GMPO, A = 1, r = (4, 2/3): 4 is clipped to 1.5 and has no gradient, rejected or not; exp(mean) is 1."""
+    """GMPO, A = 1, r = (4, 2/3): 4 is clipped to 1.5 and has no gradient, rejected or not;
+    exp(mean) is 1."""
     made = batch([2], torch.tensor([True, True]), [0.0]).replace(
         logp_old=torch.tensor([-1 - math.log(4), -1 + math.log(1.5)]),
         advantage=torch.ones(2),
@@ -184,7 +188,8 @@ def test_a_rejected_slot_is_clipped_by_the_sign_of_its_sample() -> None:
 
 
 def test_kl_and_entropy_by_hand() -> None:
-    """One slot, log pi = -1, reference -1 - log 2, ratio new / rollout 1/2: 3 * (log 2 - 1/2) / 2 - 5 * .7."""
+    """One slot, log pi = -1, reference -1 - log 2, ratio new / rollout 1/2: 3 * (log 2 - 1/2) / 2 -
+    5 * .7."""
     made = batch([1], torch.tensor([True]), [0.0]).replace(
         logp_old=torch.tensor([-1.0]),
         logp_ref=torch.tensor([-1 - math.log(2)]),
@@ -203,7 +208,7 @@ def test_kl_and_entropy_by_hand() -> None:
     assert sums["kl"].item() == pytest.approx(kl)
 
 
-# --- every objective with every correction --------------------------------------------------------------------------
+# --- every objective with every correction --------------------------------------------------------
 
 MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
@@ -213,7 +218,8 @@ MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "
 def test_every_objective_runs_with_every_correction_or_is_refused(
     name: str, correction: str
 ) -> None:
-    """Old / rollout corrections go with all (the TIS slides); with new / rollout, ppo-is needs a ratio, pg-tis none."""
+    """Old / rollout corrections combine with all (the TIS slides). With new / rollout, ppo-is needs
+    a ratio, pg-tis none."""
     settings_ = [f"objective.preset={name}", f"correction.preset={correction}"]
     score_function = name in ("rloo", "reinforce")
     if (correction == "pg-tis" and not score_function) or (
@@ -264,9 +270,11 @@ def test_every_objective_runs_with_every_correction_or_is_refused(
 def test_bypass_takes_the_mismatch_for_the_policy_ratio(
     rho: float, positive: float, negative: float
 ) -> None:
-    """The Miles post's bypass at theta = theta_old: r = rho, so PPO clips what no update has moved.
+    """The Miles post's bypass at theta = theta_old: r = rho, so PPO clips moves that no update has
+    made.
 
-    -d loss / d log pi with clip .2, where A = 1 (positive) and A = -1 (negative)."""
+    The value is -d loss / d log pi with clip .2, where A = 1 (positive) and A = -1 (negative).
+    """
     for advantage, expected in ((1.0, positive), (-1.0, negative)):
         made = batch([1], torch.tensor([True]), [advantage]).replace(
             advantage=torch.tensor([advantage]),
@@ -283,7 +291,8 @@ def test_bypass_takes_the_mismatch_for_the_policy_ratio(
 
 
 def test_decoupled_form_has_three_policies() -> None:
-    """The Miles post: (old / rollout) min(r A, clip(r) A), r = new / old. rho = 1.5, r = 1.1, A = 2: -3.3."""
+    """The Miles post: (old / rollout) min(r A, clip(r) A), r = new / old. rho = 1.5, r = 1.1, A =
+    2: -3.3."""
     old = torch.tensor([-1.0])
     applied = reweight(
         old,

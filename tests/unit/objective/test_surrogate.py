@@ -1,4 +1,5 @@
-"""Surrogates and KL terms: values and gradients worked by hand, and what must change nothing."""
+"""Surrogates and KL terms: values and gradients worked by hand, and changes that must have no
+effect."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def evaluate(
     mask: list[bool] | None = None,
     logp: float = -2.0,
 ) -> tuple[Surrogate, list[float]]:
-    """The surrogate of slots with log pi_new = logp and these ratios; gradient of its sum over the mask."""
+    """Return the surrogate of slots with log pi_new = logp and these ratios, and the gradient of
+    its sum over the mask."""
     new = torch.full((len(ratios),), logp, dtype=torch.float64, requires_grad=True)
     lengths = lengths or [1] * len(ratios)
     chosen = torch.tensor(mask or [True] * len(ratios))
@@ -154,7 +156,8 @@ GSPO_TOKEN = ObjectiveConfig(ratio_level="sequence-token")
 
 
 def test_gspo_by_hand() -> None:
-    """r = (1.21, 1): s = 1.1. Each slot's loss has s, whose gradient is s / 2 in either slot: -(A1 + A2) s / 2."""
+    """r = (1.21, 1) gives s = 1.1. Each slot's loss has s, whose gradient is s / 2 in either slot:
+    -(A1 + A2) s / 2."""
     ratios, lengths = [1.21, 1.0, 4.0, 1.0], [2, 2]
     out, grad = evaluate(GSPO, ratios, [1, 3, 1, 1], lengths=lengths)
     assert out.loss.tolist() == pytest.approx([-1.1, -3.3, -1.28, -1.28])  # s = 2 is clipped
@@ -166,7 +169,7 @@ def test_gspo_by_hand() -> None:
     assert grad == pytest.approx([-1.1, -3.3, 0, 0])  # GSPO-token: its own advantage
 
 
-def test_gspo_and_gspo_token_agree_where_a_sample_has_one_advantage() -> None:
+def test_gspo_and_gspo_token_agree_for_one_advantage_per_sample() -> None:
     one, other = (
         evaluate(c, [1.21, 1, 0.9, 0.7, 0.8], [2, 2, -1, -1, -1], lengths=[2, 3])[1]
         for c in (GSPO, GSPO_TOKEN)
@@ -181,7 +184,8 @@ def test_a_sequence_ratio_is_over_the_trainable_slots_of_its_sample() -> None:
 
 
 def test_gmpo_by_hand() -> None:
-    """A = 1: 4 is clipped to 1.5, exp((log 1.5 + log 2/3) / 2) = 1. A = -1: 2/3 is clipped to 0.8, sqrt(3.2)."""
+    """A = 1: 4 is clipped to 1.5, exp((log 1.5 + log 2/3) / 2) = 1. A = -1: 2/3 is clipped to 0.8,
+    sqrt(3.2)."""
     config = ObjectiveConfig(surrogate="gmpo", clip_low=0.2, clip_high=0.5)
     out, grad = evaluate(config, [4, 2 / 3, 4, 2 / 3], [1, 1, -1, -1], lengths=[2, 2])
     root = math.sqrt(3.2)
@@ -193,7 +197,8 @@ def test_gmpo_by_hand() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_on_policy_every_surrogate_is_the_policy_gradient(name: str) -> None:
-    """At r = 1 the gradient is -A in every slot, whatever the surrogate, if a sample has one advantage."""
+    """At r = 1 the gradient is -A in every slot, for every surrogate, if a sample has one
+    advantage."""
     _, grad = evaluate(ObjectiveConfig(preset=name), [1.0] * 5, [2, 2, -1, -1, -1], lengths=[2, 3])
     assert grad == pytest.approx([-2, -2, 1, 1, 1])
 
@@ -220,7 +225,7 @@ def test_nothing_overflows(name: str, anchor: float) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @given(seed=st.integers(0, 10**6), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e9]))
 @settings(max_examples=8, deadline=None)
-def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(
+def test_masked_slots_and_the_order_of_samples_change_nothing(
     name: str, seed: int, garbage: float
 ) -> None:
     config, g = ObjectiveConfig(preset=name), torch.Generator().manual_seed(seed)
@@ -252,7 +257,7 @@ def test_slots_outside_the_mask_and_the_order_of_samples_change_nothing(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_policy_that_has_no_finite_probability_is_not_hidden(name: str) -> None:
+def test_a_policy_without_a_finite_probability_is_not_hidden(name: str) -> None:
     new = torch.tensor([math.nan], requires_grad=True)
     out = surrogate(
         ObjectiveConfig(preset=name),
@@ -266,14 +271,15 @@ def test_a_policy_that_has_no_finite_probability_is_not_hidden(name: str) -> Non
     assert out.loss.isnan().all()
 
 
-# --- KL -------------------------------------------------------------------------------------------------------------
+# --- KL -------------------------------------------------------------------------------------------
 
 
 def expected_kl(estimator: str, *, sampled: bool) -> tuple[float, list[float]]:
-    """Exact expectation under q = (.7, .3) of the KL term for p = (.6, .4), ref = (.5, .5), and its logit gradient."""
+    """Return the exact expectation under q = (.7, .3) of the KL term for p = (.6, .4), ref = (.5,
+    .5), and its logit gradient."""
     logits = torch.tensor([0.6, 0.4], dtype=torch.float64).log().requires_grad_()
     logp, q = logits.log_softmax(-1), torch.tensor([0.7, 0.3], dtype=torch.float64)
-    config = KLConfig(coef=1, estimator=estimator, importance="rollout" if sampled else "none")  # type: ignore[arg-type]
+    config = KLConfig(coef=1, estimator=estimator, importance="rollout" if sampled else "none")
     term = kl_loss(
         logp,
         torch.full((2,), 0.5).double().log(),
@@ -288,7 +294,8 @@ def expected_kl(estimator: str, *, sampled: bool) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_importance_weighted_kl_is_unbiased_in_value_and_gradient(estimator: str) -> None:
-    """KL(p || ref) = .6 log 1.2 + .4 log .8 = .0201355; its logit gradient is p_a (log p_a / ref_a - KL)."""
+    """KL(p || ref) = .6 log 1.2 + .4 log .8 = .0201355; its logit gradient is p_a (log p_a / ref_a
+    - KL)."""
     value, grad = expected_kl(estimator, sampled=True)
     assert value == pytest.approx(0.0201355136)
     assert grad == pytest.approx([0.0973116, -0.0973116], abs=1e-6)

@@ -76,7 +76,7 @@ def config(**sections):
 
 
 def cluster(count=8, **values):
-    """H100s with round constants."""
+    """Return a cluster of H100s with round constants."""
     plain = {
         "flops": 1000.0,
         "bandwidth": 100.0,
@@ -108,7 +108,7 @@ def test_experts_touched_by_a_batch():
 
 
 @given(st.integers(1, 60))
-def test_a_larger_batch_touches_more_experts_but_fewer_per_token(tokens):
+def test_a_larger_batch_reads_more_experts_but_fewer_per_token(tokens):
     assert DIMS.touched(tokens) < DIMS.touched(tokens + 1)
     assert DIMS.touched(tokens) <= tokens * DIMS.share * (1 + 1e-12)
 
@@ -136,7 +136,7 @@ def test_micro_batches_hold_whole_samples():
     assert WORK.micro_batches(1000, 8) == 1
 
 
-def test_a_group_prefills_its_prompt_once_if_prefixes_are_reused():
+def test_a_group_prefills_its_prompt_once_with_prefix_reuse():
     assert WORK.prefilled == 12
     assert dataclasses.replace(WORK, shared=False).prefilled == 48
 
@@ -149,7 +149,7 @@ def test_float32_learner_holds_16_bytes_per_parameter():
     assert memory.total == 2000 * 16 + 160
 
 
-def test_bfloat16_learner_has_masters_behind_its_parameters():
+def test_a_bfloat16_learner_has_master_weights():
     memory = learner_memory(DIMS, config(model={"path": "x", "dtype": "bfloat16"}), 1, HELD, **HOW)
     assert (memory.parameters, memory.masters, memory.gradients, memory.optimiser) == (
         4000,
@@ -179,7 +179,7 @@ def test_ranks_gather_in_the_dtype_they_compute_in():
     assert memory.gathered == 2 * (1000 + 2 * 500) + 4 * 500 - 6
 
 
-def test_one_micro_batch_makes_the_gradients_while_its_activations_go():
+def test_one_micro_batch_frees_activations_while_it_makes_gradients():
     few = dataclasses.replace(HELD, peak=3000.0)
     held = learner_memory(DIMS, config(), 4, few, **HOW | {"first": True})
     assert held.activations + held.logits == 3000 - 500 * 4
@@ -225,7 +225,7 @@ def test_cache_of_a_server_is_what_weights_leave():
     )  # no more than that
 
 
-def test_embedded_engine_takes_its_slab_whatever_is_used():
+def test_the_embedded_engine_takes_its_whole_cache():
     own = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}})
     memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
     assert memory.cache == 3 * (
@@ -234,7 +234,7 @@ def test_embedded_engine_takes_its_slab_whatever_is_used():
     assert (memory.tokens, memory.sequences) == (96, 3)
 
 
-def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_but_no_latents():
+def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_only():
     own, cpu = (
         config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}),
         parse_cluster("1xcpu"),
@@ -427,7 +427,8 @@ def test_sync_by_way():
 
 
 def test_sync_to_several_engines():
-    """Files are written once; the sender of a gloo broadcast sends all of it to 1, 2, 4, ... receivers in turn."""
+    """Files are written once. The sender of a gloo broadcast sends all of it to 1, 2, 4, ...
+    receivers in turn."""
     own = config(rollout=SERVER)
 
     def seconds(way, engines, tensor_parallel=1):
@@ -450,7 +451,8 @@ def test_sync_to_several_engines():
 
 
 def test_saving_a_checkpoint():
-    """2000 parameters: 12 bytes each in float32, 2 + 8 + 4 in bfloat16 with masters; 20 bytes a second."""
+    """2000 parameters: 12 bytes each in float32, 2 + 8 + 4 in bfloat16 with masters; 20 bytes a
+    second."""
     save = checkpoint_cost(
         DIMS, config(train={"ranks": 16, "rank_timeout": 1200.0}), cluster(16), 16
     )
@@ -551,12 +553,12 @@ def test_every_constant_says_where_it_is_from():
             assert constant.origin != "measured" or "`python benchmarks/" in constant.source
 
 
-def test_shipped_models_say_where_their_dimensions_come_from():
+def test_shipped_models_name_the_source_of_their_dimensions():
     assert set(known_models()) == {"Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"}
     assert all(entry["source"].startswith("https://") for entry in known_models().values())
 
 
-def test_a_bad_cluster_is_refused_before_torch_is_loaded():
+def test_a_bad_cluster_is_refused_before_torch_loads():
     code = (
         "import sys; from onepolicy.cli import main; "
         "code = main(['plan', 'recipes/quickstart.toml', '--cluster', '8xB52']); "
@@ -600,5 +602,8 @@ def test_the_page_lists_the_constants_as_they_are():
         (Path(hardware.__file__).parent / "hardware.json").read_text()
     ).items():
         for constant, entry in own.items():
-            row = f"| {name} | {constant} | {entry['value']:.4g} {entry['unit']} | {entry['origin']} |"
+            row = (
+                f"| {name} | {constant} | {entry['value']:.4g} {entry['unit']} | "
+                f"{entry['origin']} |"
+            )
             assert row in page, row

@@ -1,4 +1,5 @@
-"""Routes are checked where they enter: each known capture failure is refused, naming sample, layer and row."""
+"""Routes are checked where they enter: each known capture failure is refused, naming sample, layer
+and row."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def test_rows_not_valid_are_never_read(pitfall: str) -> None:
 
 
 def test_repeated_tokens_may_repeat_their_routes() -> None:
-    """A run of one token converges to one hidden state; a few equal rows in a small model are chance."""
+    """A run of one token converges to one hidden state. A few equal rows in a small model are
+    chance."""
     ids = torch.cat([routes()[:30], routes()[29:30].expand(14, -1, -1)])
     arrive(ids, tokens=RESPONSE[:25] + [7] * 15)
     arrive(torch.cat([routes()[:30], routes()[29:30].expand(2, -1, -1), routes()[32:]]))
@@ -130,7 +132,8 @@ def written_once(column: int = 3) -> Tensor:
 
 
 def test_constant_layers_by_hand() -> None:
-    """One sample of 44 rows, and the same rows as samples of 20 and 24: a layer may be constant in one of them."""
+    """One sample has 44 rows, and the same rows are samples of 20 and 24: a layer may be constant
+    in one of them."""
     assert constant_layers(trace(routes())).tolist() == [[False] * 4]
     assert constant_layers(trace(written_once())).tolist() == [[False, False, False, True]]
     half = routes().clone()
@@ -152,7 +155,7 @@ def test_constant_layers_by_hand() -> None:
     assert not constant_layers(trace(routes()[:0])).any()
 
 
-def test_a_collapsed_router_and_a_layer_that_was_not_captured() -> None:
+def test_a_collapsed_router_and_an_uncaptured_layer() -> None:
     arrive(written_once())  # on arrival nobody can tell
     filler = torch.cat([torch.arange(K, dtype=torch.uint8).expand(SLOTS, 1, K), routes()[:, 1:]], 1)
     arrive(filler)  # a router may have collapsed onto the first experts
@@ -225,7 +228,7 @@ def test_gate_mass_by_hand() -> None:
     )
 
 
-# --- samples without routes -------------------------------------------------------------------------------------------
+# --- samples without routes -----------------------------------------------------------------------
 
 
 def sample(routing: RoutingTrace | None) -> Sample:
@@ -242,7 +245,7 @@ def sample(routing: RoutingTrace | None) -> Sample:
     )
 
 
-def test_a_sample_without_routes_is_an_error_unless_asked_for() -> None:
+def test_a_sample_without_routes_is_an_error_by_default() -> None:
     with pytest.raises(
         UsageError, match=r"problem 7, sample 2: has no routes.*replay\.missing=native"
     ):

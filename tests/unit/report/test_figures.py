@@ -1,4 +1,5 @@
-"""The report's contents: figures by hand-computed cases, sentences for what is missing, errors that name the file."""
+"""The report's contents: figures by hand-computed cases, sentences for missing parts, errors that
+name the file."""
 
 import html
 import json
@@ -35,7 +36,7 @@ def run_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A small run a test may damage."""
+    """Return a small run that a test may damage."""
     return make_fixture_run(tmp_path / "run", steps=12, tokens=120)
 
 
@@ -81,8 +82,8 @@ def test_verdict_and_comparison_by_hand(copy):
         in page
     )
     assert (
-        "routers that would choose otherwise 5% \u2192 2%; experts that ran with it: 100% the rollout"
-        in page
+        "routers that would choose otherwise 5% \u2192 2%; "
+        "experts that ran with it: 100% the rollout" in page
     )
     first = outcome(summary)
     assert first.startswith("The policy crashed at step 9")
@@ -107,7 +108,7 @@ def test_text_of_a_run_is_escaped(run_folder):
 
 
 def test_every_figure_is_valid_plotly(run_folder):
-    """plotly's own validator, with the theme's colour names replaced."""
+    """The validator is plotly's own, with the theme's colour names replaced."""
     for name, spec in specs(write_report(run_folder).read_text(encoding="utf-8")).items():
         plain = json.loads(re.sub(r'"@[a-z-]+"', '"#123456"', json.dumps(spec)))
         figure = go.Figure(data=plain["data"], layout=plain["layout"])
@@ -166,7 +167,7 @@ def test_missing_pieces_leave_a_sentence(tmp_path, kind, gone, sentence):
 
 
 def retold(copy: Path, change) -> dict[str, str]:
-    """Title of each figure once every row of metrics.jsonl went through `change`."""
+    """Return the title of each figure once every row of metrics.jsonl went through `change`."""
     rows = [change(json.loads(line)) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = resolve(json.loads((copy / "config.json").read_text()))
@@ -234,7 +235,8 @@ def probe_run(copy: Path, **tensors: list) -> object:
 
 
 def test_f_tau_by_hand(copy):
-    """Ratios 1, 1.5, 3, 1/3 -> F(1.25) = 3/4, F(2) = 1/2, F(5) = 0; equal engines -> 0 from the start."""
+    """Ratios 1, 1.5, 3, 1/3 -> F(1.25) = 3/4, F(2) = 1/2, F(5) = 0; equal engines -> 0 from the
+    start."""
     ratios = [1.0, 1.5, 3.0, 1 / 3]
     run = probe_run(
         copy,

@@ -1,4 +1,5 @@
-"""Files of a run that are missing, damaged or of another shape: one error that names the file, and no report."""
+"""Files of a run that are missing, damaged or of another shape: one error names the file, and no
+report is made."""
 
 import json
 import math
@@ -17,7 +18,7 @@ from support.report_run import make_fixture_run, write_probe
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A small run a test may damage."""
+    """Return a small run that a test may damage."""
     return make_fixture_run(tmp_path / "run", steps=12, tokens=120)
 
 

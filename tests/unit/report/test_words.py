@@ -51,7 +51,8 @@ LARGE = SUMMARY | {
 
 def test_sentences():
     small = (
-        "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6.0e-6 \u2192 2.0e-6 (too small "
+        "Without \u2192 with replay, on 2 probe batches scored both ways: "
+        "k3 6.0e-6 \u2192 2.0e-6 (too small "
         "to matter); F(2) 2.0e-4 \u2192 0; routers that would choose otherwise 3.3% \u2192 3%; "
         "experts that ran with it: 100% the rollout's."
     )
@@ -71,7 +72,7 @@ def test_sentences():
         ([1, 11, 21], [1.5, 2.5, 4.5], "2.5\u00d7, 1.5\u00d7 to 4.5\u00d7 over 3 probes"),
     ],
 )
-def test_a_cut_is_an_interval_over_three_probes_or_more(probes, cuts, cut):
+def test_a_cut_is_an_interval_over_three_scored_steps_or_more(probes, cuts, cut):
     summary = LARGE | {"probe_steps": probes, "k3_cuts": cuts}
     assert f"k3 0.006 \u2192 0.002 (cut by {cut}); F(2)" in verdict(summary)[-1]
     assert comparison(summary)[0][-1] == cut
@@ -93,7 +94,7 @@ def test_no_ratio_of_what_is_too_small_to_matter():
     assert comparison(high_before)[0][-1] == "50\u00d7, two probes"
 
 
-def test_what_the_trainer_would_choose_otherwise_is_not_cut():
+def test_other_choices_of_the_trainer_are_not_cut():
     rows = {row[0]: row for row in comparison(LARGE)}
     assert rows["Routers that would choose otherwise"][-1] == "\u2013"
     assert rows["Experts that ran"][3] == "100% the rollout's"
@@ -101,7 +102,10 @@ def test_what_the_trainer_would_choose_otherwise_is_not_cut():
     assert "1.1\u00d7" not in shown(LARGE)
 
 
-SMALL = "the gap between rollout and trainer is too small to matter (k3 6.0e-6 without replay, 2.0e-6 with)."
+SMALL = (
+    "the gap between rollout and trainer is too small to matter (k3 6.0e-6 without replay, "
+    "2.0e-6 with)."
+)
 
 
 @pytest.mark.parametrize(
@@ -109,19 +113,23 @@ SMALL = "the gap between rollout and trainer is too small to matter (k3 6.0e-6 w
     [
         (
             {},
-            f"The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; {SMALL}",
+            f"The policy learnt: held-out greedy rose from 0.5 to 0.92, "
+            f"and it did not crash; {SMALL}",
         ),
         (
             {"eval_first": None, "eval_last": None, "eval_best": None},
-            f"The policy learnt: reward rose from 0.45 to 0.91, and no evaluation looked for a crash; {SMALL}",
+            f"The policy learnt: reward rose from 0.45 to 0.91, "
+            f"and no evaluation looked for a crash; {SMALL}",
         ),
         (
             {"eval_last": {"step": 120, "value": 0.51}},
-            f"The policy hardly changed: held-out greedy stayed near 0.51, and it did not crash; {SMALL}",
+            f"The policy hardly changed: held-out greedy stayed near 0.51, "
+            f"and it did not crash; {SMALL}",
         ),
         (
             {"eval_last": {"step": 120, "value": 0.3}},
-            f"The policy got worse: held-out greedy fell from 0.5 to 0.3, and it did not crash; {SMALL}",
+            f"The policy got worse: held-out greedy fell from 0.5 to 0.3, "
+            f"and it did not crash; {SMALL}",
         ),
         (
             {"crash_step": 80, "eval_last": {"step": 120, "value": 0.1}},
@@ -141,7 +149,8 @@ SMALL = "the gap between rollout and trainer is too small to matter (k3 6.0e-6 w
         ),
         (
             {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}},
-            "The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; the gap between "
+            "The policy learnt: held-out greedy rose from 0.5 to 0.92, and it did not crash; "
+            "the gap between "
             "rollout and trainer is too small to matter (k3 3.0e-6 without replay).",
         ),
     ],
@@ -172,7 +181,8 @@ def test_the_outcome_comes_first_in_one_sentence(change, sentence):
         (
             (1e-2, 0.0),
             0.0,
-            "replay cut the gap between rollout and trainer from k3 0.01 to 0 nats a token, too small",
+            "replay cut the gap between rollout and trainer from k3 0.01 to 0 nats a token, "
+            "too small",
         ),
     ],
 )
@@ -220,7 +230,8 @@ def test_groups_without_signal_have_one_line():
         ),
         (
             {"mismatch_without_replay": {}},
-            "Replay was on and k3 averaged 3.0e-6, too small to matter; no probe measured it without.",
+            "Replay was on and k3 averaged 3.0e-6, too small to matter; "
+            "no probe measured it without.",
         ),
     ],
 )
@@ -274,7 +285,7 @@ def test_time_shares():
     assert time_shares({}) == ""
 
 
-def test_time_that_bypass_saved_is_no_part_of_the_step():
+def test_time_saved_by_bypass_is_no_part_of_the_step():
     summary = SUMMARY | {"time": SUMMARY["time"] | {"score": 0.0, "score_saved": 0.25}}
     assert time_shares(summary) == "rollout 50%, update 25% of 1.2 s"
     assert "about 0.25 s per step saved" in shown(summary)
@@ -284,7 +295,8 @@ def test_time_that_bypass_saved_is_no_part_of_the_step():
 def test_terminal():
     text = shown(SUMMARY)
     for part in (
-        "120 steps", "0.45 \u2192 0.91", "held-out greedy", "0.5 \u2192 0.92, best 0.94 at step 110", "none",
+        "120 steps", "0.45 \u2192 0.91", "held-out greedy", "0.5 \u2192 0.92, best 0.94 at "
+        "step 110", "none",
         "6.0e-6 without \u2192 2.0e-6 with replay  (too small",
         "3.3% without \u2192 3% with replay", "rollout 50%", "5,210", "runs/first/report.html",
     ):  # fmt: skip

@@ -1,4 +1,5 @@
-"""Episodes that fail: played again with other seeds, dropped and counted; groups with too few left go whole."""
+"""Episodes that fail are played again with other seeds, or dropped and counted. A group with too
+few left is dropped whole."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from support.objective_batches import group
 
 
 class Engine:
-    """Answers with its seed, so that a test sees which seeds were used."""
+    """An engine that answers with its seed, so that a test sees the seeds that were used."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -31,7 +32,8 @@ class Engine:
 
 
 class Failing:
-    """`failures`: of each problem, which of its episodes fail, counted in the order they start."""
+    """An environment whose episodes fail. `failures`: for each problem, its failing episodes,
+    counted in the order they start."""
 
     def __init__(self, failures: dict[int, set[int]]) -> None:
         self.failures, self.started = failures, dict.fromkeys(range(9), 0)
@@ -108,7 +110,8 @@ def forked(rewards: list[float], episodes: list[int]) -> Group:
 
 
 def test_samples_of_one_episode_count_once_in_the_baseline():
-    """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2; the deviation that of three episodes."""
+    """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2, and the deviation is
+    that of three episodes."""
     made = forked([1, 1, 0, 0], [0, 0, 1, 2])
     mean = [s.outcome for s in outcomes([made], ObjectiveConfig(normalise="none"))[0].samples]
     assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
@@ -161,7 +164,7 @@ def test_an_evaluation_plays_a_failed_episode_again_and_drops_none():
 
 
 def test_an_evaluation_counts_all_of_a_forked_episode():
-    """Two samples of one token each and one of three: 2 and 3 tokens an episode."""
+    """Two samples have one token each and one has three: 2 and 3 tokens an episode."""
 
     class Forking(Failing):
         async def episode(self, problem, sample, temperature):
@@ -197,7 +200,7 @@ def test_every_turn_says_how_its_episode_began():
     assert asked == [([1, 2, 0], 3), ([1, 2, 0, 3, 4], 3), ([1, 2, 5], 3)]
 
 
-def test_what_a_grader_left_unread_is_of_its_step_alone():
+def test_unread_responses_of_a_grader_count_in_their_step_alone():
     class Counting(Failing):
         left = 0
 

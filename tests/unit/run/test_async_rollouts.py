@@ -1,4 +1,4 @@
-"""When the episodes of which step are played, who waits for whom, and what becomes of errors; and the settings."""
+"""Asynchronous rollouts: the start of each step's episodes, the waits, errors, and the settings."""
 
 import asyncio
 import threading
@@ -17,7 +17,8 @@ from onepolicy.types import Group, Sample
 
 
 def sample(*version):
-    """One prompt token, then one trainable token of each version; -1: observed."""
+    """Return a sample of one prompt token, then one trainable token of each version; -1:
+    observed."""
     versions = torch.tensor(version, dtype=torch.int32)
     mine = versions >= 0
     turn = torch.where(mine, 0, -1).int()
@@ -35,7 +36,7 @@ def sample(*version):
 
 
 class Play:
-    """Stands in for `sample`: a step's episodes end when the test says so."""
+    """A stand-in for `sample`: the test ends a step's episodes."""
 
     def __init__(self, monkeypatch):
         self.began, self.gates, self.version = [], {}, None
@@ -62,7 +63,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_steps_begin_as_far_ahead_as_allowed_and_never_beyond_the_run(monkeypatch):
+def test_steps_begin_as_far_ahead_as_allowed(monkeypatch):
     async def main():
         play = Play(monkeypatch)
         async with Ahead(parts(2, steps=7), first=3) as ahead:
@@ -106,7 +107,7 @@ def test_staleness_zero_begins_one_step_at_a_time(monkeypatch):
 
 
 def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
-    """An engine that takes no updates: version 0 for ever."""
+    """The engine takes no updates: version 0 for ever."""
 
     async def main():
         play = Play(monkeypatch)
@@ -124,7 +125,7 @@ def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
         asyncio.run(main())
 
 
-def test_an_error_comes_out_at_its_own_step_and_the_rest_is_ended(monkeypatch):
+def test_an_error_is_raised_at_its_own_step_and_the_rest_is_ended(monkeypatch):
     async def broken(parts, step, advance):
         if step == 1:
             raise UsageError("routes of problem 7")
@@ -143,7 +144,7 @@ def test_an_error_comes_out_at_its_own_step_and_the_rest_is_ended(monkeypatch):
         asyncio.run(asyncio.wait_for(main(), timeout=60))
 
 
-def test_who_interrupts_an_update_is_told_why_it_takes_a_while(monkeypatch, caplog):
+def test_an_interrupt_during_an_update_explains_the_wait(monkeypatch, caplog):
     learning, ended = threading.Event(), threading.Event()
 
     def learn(*_, **__):
@@ -182,7 +183,8 @@ def test_staleness_by_hand():
 
 
 def test_k3_by_staleness_by_hand():
-    """rho = 1 for the newest tokens, 2 for one of two that are two updates old, 1 for the other."""
+    """rho is 1 for the newest tokens, 2 for one of two that are two updates old, 1 for the
+    other."""
     batch = SimpleNamespace(
         trainable=torch.tensor([True, True, False, True, True]),
         version=torch.tensor([7, 5, -1, 7, 5], dtype=torch.int32),
@@ -214,15 +216,15 @@ BASE = {"out": "x", "steps": 4, "model": {"path": "tiny"}, "task": {"kind": "cha
         ([], "recompute"),
     ],
 )
-def test_the_decoupled_objective_is_the_default_where_tokens_may_be_old(overrides, preset):
+def test_the_decoupled_objective_is_the_default_with_old_tokens(overrides, preset):
     config = resolve(BASE, overrides)
     assert (config.correction.preset, config.correction.ratio) == (preset, "old/rollout")
     assert config.scores_old  # the proximal policy is the trainer's now
 
 
 @pytest.mark.parametrize("value", ["1.0", "'2'", "true", "-1", "on"])
-def test_no_other_number_of_updates_is_taken_for_one(value):
-    """Where 1.0 counted as 1, the correction did not follow it."""
+def test_no_other_staleness_value_is_taken_for_one(value):
+    """The correction would not follow if 1.0 counted as 1."""
     with pytest.raises(UsageError, match=r"\Arollout.max_staleness: Input should be .*\Z"):
         resolve(BASE, [f"rollout.max_staleness={value}"])
 
@@ -236,7 +238,7 @@ def test_no_other_number_of_updates_is_taken_for_one(value):
         (["rollout.engine.kind=vllm", "cluster.kind=ray"], "use rollout.engine.kind = hf"),
     ],
 )
-def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
+def test_settings_that_need_the_sampling_weights_are_refused(settings, mend):
     with pytest.raises(UsageError, match=mend):
         resolve(BASE, ["rollout.max_staleness=1", *settings])
     resolve(BASE, ["rollout.max_staleness=0", *settings])
@@ -244,13 +246,16 @@ def test_what_needs_the_weights_that_sampled_is_refused(settings, mend):
 
 @pytest.mark.parametrize(
     ("settings", "threads"),
-    [([], None), (["rollout.max_staleness=2"], 3), (["rollout.max_staleness=2", "train.threads=5"], 5),
-     (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None),
-     (["rollout.max_staleness=2", "cluster.kind=ray"], None), (["rollout.max_staleness=0"], None)],
-)  # fmt: skip
-def test_an_engine_and_a_trainer_that_compute_at_once_share_the_cores(
-    settings, threads, monkeypatch
-):
+    [
+        ([], None),
+        (["rollout.max_staleness=2"], 3),
+        (["rollout.max_staleness=2", "train.threads=5"], 5),
+        (["rollout.max_staleness=2", "rollout.engine.kind=vllm-server"], None),
+        (["rollout.max_staleness=2", "cluster.kind=ray"], None),
+        (["rollout.max_staleness=0"], None),
+    ],
+)
+def test_an_engine_and_a_trainer_in_parallel_share_the_cores(settings, threads, monkeypatch):
     chosen = []
     monkeypatch.setattr(learner.os, "cpu_count", lambda: 6)
     monkeypatch.setattr(learner.torch, "set_num_threads", chosen.append)

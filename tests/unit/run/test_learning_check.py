@@ -1,4 +1,5 @@
-"""A run whose rewards teach nothing says so: while it runs, in its summary and in its report; no other run does."""
+"""A run whose rewards teach nothing reports it: while it runs, in its summary and in its report. No
+other run does."""
 
 import json
 from io import StringIO
@@ -155,11 +156,12 @@ def test_the_cause_that_the_metrics_point_to(tmp_path, rows, words):
                 "objective.overlong_buffer=0.5",
             ),
             0.2,
-            "came from the entropy bonus and the KL to the reference and the penalty on overlong answers",
+            "came from the entropy bonus and the KL to the reference and the penalty on "
+            "overlong answers",
         ),
     ],
 )
-def test_where_a_gradient_without_a_reward_signal_came_from(tmp_path, overrides, norm, words):
+def test_the_source_of_a_gradient_without_a_reward_signal(tmp_path, overrides, norm, words):
     found = judged(tmp_path, [row(s, norm=norm) for s in range(1, 5)], *overrides)
     assert words in found["why"][0]
 
@@ -182,7 +184,7 @@ def test_rewards_that_differ_but_never_reach_the_weights(tmp_path):
 
 
 def test_objectives_that_do_not_compare_within_a_group(tmp_path):
-    """Groups of one have no two rewards; those of a batch, or of a run, tell answers apart."""
+    """Groups of one have no two rewards. Rewards of a batch, or of a run, tell answers apart."""
     one = [row(s, silent=1.0, low=float(s % 2), high=float(s % 2), norm=0.3) for s in range(1, 7)]
     spread = [row(s, silent=1.0, low=0.0, high=1.0, norm=0.3) for s in range(1, 7)]
     flat = [row(s, silent=1.0, low=0.0, high=0.0, norm=0.3) for s in range(1, 7)]
@@ -272,7 +274,7 @@ def test_a_resumed_run_counts_the_steps_before(tmp_path):
     assert watched(tmp_path, [row(s, norm=0.1) for s in range(PATIENCE, 30)]) == []
 
 
-def test_what_a_model_wrote_is_no_markup_of_the_terminal(capsys):
+def test_a_models_text_is_no_markup_of_the_terminal(capsys):
     with terminal_progress(3) as progress:
         progress.note("it reads `[/red] [bold]x`")
     assert "it reads `[/red] [bold]x`" in capsys.readouterr().out
@@ -306,7 +308,7 @@ def test_the_summary_in_the_terminal_puts_it_first(tmp_path):
     assert GREEN in healthy
 
 
-def test_the_report_puts_it_first_and_leaves_comfort_out(tmp_path):
+def test_the_report_puts_it_first_and_does_not_reassure(tmp_path):
     run = make_fixture_run(tmp_path / "run", steps=20)
     healthy = write_report(run).read_text()
     rows = [

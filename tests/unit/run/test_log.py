@@ -1,4 +1,5 @@
-"""Metric sinks: what reaches the files, what a killed process leaves, what resume keeps."""
+"""Metric sinks: the contents of the files, the rest after a kill, and the rows that a resume
+keeps."""
 
 import json
 import math

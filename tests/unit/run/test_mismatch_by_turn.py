@@ -13,7 +13,7 @@ from support.objective_batches import batch
 
 
 def scored(turns: list[int], log_rho: list[float]):
-    """One sample; slots with turn -1 are not trainable."""
+    """Return one sample. Slots with turn -1 are not trainable."""
     turn = torch.tensor(turns)
     zeros = torch.zeros(len(turns))
     made = batch([len(turns)], turn >= 0, [0.0])

@@ -1,5 +1,6 @@
-"""A run folder that is damaged in any byte or any JSON value: read as it was written, or refused by a message that
-names the file. Never another exception, and never a number that JSON's types do not allow there."""
+"""A run folder with damage in any byte or any JSON value: it is read as it was written, or refused
+by a message that names the file. It never gives another exception, nor a number that JSON's types
+do not allow there."""
 
 import json
 import os
@@ -39,7 +40,8 @@ STRANGE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A small run with every file that is read again, a checkpoint without weights included."""
+    """Make a small run with every file that is read again, including a checkpoint without
+    weights."""
     path = make_fixture_run(
         tmp_path_factory.mktemp("damage") / "run", steps=12, tokens=40, turns=True
     )
@@ -106,7 +108,7 @@ def own_probe(path):
 
 
 def read_report(run):
-    """What write_report does, but for filling in the page."""
+    """Read as write_report does, without filling in the page."""
     loaded = load_run(run)
     figures = (
         learning_figures(loaded)
@@ -130,7 +132,7 @@ def read_report(run):
 
 
 def read_rows(run):
-    """What the end of a run does with its rows."""
+    """Read the rows as the end of a run does."""
     rows = read_metrics(run)
     assert all(type(v) in (int, float, type(None)) for row in rows for v in row.values())
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
@@ -172,7 +174,7 @@ READERS = {
 
 
 def other_bytes(rng, data):
-    """The file with a few bytes changed, cut off, doubled or put in."""
+    """Return the file with a few bytes changed, cut off, doubled or put in."""
     data = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         at = rng.randrange(len(data) + 1)
@@ -195,7 +197,7 @@ def other_bytes(rng, data):
 
 
 def other_value(rng, data):
-    """The file with one JSON value, key or line changed."""
+    """Return the file with one JSON value, key or line changed."""
     lines = data.decode().rstrip("\n").split("\n") if data.count(b"\n{") else [data.decode()]
     at = rng.randrange(len(lines))
     tree = json.loads(lines[at])
@@ -219,7 +221,7 @@ def other_value(rng, data):
 
 
 def positions(tree):
-    """(container, key) of every value."""
+    """Return (container, key) of every value."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, child in items:
         yield tree, key
@@ -228,14 +230,15 @@ def positions(tree):
 
 
 def other_header(rng, data):
-    """A safetensors file with one value of its header changed, still framed right."""
+    """Return a safetensors file with one value of its header changed, still framed right."""
     size = int.from_bytes(data[:8], "little")
     head = other_value(rng, data[8 : 8 + size]).rstrip()
     return len(head).to_bytes(8, "little") + head + data[8 + size :]
 
 
 def damage(run, kept_in, count, seed):
-    """How many inputs were read, and how many refused. One that fails is kept in the folder `kept_in`."""
+    """Return how many inputs were read, and how many refused. One that fails is kept in the folder
+    `kept_in`."""
     global CONFIG
     CONFIG = read_config(run)
     rng = random.Random(seed)
@@ -272,7 +275,8 @@ def damage(run, kept_in, count, seed):
 
 @pytest.fixture
 def copy(run):
-    """In memory where the system has that: on a disk most of the time is spent in opening files anew."""
+    """Copy the run, into memory where the system has that: on a disk, opening new files takes most
+    of the time."""
     with tempfile.TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as made:
@@ -280,7 +284,7 @@ def copy(run):
 
 
 def test_a_summary_without_a_number_is_read_or_refused(copy):
-    """Each entry null, and each left out."""
+    """Each entry is null once, and left out once."""
     whole = json.loads((copy / "summary.json").read_text())
     read, refused = 0, []
     for name in whole:
@@ -299,7 +303,7 @@ def test_a_summary_without_a_number_is_read_or_refused(copy):
 
 
 def test_ten_thousand_damages(copy, tmp_path):
-    """Seconds; most of them are files that are read and refused."""
+    """They take seconds. Most of the damaged files are read and refused."""
     read, refused = damage(copy, tmp_path, 10_000, seed=0)
     assert read > 1000
     assert refused > 4000

@@ -71,7 +71,7 @@ def test_groups_without_signal_at_the_end(tmp_path):
     )  # compares answers of all groups
 
 
-def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
+def test_skipped_updates_are_reported_at_the_end(tmp_path):
     config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
 
     def told(*skipped):
@@ -87,7 +87,7 @@ def test_updates_that_were_skipped_are_told_at_the_end(tmp_path):
     assert re.search(r"updates skipped\W+3: their gradients were not finite", told(2.0, 0.0, 1.0))
 
 
-def test_what_no_float_can_hold_is_none(tmp_path):
+def test_numbers_that_no_float_can_hold_are_none(tmp_path):
     """JSON has no infinity: a damaged row of 1e308 must not leave one in summary.json."""
     rows = [{"step": step, "train/reward": 1.7e308, "mismatch/k3": 5e-324} for step in range(1, 5)]
     rows[0] |= {"counterfactual/mismatch/k3": 1e300}

@@ -1,4 +1,5 @@
-"""The checksum of weights: what changes it, and that it does not depend on how it was computed."""
+"""The checksum of weights: the changes that it detects, and that it does not depend on the
+computation."""
 
 import hashlib
 
@@ -13,7 +14,7 @@ from onepolicy.sync.checksum import LEVELS, WIDTH, Checksums, difference
 
 
 def by_hand(data: bytes, key: bytes) -> int:
-    """Python's integers, row by row."""
+    """Compute the checksum in Python's integers, row by row."""
     stream = hashlib.shake_128(b"onepolicy weights" + key).digest(8 * LEVELS * WIDTH)
     table = [
         int.from_bytes(stream[i : i + 8], "little", signed=True) for i in range(0, len(stream), 8)
@@ -40,7 +41,7 @@ def test_equals_the_sum_computed_by_hand(count):
     assert int(Checksums(b"k").of(data)) == by_hand(bytes(data.tolist()), b"k")
 
 
-def test_of_every_dtype_and_stride_and_whatever_the_chunks(monkeypatch):
+def test_every_dtype_stride_and_chunk_size(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     floats = torch.randn(3 * WIDTH + 7, 5, generator=generator)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
@@ -70,7 +71,8 @@ def test_a_flipped_bit_and_two_exchanged_values_change_it(data):
 
 
 def test_two_flipped_signs_do_not_cancel():
-    """Their words change by 2^31 each: products of odd numbers modulo 2^64 would cancel for 64-bit words."""
+    """Their words change by 2^31 each. Products of odd numbers modulo 2^64 would cancel for 64-bit
+    words."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(64, generator=generator)
     before = Checksums().of(tensor)

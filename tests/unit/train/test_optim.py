@@ -1,4 +1,4 @@
-"""AdamW with float32 weights behind parameters of another dtype; the norm that clips."""
+"""AdamW with float32 weights behind parameters of another dtype, and the norm that clips."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def test_float32_parameters_have_no_copy():
 
 
 def planted(dtype: torch.dtype) -> tuple[nn.ParameterList, float]:
-    """Parameters with gradients of this dtype, and the norm of exactly those numbers."""
+    """Return parameters with gradients of this dtype, and the norm of exactly those numbers."""
     generator = torch.Generator().manual_seed(0)
     model = nn.ParameterList(
         [nn.Parameter(torch.zeros(301, n, dtype=dtype)) for n in (10, 200, 50)]
@@ -72,7 +72,7 @@ def norm_of(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_norm_that_clips_is_that_of_the_gradients_in_float32(dtype):
+def test_the_clipping_norm_is_of_the_gradients_in_float32(dtype):
     model, exact = planted(dtype)
     assert clip_gradients(model, 1e9) == pytest.approx(exact, rel=1e-5)
     assert norm_of(model) == exact  # nothing to clip
@@ -84,7 +84,7 @@ def test_the_norm_that_clips_is_that_of_the_gradients_in_float32(dtype):
 @pytest.mark.parametrize(
     "size", [1e-44, 1e-38, 1e-30, 1e-25, 1e-19, 1e-12, 1e-5, 1e5, 1e12, 1e17, 1e18, 1e22, 1e35]
 )
-def test_the_norm_is_right_however_small_or_large_the_gradients_are(dtype, size):
+def test_the_norm_is_right_for_tiny_and_huge_gradients(dtype, size):
     model, _ = planted(dtype)
     for parameter in model[:3]:
         parameter.grad = (parameter.grad.double() * size).to(dtype)
@@ -102,7 +102,7 @@ def test_the_norm_of_a_million_gradients(value):
     assert clip_gradients(model, 1e9) == pytest.approx(1e3 * value, rel=1e-3)  # a sum in float32
 
 
-def test_a_norm_that_float32_does_not_hold_is_infinite_and_no_gradient_is_0():
+def test_an_overflowing_norm_is_infinite_and_no_gradient_is_0():
     model = nn.ParameterList([nn.Parameter(torch.zeros(100))])
     model[0].grad = torch.full((100,), 3e38)
     assert clip_gradients(model, 1.0) == math.inf
@@ -114,7 +114,7 @@ def test_a_model_without_gradients_has_norm_0():
     assert clip_gradients(nn.Linear(2, 2), 1.0) == 0.0
 
 
-def test_the_norm_of_gradients_that_are_not_finite_is_not_finite():
+def test_the_norm_of_infinite_gradients_is_not_finite():
     for value in (math.nan, math.inf):
         model, _ = planted(torch.bfloat16)
         model[1].grad[0, 0] = value

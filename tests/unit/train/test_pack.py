@@ -47,7 +47,7 @@ def test_layout_by_hand():
 
 
 def test_top_logprobs_follow_their_slots():
-    """0 where not trainable; chosen samples keep theirs."""
+    """They are 0 where not trainable, and chosen samples keep theirs."""
 
     def with_top(each, k=2):
         slots = len(each.trainable)

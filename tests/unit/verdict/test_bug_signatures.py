@@ -1,4 +1,5 @@
-"""Each bug is named by the log-probabilities it leaves; plain mismatch of any size is never accused."""
+"""Each bug is named by the log-probabilities it leaves. Plain mismatch of any size is never
+accused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class World:
 
 
 def world(seed: int, noise: float = 0.05, spread: float = 3.0) -> World:
-    """`spread` differs from slot to slot, as peaked and open positions do."""
+    """Make a world. `spread` differs from slot to slot, as peaked and open positions do."""
     g = torch.Generator().manual_seed(seed)
     scale = spread * torch.rand(SEQUENCES, LENGTH, 1, generator=g) + 0.5
     logits = torch.randn(SEQUENCES, LENGTH, VOCABULARY, generator=g) * scale
@@ -70,7 +71,7 @@ def causes(diagnosis: Diagnosis) -> list[str]:
 def test_plain_mismatch_is_never_accused(
     seed: int, noise: float, spread: float, masked: float
 ) -> None:
-    """Whichever side the noise is on."""
+    """The noise is on either side."""
     w = world(seed, noise, spread)
     if seed % 2:
         w = World(w.logits_rollout, w.logits)
@@ -84,7 +85,8 @@ def test_plain_mismatch_is_never_accused(
 def noisy(
     g: torch.Generator, kl: float, jumps: float, masked: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(old, rollout, mask) of Gaussian noise, and of tokens that one engine finds impossible."""
+    """Return (old, rollout, mask) of Gaussian noise, and of tokens that one engine finds
+    impossible."""
     rollout = -torch.rand(MASK.shape, generator=g) * 6
     log_ratio = torch.randn(MASK.shape, generator=g) * math.sqrt(2 * kl) - kl
     log_ratio = torch.where(torch.rand(MASK.shape, generator=g) < jumps, -6.0, log_ratio)
@@ -102,7 +104,8 @@ def noisy(
 )
 @settings(max_examples=40, deadline=None)
 def test_gaussian_and_heavy_tailed_noise_is_never_accused(seed, kl, jumps, masked, newest) -> None:
-    """Also with tokens here and there that one engine finds impossible, as quantised rollouts have."""
+    """The dumps also have a few tokens that one engine finds impossible, as quantised rollouts
+    have."""
     g = torch.Generator().manual_seed(seed)
     old, rollout, mask = noisy(g, kl, jumps, masked)
     known = {"version": (torch.rand(MASK.shape, generator=g) < newest).long()}
@@ -115,7 +118,7 @@ def test_gaussian_and_heavy_tailed_noise_is_never_accused(seed, kl, jumps, maske
 
 
 @pytest.mark.slow
-def test_of_3000_noisy_dumps_of_short_rows_one_at_most_has_rows_that_do_not_follow() -> None:
+def test_at_most_one_of_3000_noisy_dumps_has_unrelated_rows() -> None:
     accused = []
     for seed in range(3000):
         g = torch.Generator().manual_seed(seed)
@@ -148,7 +151,8 @@ def test_one_token_shift(seed: int, by: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("temperature", [0.5, 0.7, 1.5])
 def test_temperature(seed: int, temperature: float) -> None:
-    """Sampled and reported at a temperature the trainer does not use; and the other way round."""
+    """The rollout samples and reports at a temperature that the trainer does not use; and the other
+    way round."""
     w = world(seed)
     tokens = w.sample(seed, temperature)
     sides = logp(w.logits, tokens), logp(w.logits_rollout, tokens, temperature)
@@ -166,7 +170,8 @@ def test_temperature(seed: int, temperature: float) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("top", [3, 8, 12])
 def test_support(seed: int, top: int) -> None:
-    """Top-k: reported as renormalised over the kept tokens; or (seen with the entropy) as if nothing had been cut."""
+    """The engine uses top-k, reported as renormalised over the kept tokens, or (seen with the
+    entropy) as if nothing had been cut."""
     w = world(seed)
     tokens = w.sample(seed, top=top)
     kept = w.logits_rollout.masked_fill(
@@ -181,7 +186,8 @@ def test_support(seed: int, top: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_token_left_by_top_p(seed: int) -> None:
-    """Its log-probability is truly 0: no missing value. Zeros that are filled in beside it are still named."""
+    """Its log-probability is truly 0, not a missing value. Zeros that are filled in beside it are
+    still named."""
     w = world(seed)
     p, order = w.logits_rollout.softmax(-1).sort(descending=True)
     p = p.masked_fill(p.cumsum(-1) - p >= 0.7, 0.0)
@@ -231,7 +237,8 @@ def test_fill() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_retokenised(seed: int) -> None:
-    """From the middle of half of the sequences on, the trainer scores other tokens than were sampled."""
+    """From the middle of half of the sequences on, the trainer scores other tokens than were
+    sampled."""
     w = world(seed)
     sampled = w.sample(seed)
     trained = sampled.clone()
@@ -283,7 +290,8 @@ def test_one_quiet_row_accuses_no_other(seed: int) -> None:
 @pytest.mark.parametrize("by", [0, 1, -1])
 @pytest.mark.parametrize("how", ["version", "previous", "fresh"])
 def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how: str) -> None:
-    """Weights the engine did not take, another temperature, and a shift of what the trainer wrote down."""
+    """The causes are weights that the engine did not take, another temperature, and a shift of the
+    trainer's record."""
     w = world(seed, noise=0.02)
     g = torch.Generator().manual_seed(seed)
     older = w.logits_rollout + 0.7 * torch.randn(w.logits.shape, generator=g)
@@ -322,10 +330,11 @@ def test_two_or_three_causes_at_once(seed: int, temperature: float, by: int, how
     drift=st.floats(0, 0.5),
 )
 @settings(max_examples=40, deadline=None)
-def test_everything_known_of_a_clean_run_accuses_it_of_nothing(
+def test_all_fields_of_a_clean_run_accuse_it_of_nothing(
     seed, noise, spread, masked, newest, drift
 ) -> None:
-    """Weight versions that made no difference, and a previous policy farther from the rollout than the present one."""
+    """The fields are weight versions without an effect, and a previous policy farther from the
+    rollout than the present one."""
     w = world(seed, noise, spread)
     g = torch.Generator().manual_seed(seed)
     tokens = w.sample(seed)

@@ -1,4 +1,4 @@
-"""Exporters on the peers' own objects: TRL trains live, verl's data container is filled; our numbers beside theirs."""
+"""Exporters on the peers' own objects: TRL trains live and verl's data container is filled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said(exported: Path) -> dict[str, Any]:
     return json.loads((exported / "peers.json").read_text())
 
 
-def test_trl_live_is_judged_clean_and_its_metrics_are_ours(exported, said) -> None:
+def test_trl_live_is_judged_clean(exported, said) -> None:
     found = audit(exported / "trl-1", {})
     assert found.verdict.action == "nothing"
     assert "entropy" in found.tally.columns
@@ -61,7 +61,7 @@ def test_trl_live_is_judged_clean_and_its_metrics_are_ours(exported, said) -> No
         assert total / count == pytest.approx(row["reward"], rel=1e-5)
 
 
-def test_a_temperature_the_engine_of_a_live_trl_run_does_not_tell_is_named(exported) -> None:
+def test_an_unreported_temperature_of_a_live_trl_run_is_named(exported) -> None:
     found = audit(exported / "trl-1.4", {})
     assert (found.verdict.action, found.verdict.causes) == ("bug", ("temperature",))
     assert "about 1.4" in found.verdict.basis[0]
@@ -90,7 +90,7 @@ def test_verl_container_and_its_metrics(exported, said) -> None:
 
 
 def test_verl_measures_ess_behind_its_truncation(exported, said) -> None:
-    """Its effective sample size is of the weights clamped to the threshold: the same batch looks better with a lower
-    one. Ours is of the ratio, whatever is done about it."""
+    """verl's effective sample size is that of the clamped weights: a lower threshold makes it look
+    better. Ours is that of the ratio, whatever the correction does."""
     found = audit(exported / "verl", {}).tally.steps[0].numbers()
     assert said["verl"]["rollout_corr/rollout_is_eff_sample_size 1.2"] > found["ess"] + 0.05

@@ -1,4 +1,5 @@
-"""These tests run in .venv-envs (`make test-envs`), with the packages whose environments they play."""
+"""Tests with the packages whose environments they play; they run in .venv-envs (`make
+test-envs`)."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,5 @@
-"""Short runs with R3 on the embedded engine, on environments of textarena and verifiers; resumed to the bit."""
+"""Short runs with R3 on the embedded engine, on environments of textarena and verifiers; resumed to
+the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A random MoE."""
+    """Return the folder of a random MoE."""
     torch.set_num_threads(1)
     config = PolicyConfig(hidden_size=32, layers=2, experts=8, top_k=2, max_len=1024)
     tokenizer = make_tokenizer("".join(sorted(PRINTABLE)))
@@ -41,7 +42,10 @@ def recipe_of(task, policy, path):
         out = "set by the test"
         steps = 2
         model = {{ path = "{policy}" }}
-        rollout = {{ prompts_per_step = 2, group_size = 2, sampling = {{ max_tokens = 8 }}, engine = {{ slots = 4 }} }}
+        rollout.prompts_per_step = 2
+        rollout.group_size = 2
+        rollout.sampling = {{ max_tokens = 8 }}
+        rollout.engine = {{ slots = 4 }}
         eval = {{ every = 2, problems = 2 }}
         train = {{ threads = 1 }}
         log = {{ counterfactual_every = 1, tensorboard = false, report = false }}

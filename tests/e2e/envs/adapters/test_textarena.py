@@ -15,7 +15,8 @@ from support.scripted_engine import play, tokenizer_of
 
 pytestmark = pytest.mark.envs
 USER = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>{% else %}<user>{% endif %}{{ m['content'] }}<eos>"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>{% else %}<user>{% endif "
+    "%}{{ m['content'] }}<eos>"
     "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
@@ -25,7 +26,7 @@ def environment(game="GuessTheNumber-v0", template=None, **settings):
 
 
 def number_of(env, problem):
-    """The secret of a game of GuessTheNumber."""
+    """Return the secret of a game of GuessTheNumber."""
     from onepolicy.envs.adapters.textarena import Match
 
     match = Match(env.config)
@@ -60,7 +61,7 @@ def test_a_game_is_won_and_every_token_is_as_sampled(template):
     assert "invalid move" in env.tokenizer.decode(script.prompts[2])
 
 
-def test_results_are_scaled_and_a_game_without_an_end_earns_nothing():
+def test_results_are_scaled_and_an_unfinished_game_earns_nothing():
     env = environment(returns=(0.5, 1.0))
     problem = env.train_problem(0)
     secret = number_of(env, problem)
@@ -84,8 +85,9 @@ def test_results_are_scaled_and_a_game_without_an_end_earns_nothing():
         ("Minesweeper-v0-small", ["[2 2]", "[0 0]", "x", "x"]),
     ],
 )
-def test_the_same_problem_is_the_same_game_whatever_draws_random_numbers_in_between(game, moves):
-    """Blackjack draws its cards and Minesweeper its mines in the middle of the game, from the process's numbers."""
+def test_the_same_problem_is_the_same_game(game, moves):
+    """Blackjack draws its cards and Minesweeper its mines in the middle of the game, from the
+    process's random numbers. Other draws in between change neither."""
     env = environment(game)
     games, outer = [], []
     for index in (0, 1, 0, 2, 3, 4):
@@ -99,7 +101,7 @@ def test_the_same_problem_is_the_same_game_whatever_draws_random_numbers_in_betw
     assert len(set(outer)) == 1  # the game took none of ours
 
 
-def test_a_stream_of_global_random_numbers_goes_on_where_it_was_left():
+def test_global_random_numbers_continue_after_a_game():
     one, other = GlobalRandom(3), GlobalRandom(3)
     with one.drawn():
         first = [random.random(), np.random.random()]

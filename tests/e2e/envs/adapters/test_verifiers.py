@@ -18,7 +18,8 @@ from support.scripted_engine import PRINTABLE, make_tokenizer, play, tokenizer_o
 pytestmark = pytest.mark.envs
 PACKAGES = ROOT / "tests" / "support" / "envs"
 CHAT = (
-    "{% for m in messages %}<{{ {'assistant': 'bot'}[m['role']] if m['role'] == 'assistant' else 'user' }}>"
+    "{% for m in messages %}<{{ {'assistant': "
+    "'bot'}[m['role']] if m['role'] == 'assistant' else 'user' }}>"
     "{% if m['role'] == 'system' %}# {% endif %}{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
@@ -33,7 +34,7 @@ def _plugins(monkeypatch):
 
 
 def environment(taskset, tokenizer=None, settings=None, **env):
-    """tokenizer: one, or a chat template for one."""
+    """Make an environment of verifiers. tokenizer: a tokenizer, or a chat template for one."""
     made = tokenizer_of(tokenizer) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
     return build(
         VerifiersTask(env={"taskset": taskset} | env, **settings or {}), made, max_len=4000
@@ -109,7 +110,7 @@ def test_turns_that_an_environment_drives(template):
     assert sample.reward == pytest.approx(1 / 3 + 0.1 * 2 + 0.25)
 
 
-def test_stops_and_limits_of_the_environment_are_its_ends_and_ours_earn_nothing():
+def test_only_the_environments_own_ends_are_rewarded():
     env = environment({"id": "doubling-v1"}, player={"max_turns": 2})
     problem = problem_of(env, "7")
     (sample,), _ = play(env, ["14", "16"], problem)
@@ -175,7 +176,7 @@ def test_what_cannot_be_played_is_refused():
             play(env, ["14", "16", "18"], problem_of(env, "7"))
 
 
-def test_one_task_in_four_is_held_out_and_finite_tasksets_reshuffle():
+def test_one_task_in_four_is_held_out():
     env = environment({"id": "sums-v1", "count": 40})
     held = {p.prompt for p in env.held_out(4)}
     with pytest.raises(
@@ -198,7 +199,8 @@ def test_one_task_in_four_is_held_out_and_finite_tasksets_reshuffle():
 
 @pytest.fixture
 def words(tmp_path, monkeypatch):
-    """A corpus in nltk's layout, so that nothing is downloaded: six nouns, and a tagger that knows them."""
+    """Provide a corpus in nltk's layout, so that nothing is downloaded: six nouns, and a tagger
+    that knows them."""
     nouns = ["apple", "bread", "chair", "house", "river", "stone", "table", "test"]
     for name in ("en", "en-basic"):
         path = tmp_path / "corpora" / "words" / name
@@ -225,7 +227,8 @@ def words(tmp_path, monkeypatch):
 
 
 def test_verifiers_own_textarena_taskset(words):
-    """Wordle: the environment seeds the game, our engine's turns are its moves, its result the reward."""
+    """Wordle: the environment seeds the game, our engine's turns are its moves, its result is the
+    reward."""
     with pytest.raises(
         UsageError, match="the tokenizer does not know all of"
     ):  # a dash of the system prompt

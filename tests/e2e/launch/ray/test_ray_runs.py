@@ -1,7 +1,7 @@
-"""Whole runs under Ray: what equals the local loop, and what becomes of a run when its processes are killed.
+"""Whole runs under Ray: those that equal the local loop, and those whose processes are killed.
 
-On-policy numerics makes a completion independent of what else is in the batch, so there every run equals the local one
-to the bit: with several replicas, and after a kill that had requests repeated.
+With on-policy numerics a completion does not depend on the rest of the batch. Every such run equals
+the local one to the bit, also with several replicas and after a kill that repeats requests.
 """
 
 import json
@@ -42,7 +42,7 @@ def two_nodes():
 
 @pytest.fixture(scope="module")
 def exact(recipe, tmp_path_factory):
-    """The local run with on-policy numerics."""
+    """Run the recipe locally with on-policy numerics."""
     out = tmp_path_factory.mktemp("exact") / "local"
     assert main(["train", str(recipe), f"out={out}", *OVERRIDES, *EXACT]) == 0
     return out
@@ -75,7 +75,7 @@ def problems(run):
 
 
 def of_quant(run):
-    """What run.json says of quantised weights."""
+    """Return the entry of run.json on quantised weights."""
     return json.loads((run / "run.json").read_text()).get("quant")
 
 
@@ -89,7 +89,7 @@ def without_faults(row):
 
 @pytest.mark.parametrize("quant", ["off", "int8"])
 def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path):
-    """By the command line: a Ray of this machine only, which keeps its own words to itself."""
+    """The command line starts a Ray of this machine only and prints nothing of it."""
     settings = [*OVERRIDES, f"rollout.quant={quant}"]
     local, out = train("local", *settings), tmp_path / "ray"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -109,9 +109,7 @@ def test_one_replica_is_the_local_loop_to_the_bit(quant, train, recipe, tmp_path
     assert ("bytes in the engine" in done.stdout) == (quant == "int8") == bool(of_quant(out))
 
 
-def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(
-    train, two_nodes, processes, exact
-):
+def test_two_replicas_on_two_nodes_are_the_local_loop(train, two_nodes, processes, exact):
     out = train(
         "ray",
         *OVERRIDES,
@@ -127,7 +125,8 @@ def test_two_replicas_on_two_nodes_are_the_local_loop_under_on_policy_numerics(
 
 
 def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
-    """Which requests meet in a batch decides last bits; problems, seeds and statistics are the same."""
+    """Requests that meet in a batch decide last bits. Problems, seeds and statistics are the
+    same."""
     local = train("local", *OVERRIDES, "train.ranks=2", "optim.lr=1e-5")
     ranks = [
         "train.ranks=2",
@@ -146,8 +145,8 @@ def test_replicas_and_ranks_on_two_nodes(train, two_nodes, processes):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
-    """No token is older than allowed, also of requests that a killed replica has to be asked again; every step has its
-    problems once."""
+    """No token is older than allowed, also in requests that are repeated after a replica was
+    killed. Every step has its problems once."""
     done = kill_in_the_middle(monkeypatch, processes, "replica 0", version=2) if killed else []
     settings = ["steps=6", "rollout.max_staleness=2", "eval.every=3", "train.device=cpu"]
     out = train("ray", *settings, *RAY, "cluster.replicas=2")
@@ -167,7 +166,8 @@ def test_sampling_ahead_on_two_replicas(killed, train, processes, monkeypatch):
 
 
 def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monkeypatch, caplog):
-    """It comes back with the weights of then, its requests are repeated, and the run is what it would have been."""
+    """The replica comes back with the current weights, its requests are repeated, and the run
+    equals an undisturbed one."""
     killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
     with caplog.at_level(logging.WARNING):
         out = train("ray", *OVERRIDES, *EXACT, *RAY, "cluster.replicas=2")
@@ -178,8 +178,9 @@ def test_a_replica_killed_in_the_middle_of_a_batch(train, processes, exact, monk
     print(re.search(r"replica 0 is back after .*", caplog.text)[0])
 
 
-def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monkeypatch, caplog):
-    """The broadcast ends for all: the others are sent the weights alone, and it when it is back."""
+def test_a_replica_killed_during_a_weight_sync(train, processes, exact, monkeypatch, caplog):
+    """The broadcast ends for all replicas. The others are sent the weights alone, and the killed
+    one gets them when it is back."""
     send, killed = Sender._send_bucket, []
 
     def kill_and_send(sender, number, bucket, version):
@@ -198,7 +199,7 @@ def test_a_replica_killed_while_it_is_sent_weights(train, processes, exact, monk
     assert caplog.text.count("is sent the weights once more, alone") == 2
 
 
-def test_the_others_take_over_when_restarts_are_used_up(
+def test_other_replicas_take_over_without_restarts_left(
     train, processes, exact, monkeypatch, caplog
 ):
     killed = kill_in_the_middle(monkeypatch, processes, "replica 0", version=1)
@@ -209,7 +210,7 @@ def test_the_others_take_over_when_restarts_are_used_up(
     assert "1 replicas are left" in caplog.text
 
 
-def test_the_last_replica_lost_ends_the_run_and_it_resumes(
+def test_losing_the_last_replica_ends_the_run_and_it_resumes(
     recipe, processes, exact, monkeypatch, tmp_path, capsys
 ):
     out = tmp_path / "ray"
@@ -223,10 +224,11 @@ def test_the_last_replica_lost_ends_the_run_and_it_resumes(
     assert_same_run(out, exact)
 
 
-def test_a_node_that_goes_takes_its_replica_along(
+def test_a_removed_node_takes_its_replica_along(
     train, two_nodes, processes, exact, monkeypatch, caplog
 ):
-    """No other node has room for it, so it is lost after cluster.restart_timeout; the other replica goes on."""
+    """No other node has resources for the replica, so it is lost after cluster.restart_timeout. The
+    other replica continues."""
     (other,) = two_nodes.worker_nodes
     send, done = RemoteEngine._submit_unsent, []
 

@@ -1,5 +1,5 @@
-"""vLLM in the replicas of Ray: every token is sampled from the learner's weights, and after the last sync each replica
-answers as an engine that has just loaded the checkpoint."""
+"""vLLM in the replicas of Ray: every token is sampled from the learner's weights. After the last
+sync each replica answers as an engine that has just loaded the checkpoint."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ PROMPTS = torch.randint(2, 20, (4, 24), generator=torch.Generator().manual_seed(
 
 
 async def answers_of(engine):
-    """One prompt at a time, nothing cached."""
+    """Ask one prompt at a time, with nothing cached."""
     await engine.reset_cache()
     return [
         await engine.generate(prompt, Sampling(1.0, 12), seed=i) for i, prompt in enumerate(PROMPTS)
@@ -38,7 +38,7 @@ async def answers_of(engine):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Version -> replica's name -> what it answered once it had the weights."""
+    """Collect version -> replica's name -> its answers once it had the weights."""
     found, load = {}, Replicas.load_weights
 
     async def load_and_ask(self, weights, version):

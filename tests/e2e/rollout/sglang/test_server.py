@@ -1,4 +1,5 @@
-"""SGLang 0.5.23 itself on this CPU behind the RolloutEngine protocol: one server for all. `make test-sglang`."""
+"""SGLang 0.5.23 itself on this CPU behind the RolloutEngine protocol: one server for all tests.
+`make test-sglang`."""
 
 import asyncio
 import json
@@ -36,7 +37,7 @@ SIZE = PolicyConfig(hidden_size=64, layers=3, experts=16, top_k=4, max_len=512)
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Two random policies of one shape, sharp enough for their tokens to differ."""
+    """Make two random policies of one shape, sharp enough for their tokens to differ."""
     made, tokenizer = [], make_tokenizer(alphabet(SIZE.task))
     for seed in (0, 1):
         settings = SIZE.model_copy(update={"seed": seed})
@@ -62,7 +63,7 @@ def server(folders, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh(server, folders):
-    """Checksums of the weights the server was started with, and greedy log-probabilities under them."""
+    """Return checksums of the server's initial weights, and greedy log-probabilities under them."""
     engine = open_engine(server, folders[0])
     assert engine.holds(str(folders[0]))
     asyncio.run(adopt(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
@@ -71,7 +72,7 @@ def fresh(server, folders):
 
 @pytest.fixture
 def engine(fresh, server, folders):
-    """Holds the first policy, nothing cached."""
+    """Return the engine with the first policy and nothing cached."""
     found = open_engine(server, folders[0])
     asyncio.run(found.load_folder(None, 0))
     return found
@@ -155,7 +156,8 @@ class Learner:
 
 @pytest.mark.parametrize("way", ["gloo", "disk"])
 def test_updated_server_equals_one_that_loaded_the_checkpoint(fresh, server, folders, models, way):
-    """To the bit: checksums of all tensors and log-probabilities, with those at its start and after its own load."""
+    """Checksums of all tensors and log-probabilities equal those at the server's start and after
+    its own load, to the bit."""
     engine = open_engine(server, folders[0], sync=way)
     asyncio.run(engine.load_folder(str(folders[1]), 0))
     expected = checksums(server), greedy(engine)
@@ -175,7 +177,7 @@ def test_updated_server_equals_one_that_loaded_the_checkpoint(fresh, server, fol
 
 @pytest.fixture
 def slow(server):
-    """Requests of 300 tokens take 6 s at least."""
+    """Make requests of 300 tokens, which take at least 6 s."""
     httpx2.post(f"{server}/slow_down", json={"forward_sleep_time": 0.02})
     yield
     httpx2.post(f"{server}/slow_down", json={"forward_sleep_time": None})
@@ -249,8 +251,9 @@ def recipe(folder, server, out):
     return str(path)
 
 
-def test_training_on_its_rollouts_with_their_routes_replayed(fresh, server, folders, tmp_path):
-    """The sync check, R3, the detector, an evaluation, a checkpoint; then a resumed run on the same server."""
+def test_training_on_rollouts_with_replayed_routes(fresh, server, folders, tmp_path):
+    """The run includes the sync check, R3, the detector, an evaluation and a checkpoint. A resumed
+    run uses the same server."""
     assert main(["train", recipe(folders[0], server, tmp_path)]) == 0
     assert main(["train", "--resume", str(tmp_path / "run"), "steps=4"]) == 0
     rows = [
@@ -269,8 +272,9 @@ def test_engine_check_passes(fresh, server, folders, tmp_path, capsys):
     )
 
 
-def test_dense_layers_are_dropped_and_other_families_are_synced(tmp_path):
-    """GLM-4 MoE: its first layer is dense, its router a sigmoid with a bias, its fused experts have other names."""
+def test_a_family_with_dense_layers_and_other_names_is_synced(tmp_path):
+    """GLM-4 MoE has a dense first layer, a sigmoid router with a bias, and other names for its
+    fused experts."""
     model = make_glm()
     model.save_pretrained(tmp_path)
     make_tokenizer(alphabet(SIZE.task)).save_pretrained(tmp_path)

@@ -1,8 +1,10 @@
-"""SGLang on real hardware, by hand: start a server as docs/engines.md says, then
+"""SGLang on real hardware, by hand: start a server as docs/engines.md shows, then
 
-ONEPOLICY_SGLANG_URL=http://127.0.0.1:30000 ONEPOLICY_SGLANG_MODEL=FOLDER pytest -m gpu tests/e2e/rollout/sglang/test_server_gpu.py
+    export ONEPOLICY_SGLANG_URL=http://127.0.0.1:30000 ONEPOLICY_SGLANG_MODEL=FOLDER
+    pytest -m gpu tests/e2e/rollout/sglang/test_server_gpu.py
 
-FOLDER: the MoE model the server was started with, small enough for the trainer's GPU, which is not the server's.
+FOLDER is the MoE model that the server was started with. It fits on the trainer's GPU, which is not
+the server's.
 """
 
 import asyncio
@@ -55,7 +57,8 @@ def test_its_own_weights_move_no_log_probability(way):
 
 
 def test_seeds_of_a_deterministic_server():
-    """Started with --enable-deterministic-inference: the same seed draws the same tokens, another seed others."""
+    """With --enable-deterministic-inference the same seed draws the same tokens, and another seed
+    draws others."""
     engine = open_engine()
     assert engine.caps.seeded, "start the server with --enable-deterministic-inference"
     first, again, other = (

@@ -12,7 +12,7 @@ from support.vllm_engines import ServerProcess, make_checkpoints, open_engine
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Two checkpoints of one random MoE."""
+    """Make two checkpoints of one random MoE."""
     return make_checkpoints(tmp_path_factory.mktemp("models"))
 
 
@@ -32,7 +32,7 @@ def shared(folders):
 
 @pytest.fixture(scope="session")
 def fresh(folders):
-    """Engines that loaded the first and the second checkpoint at their start and never others."""
+    """Start engines that loaded the first and the second checkpoint and never others."""
     return [open_engine(folder) for folder in folders]
 
 
@@ -47,6 +47,6 @@ def server(folders, tmp_path_factory):
 
 @pytest.fixture
 def engine(shared, models):
-    """The session's engine, holding the first checkpoint and nothing cached."""
+    """Return the session's engine with the first checkpoint and nothing cached."""
     asyncio.run(shared.load_weights(models[0].state_dict().items(), 0))
     return shared

@@ -1,4 +1,5 @@
-"""A vLLM server samples while the learner learns: which weights sampled which token, and that it is true."""
+"""A vLLM server samples while the learner learns. Every token was sampled by the weights of its
+version."""
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ STEPS = 6
 
 @pytest.fixture
 def learned(monkeypatch):
-    """step -> (weights it began with, groups it was given), of a run that is then made."""
+    """Collect step -> (its initial weights, its groups) of a run that the test makes."""
     taken, original = {}, async_rollouts.learn
 
     def learn(parts, step, rollouts, clock, **more):
@@ -30,7 +31,7 @@ def learned(monkeypatch):
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 @pytest.mark.parametrize("most", [1, 2])
-def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(
+def test_every_token_has_its_version_and_none_is_too_old(
     server, folders, tmp_path, learned, most, sync
 ):
     settings = [
@@ -39,7 +40,8 @@ def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(
         f"steps={STEPS}",
         "eval.every=3",
     ]
-    # two requests at a time: sampling takes several times as long as learning, so that updates find some in the middle
+    # two requests at a time: sampling takes several times as long as learning, so that updates find
+    # some in the middle
     settings += [
         "rollout.sampling.max_tokens=60",
         "rollout.engine.slots=2",
@@ -77,8 +79,8 @@ def test_every_token_is_of_the_weights_it_says_and_none_is_too_old(
 
 
 def check_sample(model, weights, sample):
-    """Tokens and routes against one forward of the whole path with each of the weights that had a part in it. Returns
-    the share of rows with the same experts."""
+    """Compare tokens and routes with one forward of the whole path for each version of the weights
+    in it. Return the share of rows with the same experts."""
     first, rest = sample.tokens[:1].tolist(), sample.tokens[1:]
     assert len(sample.routing) == len(rest)
     assert sample.routing.valid.all()

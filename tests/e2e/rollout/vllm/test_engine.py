@@ -36,7 +36,8 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_logp_and_routes_are_those_of_the_tokens(engine, models, temperature):
-    """float32 on both sides: log-probabilities of the tempered distribution, routes row for row, layer for layer."""
+    """In float32 on both sides, log-probabilities are those of the tempered distribution, and
+    routes agree row for row and layer for layer."""
     requests = ragged(prompts(8), temperature)
     agreeing = []
     for (prompt, sampling, _), done in zip(requests, play(engine, requests), strict=True):
@@ -100,7 +101,7 @@ def test_narrowed_sampling_returns_the_narrowed_logp(engine, models):
     assert (nucleus.logp == 0).all()
 
 
-def test_greedy_takes_the_likeliest_token_and_its_untempered_logp(engine, models):
+def test_greedy_takes_the_likeliest_token(engine, models):
     prompt = prompts(1)[0]
     (done,) = play(engine, [(prompt, Sampling(0.0, 20), 0)])
     logits, _ = stock(models[0], prompt, done.token_ids)
@@ -122,7 +123,8 @@ def test_tokens_follow_from_the_seed_alone(engine):
 
 
 def test_more_prompt_tokens_than_one_step_takes(engine):
-    """vLLM 0.30.0 cannot split a seeded prompt over two steps on the CPU ("CPU Generator does not use offset")."""
+    """vLLM 0.30.0 cannot split a seeded prompt over two steps on the CPU ("CPU Generator does not
+    use offset")."""
     budget = engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
     paths = [[2 + i % 30, *prompts(1, seed=i)[0], *[3] * 60] for i in range(64)]
     assert sum(map(len, paths)) > budget
@@ -141,7 +143,8 @@ def test_stop_token_ends_and_is_kept(engine):
 
 
 def test_prefix_cache_keeps_routes_until_the_weights_change(engine, models):
-    """A prompt longer than a block, twice: the second reads keys and routes of the first, and says so."""
+    """The second of two prompts longer than a block reads keys and routes of the first, and its
+    spans show it."""
     prompt = prompts(1)[0] * 40
     request = (prompt[: 2 * BLOCK + 5], Sampling(1.0, 10), 0)
     ((first,), (again,)) = play(engine, [request]), play(engine, [request])
@@ -172,7 +175,7 @@ def test_warm_up_finds_routes_that_are_all_zeros(engine):
 
 
 def test_kernels_say_whether_they_are_monolithic(engine):
-    """What rollout/vllm/start.py asks of every MoE layer."""
+    """rollout/vllm/start.py asks this of every MoE layer."""
     methods = [
         getattr(module, "quant_method", None)
         for module in engine.llm.apply_model(lambda m: m)[0].modules()
@@ -191,17 +194,15 @@ def test_threads_are_still_torchs(engine):
     torch.set_num_threads(1)
 
 
-def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(engine, models, fresh):
-    """Also where the one before left packed experts and cached prefixes."""
+def test_after_every_sync_it_equals_a_fresh_engine(engine, models, fresh):
+    """This holds also where the version before left packed experts and cached prefixes."""
     requests = cached_requests()
     for version, index in enumerate((1, 1, 0, 1), start=1):
         asyncio.run(engine.load_weights(models[index].state_dict().items(), version))
         followed(engine, fresh, index, version, requests)
 
 
-def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(
-    engine, models, monkeypatch
-):
+def test_the_check_of_the_first_sync_catches_vllms_own_reload(engine, models, monkeypatch):
     asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
     monkeypatch.setattr(vllm_weights, "pack_experts", lambda model: None)
     with pytest.raises(
@@ -210,10 +211,8 @@ def test_check_of_the_first_sync_passes_and_catches_the_unmended_reload(
         asyncio.run(checked_push(FakeLearner(models[0]), engine, vocab=VOCAB))
 
 
-def test_after_an_update_that_broke_off_it_answers_nothing_until_a_complete_set_came(
-    engine, models, fresh
-):
-    """vLLM keeps the tensors of a reload that broke off and counts them as the next one's."""
+def test_after_a_failed_update_it_answers_nothing_until_a_complete_one(engine, models, fresh):
+    """vLLM keeps the tensors of a reload that failed and counts them towards the next reload."""
     weights = dict(models[0].state_dict())
     names = list(weights)
     for left in (0, 1, len(names) // 2, len(names) - 1):
@@ -259,8 +258,9 @@ def test_requests_vllm_would_change_are_refused(engine, prompt, sampling, messag
         play(engine, [(prompt, sampling, 0)])
 
 
-def test_a_run_trains_on_vllm_rollouts_with_their_routes_replayed(tmp_path):
-    """Two steps of an untrained policy: the sync check, R3, the detector, an evaluation and a checkpoint."""
+def test_a_run_trains_with_replayed_routes(tmp_path):
+    """Two steps of an untrained policy include the sync check, R3, the detector, an evaluation and
+    a checkpoint."""
     size = {"hidden_size": 64, "layers": 3, "experts": 16, "top_k": 4, "max_len": 128}
     settings = PolicyConfig(**size)
     tokenizer = make_tokenizer(alphabet(settings.task))

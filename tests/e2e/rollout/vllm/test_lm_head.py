@@ -1,4 +1,5 @@
-"""`rollout.engine.lm_head = float32` in vLLM: it takes effect, brings it nearer to the trainer, and outlives a sync."""
+"""`rollout.engine.lm_head = float32` in vLLM: it takes effect, brings vLLM nearer to the trainer,
+and stays after a sync."""
 
 import asyncio
 
@@ -24,7 +25,8 @@ SIZE = {
 
 
 def test_float32_head_comes_nearer_to_the_trainer(tmp_path, caplog):
-    """One dense layer, weights that bfloat16 holds, logits of several nats: what is rounded is the logits."""
+    """The model has one dense layer, weights that bfloat16 represents, and logits of several nats,
+    so only the logits are rounded."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SIZE,

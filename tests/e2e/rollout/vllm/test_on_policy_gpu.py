@@ -1,6 +1,7 @@
 """vLLM's own batch-invariant mode on a GPU, by hand:
 
-ONEPOLICY_MODEL=FOLDER VLLM_BATCH_INVARIANT=1 pytest -m gpu tests/e2e/rollout/vllm/test_on_policy_gpu.py
+    export ONEPOLICY_MODEL=FOLDER VLLM_BATCH_INVARIANT=1
+    pytest -m gpu tests/e2e/rollout/vllm/test_on_policy_gpu.py
 
 FOLDER: a MoE model with its tokenizer, small enough for trainer and engine on one device.
 """
@@ -21,8 +22,9 @@ from onepolicy.train.rescore import mismatch_of
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
-def test_vllm_repeats_itself_to_the_bit_and_is_near_the_trainer(capsys):
-    """Together or one at a time: no log-probability moves. The trainer runs other kernels, so there a gap is left."""
+def test_vllm_repeats_itself_to_the_bit(capsys):
+    """Requests together and one at a time have the same log-probabilities. The trainer runs other
+    kernels, so a small gap to it is left."""
     assert os.environ.get("VLLM_BATCH_INVARIANT") == "1", (
         "set VLLM_BATCH_INVARIANT=1 before vLLM is imported"
     )

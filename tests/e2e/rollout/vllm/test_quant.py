@@ -1,5 +1,6 @@
-"""vLLM's own quantisation, without its kernels: on the CPU it has none that make or multiply these codes, so torch
-does both here. What is tested is the rest: vLLM's arguments, which layers it quantises, and its reload at a sync."""
+"""vLLM's own quantisation, without its kernels: on the CPU it has no kernels that make or multiply
+these codes, so torch does both here. The tests cover the rest: vLLM's arguments, the layers it
+quantises, and its reload at a sync."""
 
 import asyncio
 
@@ -26,7 +27,7 @@ def scaled_fp8_quant(x, scale=None, use_per_token_if_dynamic=False, **_):
 
 
 def experts_in_torch(method, layer, x, topk_weights, topk_ids, **shared):
-    """The layer's codes, dequantised; fp8 activations a token at a time."""
+    """Compute the layer from its dequantised codes, with fp8 activations per token."""
 
     def dequantised(name):
         codes, scale = (
@@ -87,7 +88,8 @@ def learners(folders):
 
 
 def int8_in_bfloat16(weight):
-    """As vLLM 0.30.0 makes them: scale and quotient rounded to the dtype of the weight [E, out, in]."""
+    """Quantise as vLLM 0.30.0 does: scale and quotient are rounded to the dtype of the weight [E,
+    out, in]."""
     scale = weight.abs().amax(-1, keepdim=True) / 127
     return (weight / scale).round().clamp(-127, 127)
 
@@ -118,7 +120,8 @@ def test_experts_are_in_codes_and_routers_are_not(quantised):
 
 
 def test_a_sync_quantises_again(quantised, learners):
-    """Its codes are those of the tensors given, and going back to the first ones moves no bit."""
+    """The codes are those of the synced tensors. A sync back to the first tensors restores every
+    bit."""
     quant, engine, _ = quantised
     asyncio.run(checked_push(learners[0], engine, vocab=VOCAB))
     before = asyncio.run(probe(engine, VOCAB))

@@ -1,6 +1,7 @@
 """vLLM's quantisation with its own kernels, on a GPU, by hand:
 
-ONEPOLICY_MODEL=FOLDER pytest -m gpu tests/e2e/rollout/vllm/test_quant_gpu.py
+    export ONEPOLICY_MODEL=FOLDER
+    pytest -m gpu tests/e2e/rollout/vllm/test_quant_gpu.py
 
 FOLDER: a MoE model with its tokenizer, small enough for trainer and engine on one device.
 """
@@ -20,8 +21,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("quant", ["fp8", "int8"])
-def test_it_keeps_the_contract_and_a_sync_moves_nothing(quant, capsys):
-    """Experts in codes, routes of its own tokens, and weights that are quantised again at every sync."""
+def test_a_quantised_engine_and_its_sync(quant, capsys):
+    """Experts are codes, routes belong to the engine's own tokens, and every sync quantises the
+    weights again."""
     model = {"path": os.environ["ONEPOLICY_MODEL"], "dtype": "bfloat16"}
     rollout = {"engine": {"kind": "vllm", "dtype": "bfloat16"}, "quant": quant}
     config = measure_config(

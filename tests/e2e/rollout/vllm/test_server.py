@@ -1,4 +1,5 @@
-"""A real vLLM server behind the RolloutEngine protocol, started once per session by `onepolicy engine serve`."""
+"""A real vLLM server behind the RolloutEngine protocol, started once per session by `onepolicy
+engine serve`."""
 
 import asyncio
 import json
@@ -51,8 +52,9 @@ def remote(server, folders):
     return connect(server, folders[0])
 
 
-def test_served_at_its_start_as_in_this_process(remote, engine):
-    """Tokens, log-probabilities, likeliest tokens, routes and their sources; also a prefix that is cached."""
+def test_a_fresh_server_answers_as_the_engine_in_this_process(remote, engine):
+    """Equal are tokens, log-probabilities, likeliest tokens, routes and their sources, also for a
+    cached prefix."""
     requests = [(p, Sampling(0.7, 12, top_logprobs=3), i) for i, p in enumerate(prompts(3))]
     requests += [(prompts(1)[0], Sampling(1.0, 4, top_logprobs=VOCAB), 7)]
     requests += [
@@ -74,7 +76,7 @@ def test_served_at_its_start_as_in_this_process(remote, engine):
     assert len(ours.routing) == 6
 
 
-def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
+def test_probabilities_and_routes_belong_to_their_tokens(remote, models):
     requests = ragged(prompts(8), 0.5)
     agreeing = []
     for (prompt, sampling, _), done in zip(requests, play(remote, requests), strict=True):
@@ -90,10 +92,8 @@ def test_a_batch_has_the_probabilities_and_routes_of_its_tokens(remote, models):
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
-def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(
-    server, folders, models, fresh, sync
-):
-    """Also where the one before left packed experts and cached prefixes."""
+def test_after_every_sync_it_equals_a_fresh_engine(server, folders, models, fresh, sync):
+    """This holds also where the version before left packed experts and cached prefixes."""
     remote, requests = connect(server, folders[0], sync=sync), cached_requests()
     for version, index in enumerate((1, 1, 0, 1), start=1):
         asyncio.run(remote.load_weights(models[index].state_dict().items(), version))
@@ -101,7 +101,8 @@ def test_after_every_sync_it_equals_a_fresh_engine_of_the_saved_checkpoint(
 
 
 class FlipsAByte:
-    """Of the fourth bucket, after its checksum was computed: some layers are loaded before it."""
+    """A sender that flips a byte of the fourth bucket after its checksum was computed. Some layers
+    are loaded before it."""
 
     def __init__(self, original):
         self.original, self.buckets = original, 0
@@ -120,7 +121,7 @@ class SendsAnOldVersion(Sender):
 
 
 def rewritten(change, original=served.written):
-    """`change` is made to the files of a step before the server reads them."""
+    """Apply `change` to the files of a step before the server reads them."""
 
     def written(*args):
         folder, sums = original(*args)
@@ -170,10 +171,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_altered_on_its_way_is_never_sampled_from(
-    server, folders, models, fresh, monkeypatch, fault
-):
-    """An error at the driver that says what; nothing is answered until a complete set came."""
+def test_altered_weights_are_never_sampled_from(server, folders, models, fresh, monkeypatch, fault):
+    """The driver gets an error with the reason. The server answers nothing until a complete set
+    arrives."""
     sync, where, name, planted, problem = FAULTS[fault]
     remote = connect(server, folders[0], sync=sync)
     monkeypatch.setattr(module, "BUCKET_BYTES", 2**15)
@@ -193,8 +193,9 @@ def test_what_is_altered_on_its_way_is_never_sampled_from(
     followed(remote, fresh, 1, 6, ragged(prompts(3)))
 
 
-def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, folders, models):
-    """Which packs no experts: also in a server that an earlier run has left with other weights."""
+def test_the_check_of_the_first_sync_catches_vllms_own_reload(server, folders, models):
+    """vLLM's own reload packs no experts. The check finds it also in a server that an earlier run
+    left with other weights."""
     remote = connect(server, folders[0], sync="disk")
     asyncio.run(checked_push(FakeLearner(models[0]), remote, vocab=VOCAB))
     mended = remote.call_workers
@@ -214,8 +215,9 @@ def test_check_of_the_first_sync_passes_and_catches_vllms_own_reload(server, fol
         asyncio.run(remote.load_weights(models[0].state_dict().items(), 1))
 
 
-def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, models):
-    """However slow this process is: an update before which the server has ended all requests is made again."""
+def test_interrupted_requests_resume_under_new_weights(server, folders, models):
+    """On a slow machine the server may end all requests before the update. The test then repeats
+    the update."""
     remote = connect(server, folders[0])
     spanning = attempt = 0
     while not spanning and attempt < ATTEMPTS:
@@ -228,11 +230,12 @@ def test_aborted_in_the_middle_and_resumed_under_new_weights(server, folders, mo
 
 
 async def interrupted(remote, paths, model, version):
-    """What requests return, new ones of which come all the time, while the server is given these weights."""
+    """Send the server these weights while requests keep coming, and return the completions."""
     updated, running = asyncio.Event(), asyncio.Event()
 
     async def busy(i):
-        """Requests one after the other, of another length than the neighbours', until the weights have changed."""
+        """Send one request after the other until the weights have changed. Its length differs from
+        its neighbours'."""
         while True:
             done = await remote.generate(paths[i], Sampling(1.0, 45 + i), seed=i)
             if updated.is_set():
@@ -249,7 +252,8 @@ async def interrupted(remote, paths, model, version):
 
 
 def check_interrupted(remote, models, before, after):
-    """How many requests were sampled by the weights of both versions. Every token must be of its own weights."""
+    """Check that every token belongs to its weights, and return how many requests were sampled by
+    both versions."""
     paths = prompts(24)
     spanning = 0
     for prompt, done in zip(
@@ -316,10 +320,9 @@ def test_servers_of_other_models_and_dtypes_are_refused(server, folders, tmp_pat
         )
 
 
-def test_what_would_end_the_engine_is_refused_and_the_server_lives(
-    server, folders, models, fresh, tmp_path
-):
-    """A token id of no token; a checkpoint that breaks off in the middle of a load, and requests after it."""
+def test_fatal_requests_are_refused_and_the_server_lives(server, folders, models, fresh, tmp_path):
+    """One request has an invalid token id, one follows a checkpoint that fails in the middle of a
+    load."""
     remote = connect(server, folders[0])
     with pytest.raises(UsageError, match=r"expected at least one token id in 0\.\.31"):
         play(remote, [([10**6], Sampling(1.0, 4), 0)])
@@ -344,7 +347,7 @@ def test_what_would_end_the_engine_is_refused_and_the_server_lives(
 
 
 def below(pid):
-    """Its processes, a parent before its children."""
+    """Return the process's descendants, each parent before its children."""
     found = [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -381,8 +384,9 @@ def check_steps(tmp_path, count):
         assert row["rollout/requests_retried"] == row["rollout/requests_dropped"] == 0
 
 
-def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path):
-    """Two runs on one server, which still has the weights of the first when the second resumes from its checkpoint."""
+def test_two_runs_train_on_one_server(server, folders, tmp_path):
+    """The server still has the weights of the first run when the second resumes from its
+    checkpoint."""
     assert main(["train", str(recipe(tmp_path, folders[0], server))]) == 0
     check_steps(tmp_path, 2)
     assert main(["train", "--resume", str(tmp_path / "run"), "steps=3"]) == 0
@@ -390,8 +394,9 @@ def test_a_run_trains_on_a_server_and_goes_on_after_it(server, folders, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkeypatch):
-    """Killed in the middle of a batch: one error; the run resumes on a new server. Both want a token."""
+def test_a_run_resumes_after_the_death_of_its_server(folders, tmp_path, capfd, monkeypatch):
+    """A kill in the middle of a batch gives one error, and the run resumes on a new server. Both
+    servers require a token."""
     monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
     server = ServerProcess(
         folders[0], tmp_path / "log", token_env="ENGINE_TOKEN"
@@ -402,7 +407,10 @@ def test_a_run_survives_the_death_of_its_server(folders, tmp_path, capfd, monkey
         remote = connect(server, folders[0], retries=1, token_env="ENGINE_TOKEN")
         assert (
             main(
-                ["train", str(recipe(tmp_path, folders[0], server, ', token_env = "ENGINE_TOKEN"'))]
+                [
+                    "train",
+                    str(recipe(tmp_path, folders[0], server, 'engine.token_env = "ENGINE_TOKEN"')),
+                ]
             )
             == 0
         )

@@ -1,7 +1,12 @@
-"""Weights to a vLLM server on another GPU than the trainer's, by hand:
+"""Weights to a vLLM server on another GPU than the trainer's, by hand. On GPU 1, as docs/engines.md
+shows:
 
-onepolicy engine serve FOLDER --port 8000        # on GPU 1, as docs/engines.md says; then, with GPU 0 visible:
-ONEPOLICY_VLLM_URL=http://127.0.0.1:8000 ONEPOLICY_MODEL=FOLDER pytest -m gpu tests/e2e/rollout/vllm/test_sync_gpu.py
+    onepolicy engine serve FOLDER --port 8000
+
+Then, with GPU 0 visible:
+
+    export ONEPOLICY_VLLM_URL=http://127.0.0.1:8000 ONEPOLICY_MODEL=FOLDER
+    pytest -m gpu tests/e2e/rollout/vllm/test_sync_gpu.py
 
 FOLDER: a MoE model with its tokenizer.
 """
@@ -23,7 +28,7 @@ CUDA = torch.device("cuda")
 
 
 def answers_of(way, weights, version):
-    """Greedy log-probabilities after these weights were sent in this way."""
+    """Return greedy log-probabilities after a sync of these weights in this way."""
     config = VLLMServerConfig(url=os.environ["ONEPOLICY_VLLM_URL"], sync=way)
     model = ModelConfig(path=os.environ["ONEPOLICY_MODEL"])
     engine = build_engine(EngineSpec(model, config, CUDA, 64))

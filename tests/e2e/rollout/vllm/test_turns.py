@@ -1,4 +1,5 @@
-"""Episodes of several turns on vLLM, its prefix cache on: what travels, and that it is what a plain forward routes."""
+"""Episodes of several turns on vLLM with its prefix cache on: the rows that travel, against a plain
+forward."""
 
 import asyncio
 import random
@@ -38,7 +39,7 @@ def played(engine):
     return asyncio.run(together())
 
 
-def test_every_row_travels_once_and_the_boundary_token_with_the_next_turn(played):
+def test_every_row_travels_once(played):
     for path, done in played:
         trace = path.sample(reward=0.0, temperature=1.0).routing
         assert len(trace) == LENGTH - 1
@@ -71,7 +72,8 @@ def test_rows_and_log_probabilities_are_those_of_one_forward(played, models):
 
 
 def test_the_prefix_cache_held_those_rows(played, engine):
-    """Each path once more, all its rows asked for: those of whole blocks come from the cache, and are the same."""
+    """Each path is asked for once more with all its rows. The rows of whole blocks come from the
+    cache and are the same."""
     for path, _ in played:
         trace = path.sample(reward=0.0, temperature=1.0).routing
         (again,) = play(engine, [(path.tokens, Sampling(0.0, 1), 0)])

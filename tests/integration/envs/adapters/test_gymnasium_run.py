@@ -33,7 +33,7 @@ SMALL = PolicyConfig(
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """A policy that has seen some walks, and a few steps on it."""
+    """Write a recipe of a few steps on a policy that has seen some walks."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("lake")
     tokenizer = make_tokenizer(alphabet(LAKE))

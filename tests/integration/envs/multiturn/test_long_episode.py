@@ -1,4 +1,5 @@
-"""200 turns: every route arrives once, and the trainer's log-probabilities are those of one forward over the whole."""
+"""200 turns: every route arrives once, and the trainer's log-probabilities are those of one forward
+over the whole path."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def make(seed: int = 0):
 
 
 async def episode(engine: HFEngine, seed: int) -> tuple[Trajectory, list[Completion]]:
-    """Random observations after turns of TURN tokens."""
+    """Play an episode of random observations after turns of TURN tokens."""
     draw, done = random.Random(seed), []
     path = Trajectory([draw.randrange(2, VOCAB) for _ in range(PROMPT)])
     for turn in range(TURNS):
@@ -68,8 +69,9 @@ def test_every_route_travels_once(played):
         assert sample.response_length == TURNS * TURN
 
 
-def test_a_turn_computes_only_what_is_new(played):
-    """Of every later prompt only the last sampled token and the observation are prefilled; the rest is in the slab."""
+def test_a_turn_computes_only_its_new_tokens(played):
+    """Each later prompt prefills only the last sampled token and the observation. The rest is in
+    the KV cache."""
     for _, done in played:
         for completion in done[1:]:
             (prefill, decode) = completion.routing.spans
@@ -78,7 +80,8 @@ def test_a_turn_computes_only_what_is_new(played):
 
 
 def test_log_probabilities_are_those_of_one_forward(played):
-    """Engine, packed trainer and a plain forward of the stock model, all with the recorded routes."""
+    """Engine, packed trainer and a plain forward of the stock model agree, all with the recorded
+    routes."""
     samples = [path.sample(reward=0.0, temperature=1.0) for path, _ in played]
     batch = pack([Group(0, tuple(dataclasses.replace(sample, outcome=0.0) for sample in samples))])
     model, plain = make(), make()

@@ -1,6 +1,6 @@
 """The Python tool's sandbox: nothing gets out of it, as root and as an ordinary user.
 
-As root every case runs twice: here, and in a Python that is an ordinary user's (other_user.py).
+As root every case runs twice: here, and in a Python of an ordinary user (other_user.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ for line in sys.stdin:
 
 
 class Driver:
-    """A process that makes sandboxes, and asks them for what it reads."""
+    """A process that makes sandboxes and asks them for the requests that it reads."""
 
     def __init__(self, user, spare):
         command = [sys.executable, "-c", DRIVER]
@@ -137,16 +137,26 @@ def test_what_programs_use_works(driver):
         driver.call("import subprocess; print(subprocess.check_output(['echo', 'a'], text=True))")
         == "a"
     )
-    threads = "from concurrent.futures import ThreadPoolExecutor as P; print(list(P(8).map(abs, range(-3, 1))))"
+    threads = (
+        "from concurrent.futures import ThreadPoolExecutor as P; "
+        "print(list(P(8).map(abs, range(-3, 1))))"
+    )
     assert driver.call(threads) == "[3, 2, 1, 0]"
-    database = "import sqlite3; d = sqlite3.connect('a.db'); d.execute('create table t (x)'); d.commit(); print('made')"
+    database = (
+        "import sqlite3; d = sqlite3.connect('a.db'); d.execute('create table t (x)'); "
+        "d.commit(); print('made')"
+    )
     assert driver.call(database) == "made"
-    temporary = "import tempfile\nwith tempfile.TemporaryDirectory() as f: open(f + '/a', 'w').close(); print('made')"
+    temporary = (
+        "import tempfile\n"
+        "with tempfile.TemporaryDirectory() as f: open(f + '/a', 'w').close(); print('made')"
+    )
     assert driver.call(temporary) == "made"
 
 
-def test_what_falls_back_where_the_filter_refuses_works(driver):
-    """Copies and sending of files (sendfile), private mappings, the cache that libc maps for character sets."""
+def test_calls_with_a_fallback_work_where_the_filter_refuses(driver):
+    """They are copies and sending of files (sendfile), private mappings, and libc's cache of
+    character sets."""
     code = """
 import ctypes, mmap, shutil, socket, subprocess, threading
 data = bytes(range(256)) * 1000
@@ -162,13 +172,15 @@ with open('a', 'rb') as file:
     print(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)[:] == data)
 print(len(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 print(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(abs)(-3))
-print(subprocess.run(['iconv', '-f', 'KOI8-R', '-t', 'UTF-8'], input=bytes([0xc1]), stdout=-1).stdout.decode())
+command = ['iconv', '-f', 'KOI8-R', '-t', 'UTF-8']
+print(subprocess.run(command, input=bytes([0xc1]), stdout=-1).stdout.decode())
 """
     assert driver.call(code).split() == ["True", "True", "True", "4096", "3", "\u0430"]
 
 
-def test_a_database_with_a_log_works_for_one_connection(driver):
-    """SQLite keeps the log's index in a shared mapping unless the connection has the file to itself."""
+def test_a_database_with_a_write_ahead_log_works_for_one_connection(driver):
+    """SQLite keeps the log's index in a shared mapping unless the connection has the file to
+    itself."""
     code = """
 import sqlite3
 database = sqlite3.connect('a.db')
@@ -218,9 +230,11 @@ l = ctypes.CDLL(None, use_errno=True)
 l.mmap.restype = ctypes.c_void_p
 l.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 def mapping(flags, file=-1):
-    if l.mmap(None, 2**14, 3, flags, file, 0) == 2**64 - 1: raise OSError(ctypes.get_errno(), 'mmap')
+    if l.mmap(None, 2**14, 3, flags, file, 0) == 2**64 - 1:
+        raise OSError(ctypes.get_errno(), 'mmap')
 """
-"""Shared mappings: what is unmapped of one is held as long as another page of it is mapped, and in no limit."""
+"""Shared mappings: the kernel keeps an unmapped page while another page of it is mapped, and no
+limit counts it."""
 MOUNT = f"""{LIBC}import os
 user = os.getuid()
 assert l.unshare(0x10020000) == 0  # CLONE_NEWUSER | CLONE_NEWNS
@@ -242,7 +256,8 @@ ESCAPES = {
     "a user namespace": f"{LIBC}assert l.unshare(0x10000000) == 0",
     "a user namespace by clone": f"{LIBC}pid = l.syscall({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)\n"
     "if pid == 0: import os; os._exit(0)\nassert pid > 0",
-    "mount in a user namespace": f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {MOUNT!r}])",
+    "mount in a user namespace": f"import os, sys; "
+    f"os.execv(sys.executable, [sys.executable, '-c', {MOUNT!r}])",
     "memory in files of no folder": "import os; f = [os.memfd_create(str(i)) for i in range(9)]",
     "memory of no process": f"{LIBC}assert l.shmget(0, 2**28, 0o1600) >= 0",
     "trace a process": f"{LIBC}assert l.ptrace(0, 0, 0, 0) == 0",
@@ -251,8 +266,10 @@ ESCAPES = {
     "raise a limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "signal a process outside": "import os; os.kill({pid}, 0)",
     "trace the parent": "print(open('/proc/{pid}/environ').read())",
-    "make a device": "import os; os.mknod('disk', 0o600 | 0o060000, os.makedev(8, 0)); open('disk')",
-    "fill the scratch folder": "f = open('a', 'wb')\nfor i in range(64): f.write(bytes(2**20))\nf.flush()",
+    "make a device": "import os; os.mknod('disk', 0o600 | 0o060000, os.makedev(8, 0)); "
+    "open('disk')",
+    "fill the scratch folder": "f = open('a', 'wb')\nfor i in range(64): f.write(bytes(2**20))\n"
+    "f.flush()",
     "take memory": "x = bytearray(2**29)",
     "write into the first process": "open('/proc/1/mem', 'r+b')",
     "what the first process has open": "import os; print(os.listdir('/proc/1/fd'))",
@@ -262,38 +279,55 @@ ESCAPES = {
     "routes": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "a unix socket by name": "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)",
     "a name for a pair": "import socket; socket.socketpair()[0].bind('\\0name')",
-    "a pair of datagram sockets": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
-    "a pair of another family": "import socket; socket.socketpair(socket.AF_TIPC, socket.SOCK_STREAM)",
-    "larger buffers": "import socket; socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)",
-    "park open files in messages": "import socket; socket.send_fds(socket.socketpair()[0], [b'x'], [0])",
+    "a pair of datagram sockets": "import socket; "
+    "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "a pair of another family": "import socket; "
+    "socket.socketpair(socket.AF_TIPC, socket.SOCK_STREAM)",
+    "larger buffers": "import socket; "
+    "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)",
+    "park open files in messages": "import socket; "
+    "socket.send_fds(socket.socketpair()[0], [b'x'], [0])",
     "larger pipes": "import fcntl, os; fcntl.fcntl(os.pipe()[1], 1031, 2**20)",
     "pages in pipes": f"{LIBC}import os\npiece = (ctypes.c_size_t * 2)(id(os), 1)\n"
     f"assert l.syscall({VMSPLICE}, os.pipe()[1], ctypes.byref(piece), 1, 0) == 1",
     "shared memory": f"{MAPPING}mapping(0x21)",
     "shared memory by Python": "import mmap; mmap.mmap(-1, 2**14)",
     "shared memory that is filled at once": f"{MAPPING}mapping(0x21 | 0x4000 | 0x8000)",
-    "shared memory by a device": f"{MAPPING}import os; mapping(0x1, os.open('/dev/zero', os.O_RDWR))",
-    "shared memory of a file": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); mapping(0x1, f.fileno())",
-    "shared memory of the newer type": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); mapping(0x3, f.fileno())",
+    "shared memory by a device": f"{MAPPING}import os; "
+    f"mapping(0x1, os.open('/dev/zero', os.O_RDWR))",
+    "shared memory of a file": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); "
+    f"mapping(0x1, f.fileno())",
+    "shared memory of the newer type": f"{MAPPING}f = open('a', 'w+b'); f.truncate(2**14); "
+    f"mapping(0x3, f.fileno())",
     "shared memory with other bits": f"{MAPPING}mapping(0x21 | 0x4000000)",
-    "pages of a mapping elsewhere": f"{MAPPING}l.syscall({REMAP}, 0, 0, 0, 0, 0)\n{REFUSED_BY_THE_FILTER}",
-    "pages of files in sockets": "import os, socket\nopen('a', 'w').write('x')\npair = socket.socketpair()\n"
+    "pages of a mapping elsewhere": f"{MAPPING}l.syscall({REMAP}, 0, 0, 0, 0, 0)\n"
+    f"{REFUSED_BY_THE_FILTER}",
+    "pages of files in sockets": "import os, socket\nopen('a', 'w').write('x')\n"
+    "pair = socket.socketpair()\n"
     "assert os.sendfile(pair[0].fileno(), os.open('a', 0), 0, 1) == 1",
-    "own filters by prctl": f"{LIBC}piece = (ctypes.c_uint64 * 1)(0x7FFF000000000006)  # allow everything\n"
-    "program = (ctypes.c_size_t * 2)(1, ctypes.addressof(piece))\nassert l.prctl(22, 2, program) == 0",
+    "own filters by prctl": f"{LIBC}piece = (ctypes.c_uint64 * 1)(0x7FFF000000000006)  # allow "
+    f"everything\n"
+    "program = (ctypes.c_size_t * 2)(1, ctypes.addressof(piece))\n"
+    "assert l.prctl(22, 2, program) == 0",
     "huge pages again": f"{LIBC}assert l.prctl(41, 0, 0, 0, 0) == 0",
-    "huge pages where they are asked for": f"{MAPPING}l.prctl(41, 1, 2, 0, 0)\n{REFUSED_BY_THE_FILTER}",
-    "attributes of files": "import os; open('a', 'w').close(); os.setxattr('a', 'user.x', bytes(9))",
+    "huge pages where they are asked for": f"{MAPPING}l.prctl(41, 1, 2, 0, 0)\n"
+    f"{REFUSED_BY_THE_FILTER}",
+    "attributes of files": "import os; open('a', 'w').close(); "
+    "os.setxattr('a', 'user.x', bytes(9))",
     "watch files": f"{LIBC}assert l.inotify_init() >= 0",
     "a message queue": f"{LIBC}assert l.mq_open(b'/x', 0o102, 0o600, None) >= 0",
     "a pseudo terminal": "import os; os.openpty()",
     "calls that nobody reviewed": f"{LIBC}assert l.syscall({seccomp.NEWEST + 1}, 0, 0, 0, 0) >= 0",
     "slow down the first process": "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
-    "starve the first process": "import os; os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
-    "lift the first process's limits": "import resource; resource.prlimit(1, resource.RLIMIT_AS, (-1, -1))",
-    "take open files from the first process": "import resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
+    "starve the first process": "import os; "
+    "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+    "lift the first process's limits": "import resource; "
+    "resource.prlimit(1, resource.RLIMIT_AS, (-1, -1))",
+    "take open files from the first process": "import resource; "
+    "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
     "debug the first process": f"{LIBC}assert l.ptrace(16, 1, 0, 0) == 0",
-    "own filters": f"{LIBC}assert l.syscall({ {'x86_64': 317, 'aarch64': 277}.get(platform.machine()) }, 2, 0, 0) == 0",
+    "own filters": f"{LIBC}assert "
+    f"l.syscall({ {'x86_64': 317, 'aarch64': 277}.get(platform.machine()) }, 2, 0, 0) == 0",
     "set the clock": "import time; time.clock_settime(time.CLOCK_REALTIME, 0)",
 }
 CALLS = {f"pages in pipes by {name}": number for name, number in PIPES.items()}
@@ -338,7 +372,8 @@ for family in range(64):
 def test_no_process_shows_the_drivers_environment(driver):
     code = """
 import glob, os
-for path in glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/task/*/environ') + ['/proc/self/environ']:
+paths = glob.glob('/proc/[0-9]*/environ') + glob.glob('/proc/[0-9]*/task/*/environ')
+for path in [*paths, '/proc/self/environ']:
     try: print(open(path).read().split(chr(0)))
     except PermissionError: print('refused')
 print(sorted(os.environ))
@@ -360,7 +395,9 @@ print([process for process in os.listdir('/proc') if process.isdecimal()])
 def test_every_process_has_the_limits(driver):
     code = """
 import json, os
-def rows(process): return {line[:26].strip(): line[26:].split()[:2] for line in open(f'/proc/{process}/limits')}
+def rows(process):
+    lines = open(f'/proc/{process}/limits')
+    return {line[:26].strip(): line[26:].split()[:2] for line in lines}
 print(json.dumps([rows(process) for process in (1, 'self')]))
 """
     first, own = json.loads(driver.call(code))
@@ -373,8 +410,9 @@ print(json.dumps([rows(process) for process in (1, 'self')]))
         assert first[none] == ["0"] * 2
 
 
-def test_a_fork_bomb_gets_the_processes_that_are_allowed(driver):
-    """Each of two sandboxes, whatever else this user runs outside; two are the first process and the code's."""
+def test_a_fork_bomb_gets_only_the_allowed_processes(driver):
+    """Each of two sandboxes gets its limit, whatever else this user runs outside. Two processes are
+    the first one and the code's."""
     code = """
 import os
 children = 0
@@ -401,7 +439,7 @@ def test_files_in_the_scratch_folder_are_bounded(driver, make):
 
 
 def test_page_tables_are_bounded(driver):
-    """One page a gigabyte: three more pages of the kernel's for each."""
+    """One mapped page per gigabyte costs three more pages of the kernel's each."""
     code = f"""{LIBC}
 l.mmap.restype = ctypes.c_void_p
 l.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -413,7 +451,7 @@ import signal; signal.pause()
 
 
 def test_page_tables_are_bounded_when_the_first_thread_has_ended(driver):
-    """The process's own folder in /proc then tells of no memory."""
+    """When the first thread has ended, the process's own folder in /proc reports no memory."""
     code = f"""
 import ctypes, threading
 l = ctypes.CDLL(None)
@@ -431,9 +469,16 @@ l.syscall({EXIT}, 0)
 
 
 def test_no_process_has_huge_pages(driver):
-    """One stays whole, with 2 MiB of memory, while any 4 KiB of it are mapped, and only those are counted."""
-    show = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('THP_enabled')])"
-    code = f"import subprocess, sys\n{show}\nprint(subprocess.check_output([sys.executable, '-c', {show!r}]).decode())"
+    """A huge page keeps its 2 MiB of memory while any 4 KiB of it are mapped, and only those are
+    counted."""
+    show = (
+        "print([line.split()[1] for line in open('/proc/self/status') if "
+        "line.startswith('THP_enabled')])"
+    )
+    code = (
+        f"import subprocess, sys\n{show}\n"
+        f"print(subprocess.check_output([sys.executable, '-c', {show!r}]).decode())"
+    )
     assert driver.call(code).split() == ["['0']"] * 2
 
 
@@ -466,7 +511,8 @@ print(sockets, pipes)
 def test_the_code_is_a_user_without_rights(driver):
     code = """
 import json, os
-rights = [line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapPrm', 'CapEff', 'CapAmb'))]
+names = ('CapPrm', 'CapEff', 'CapAmb')
+rights = [line.split()[1] for line in open('/proc/self/status') if line.startswith(names)]
 print(json.dumps([os.getresuid() + os.getresgid(), rights]))
 """
     users, rights = json.loads(driver.call(code))
@@ -491,15 +537,16 @@ def test_what_the_code_leaves_running_ends_with_it(driver):
     marker = f"left-{os.getpid()}-{driver.user}"
     code = f"""
 import os, subprocess, sys
-subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause() # {marker}'], start_new_session=True)
+code = 'import signal; signal.pause() # {marker}'
+subprocess.Popen([sys.executable, '-c', code], start_new_session=True)
 print('done')
 """
     assert driver.call(code) == "done"
     wait_until(lambda: not processes_with(marker))
 
 
-def test_orphans_that_ended_take_no_place(driver):
-    """More than may run at a time, one after another."""
+def test_ended_orphans_do_not_count_as_processes(driver):
+    """More of them run one after another than may run at a time."""
     code = """
 import os
 def start():
@@ -521,7 +568,8 @@ def test_no_sandbox_outlives_its_driver(driver, tmp_path):
     marker = f"outlives-{os.getpid()}-{driver.user}"
     code = f"""
 import signal, subprocess, sys
-subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause() # {marker}'], start_new_session=True)
+code = 'import signal; signal.pause() # {marker}'
+subprocess.Popen([sys.executable, '-c', code], start_new_session=True)
 signal.pause()
 """
     other = Driver(driver.user, tmp_path)
@@ -533,8 +581,8 @@ signal.pause()
     wait_until(lambda: not processes_with(marker))
 
 
-def test_the_first_process_ends_what_its_driver_does_not(monkeypatch):
-    """A driver that is busy, or was lost before the kernel was told to end the sandbox with it."""
+def test_the_first_process_ends_the_sandbox_of_a_lost_driver(monkeypatch):
+    """The driver is busy, or was lost before it asked the kernel to end the sandbox with it."""
     need("bwrap")
     monkeypatch.setattr(sandboxing, "GRACE_S", -999.0)
     tool = PythonSandbox(PythonTool(seconds=1000, memory_mib=128))
@@ -549,8 +597,8 @@ def test_the_first_process_ends_what_its_driver_does_not(monkeypatch):
         (("--clearenv", 0), "its environment is not empty"),
     ],
 )
-def test_a_sandbox_that_does_not_hold_is_refused(monkeypatch, tmp_path, left_out, message):
-    """A bubblewrap that leaves out a part."""
+def test_a_leaking_sandbox_is_refused(monkeypatch, tmp_path, left_out, message):
+    """The bubblewrap of this test leaves out a part of the isolation."""
     need("bwrap")
     option, values = left_out
     weak = tmp_path / "bwrap"
@@ -569,7 +617,10 @@ def test_time_and_output_are_limited_and_nothing_is_left_running():
     need("bwrap")
     tool = PythonSandbox(PythonTool(seconds=1, memory_mib=128, output_chars=50))
     marker = f"left-{os.getpid()}"
-    spawn = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60) # {marker}'])"
+    spawn = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(60) # {marker}'])"
+    )
     for code in (
         "import time; time.sleep(60)",
         f"{spawn}\nimport time; time.sleep(60)",
@@ -593,8 +644,9 @@ def test_what_was_printed_before_a_limit_is_kept():
     assert len(said) < 50 + 40
 
 
-def test_calls_run_side_by_side_but_not_all_at_once(monkeypatch):
-    """Two at a time on one core. A call's time limit begins with its turn: no call is charged for waiting."""
+def test_calls_run_in_parallel_within_a_bound(monkeypatch):
+    """Two run at a time on one core. A call's time limit begins with its turn: no call is charged
+    for waiting."""
     need("bwrap")
     monkeypatch.setattr(sandboxing.os, "cpu_count", lambda: 1)
     tool = PythonSandbox(PythonTool(seconds=LIMIT_S, memory_mib=128))
@@ -640,7 +692,7 @@ def test_calls_run_side_by_side_but_not_all_at_once(monkeypatch):
     assert most == most_limited == 2
 
 
-def test_a_sandbox_that_cannot_be_started_fails_the_episode(python, monkeypatch):
+def test_a_sandbox_that_cannot_start_fails_the_episode(python, monkeypatch):
     monkeypatch.setattr(python, "_command", lambda rules: ["/nowhere/bwrap"])
     with pytest.raises(EpisodeError, match="could not be started"):
         call(python, "print(1)")
@@ -661,7 +713,7 @@ def test_without_bubblewrap_it_refuses_to_exist(monkeypatch, tmp_path):
 
 
 @pytest.mark.needs("bwrap")
-def test_without_a_filter_for_the_processor_it_refuses_to_exist(monkeypatch):
+def test_without_a_filter_for_the_processor_it_is_refused(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(
         UsageError, match=r"riscv64 processor, only for x86_64, aarch64; .*never runs without"

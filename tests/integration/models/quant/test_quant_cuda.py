@@ -1,4 +1,5 @@
-"""Quantised weights of the embedded engine on a CUDA device: run with `pytest -m gpu`. Nothing here runs in CI."""
+"""Quantised weights of the embedded engine on a CUDA device: run with `pytest -m gpu`. CI runs none
+of these."""
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ def test_the_device_has_the_kernels(quant, cuda):
 
 
 @pytest.mark.parametrize("count", [1, 16, 17, 200])
-def test_the_same_codes_and_products_as_on_the_cpu(count, cuda):
-    """int8 to the bit; e4m3 sums within 2^-10 of the sum of sizes (Hopper keeps 14 bits of a partial sum)."""
+def test_codes_and_products_equal_those_of_the_cpu(count, cuda):
+    """int8 is equal to the bit. e4m3 sums agree within 2^-10 of the sum of magnitudes (Hopper keeps
+    14 bits of a partial sum)."""
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(count, 192, generator=random), torch.randn(64, 192, generator=random)
     (a, scale), (w, w_scale) = int8_rows(x), int8_rows(weight)
@@ -62,7 +64,7 @@ MODELS += [
 
 
 @pytest.mark.parametrize(("name", "quant"), MODELS, ids=str)
-def test_a_quantised_model_computes_what_it_does_on_the_cpu(name, quant, cuda):
+def test_a_quantised_model_equals_that_of_the_cpu(name, quant, cuda):
     ids = torch.arange(2, 42).view(2, 20) % 32
     found = []
     for device in (torch.device("cpu"), cuda):

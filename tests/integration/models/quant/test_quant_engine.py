@@ -1,4 +1,5 @@
-"""The embedded engine with quantised weights: what it computes, holds, takes over and refuses."""
+"""The embedded engine with quantised weights: its results, its memory, its syncs, and the settings
+that it refuses."""
 
 import asyncio
 
@@ -54,7 +55,8 @@ def logps(engine):
     ids=str,
 )
 def test_logp_and_routes_are_those_of_the_quantised_model(name, quant):
-    """With biases and transposed experts (gpt_oss), dense layers and shared experts (deepseek_v3)."""
+    """The families have biases and transposed experts (gpt_oss), dense layers and shared experts
+    (deepseek_v3)."""
     requests = ragged(prompts(5))
     check_against_stock(quantised(name, quant), requests, run(build(name, quant), requests))
 
@@ -74,7 +76,7 @@ def test_no_expert_stays_in_high_precision(name, quant):
         assert sizes[part].bytes_after == sizes[part].bytes_before == 4 * sizes[part].parameters
 
 
-def test_bytes_are_those_of_the_tensors_that_are_there():
+def test_reported_bytes_are_those_of_the_tensors():
     made = quantise_policy(make("qwen3_moe"), Int8())
     sizes = {size.part: size.bytes_after for size in made.sizes().parts}
     up, down = (
@@ -86,7 +88,7 @@ def test_bytes_are_those_of_the_tensors_that_are_there():
 
 
 @pytest.mark.parametrize("quant", FORMATS, ids=str)
-def test_a_sync_leaves_what_a_fresh_engine_of_those_weights_has(quant):
+def test_after_a_sync_it_equals_a_fresh_engine(quant):
     engine, other = build("qwen3_moe", quant), make("qwen3_moe", seed=1)
     before = logps(engine)
     asyncio.run(engine.load_weights(other.state_dict().items(), 1))
@@ -96,7 +98,7 @@ def test_a_sync_leaves_what_a_fresh_engine_of_those_weights_has(quant):
 
 
 def test_weights_are_quantised_from_unrounded_ones():
-    """A bfloat16 engine: rounding first would move codes."""
+    """Rounding to the bfloat16 of the engine first would move codes."""
     config = HFEngineConfig(dtype="bfloat16", slots=3)
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
     held = engine.quantised.quantised_weights[
@@ -136,7 +138,7 @@ def test_what_is_asked_for_besides():
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
-    """vLLM: rounded to bfloat16 first; int8 rounds experts only, to 255 values a row."""
+    """vLLM rounds to bfloat16 first. int8 rounds experts only, to 255 values a row."""
     model = make("qwen3_moe")
     model.save_pretrained(tmp_path)
     rollout = RolloutConfig.model_validate({"engine": {"kind": kind}, "quant": "int8"})
@@ -155,7 +157,7 @@ def test_the_trainers_copy_has_the_engines_weights(kind, tmp_path):
         assert torch.equal(*q_proj)
 
 
-def test_routers_that_are_linear_layers_stay_in_high_precision():
+def test_linear_routers_are_not_quantised():
     model = make("gpt_oss")
     routers = [router.path for router in find_routers(model)]
     made = quantise(model, Int8(), routers=routers)

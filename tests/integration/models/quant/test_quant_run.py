@@ -1,4 +1,4 @@
-"""Runs with quantised rollouts: what is logged, evaluated, calibrated, replayed and resumed."""
+"""Runs with quantised rollouts: they are logged, evaluated, calibrated, replayed and resumed."""
 
 import json
 
@@ -16,7 +16,8 @@ def evaluation(row):
 
 
 def test_evaluation_sees_unquantised_weights(train):
-    """Weights in 2 bits write nothing sensible, but evaluate as the unquantised ones do, unless asked for."""
+    """Weights in 2 bits write nonsense, but evaluate as the unquantised ones do, unless asked
+    otherwise."""
     plain, coarse = (
         train("plain", "steps=1"),
         ["rollout.quant.format=simulated", "rollout.quant.bits=2", "steps=1"],
@@ -45,7 +46,8 @@ def test_calibrated_run_resumes_to_the_bit(train):
 
 
 def test_quantised_routes_are_replayed(train):
-    """Routers differ between the quantised engine and the trainer; replayed, the trainer is nearer to its rollout."""
+    """The routers of the quantised engine and of the trainer differ. With replay the trainer is
+    nearer to its rollout."""
     found = rows(
         train("int8", "rollout.quant=int8", "steps=2", "log.counterfactual_every=1", "eval.every=0")
     )

@@ -1,4 +1,5 @@
-"""The embedded engine against the stock model: log-probabilities, routes, seeds, batching, errors."""
+"""The embedded engine against the stock model: log-probabilities, routes, seeds, batching,
+errors."""
 
 import asyncio
 import itertools
@@ -16,7 +17,8 @@ from support.models import CONFIGS, make
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
-    """More requests than slots, ragged prompts and lengths; windows (8) shorter than the sequences."""
+    """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than
+    the sequences."""
     engine = build(name, slots=3, record=name != "qwen3_dense")
     assert isinstance(engine.batch, SlabBatch)
     requests = ragged(prompts(10))
@@ -115,8 +117,9 @@ def test_different_sampling_in_one_batch():
         torch.testing.assert_close(alone.logp, mixed.logp, atol=1e-5, rtol=0)
 
 
-def test_top_logprobs_of_those_who_ask():
-    """Rows are refilled and moved together while some requests ask for the likeliest tokens and others do not."""
+def test_top_logprobs_only_for_requests_that_ask():
+    """Rows are refilled and moved together while some requests ask for the likeliest tokens and
+    others do not."""
     requests = [
         (p, Sampling(0.7, 2 + i % 9, top_logprobs=(5, 0, 64)[i % 3]), i)
         for i, p in enumerate(prompts(12))
@@ -144,7 +147,7 @@ def test_calls_join_a_running_batch():
 
 
 def test_calls_one_after_the_other():
-    """Each call comes as the one before ends, when the task that ran it is about to be over."""
+    """Each call comes as the one before ends, just before the task that ran it ends."""
     engine, turn = build("qwen3_moe"), asyncio.Lock()
 
     async def call(seed):

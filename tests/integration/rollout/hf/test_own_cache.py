@@ -1,4 +1,5 @@
-"""Families with recurrent state run on the model's own cache, with the same guarantees but no sharing."""
+"""Families with recurrent state run on the model's own cache, with the same guarantees but no
+sharing."""
 
 import pytest
 import torch

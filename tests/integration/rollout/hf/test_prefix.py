@@ -1,4 +1,5 @@
-"""Prefix reuse: what a row took over from another is bit-equal, routes included, and not computed again."""
+"""Prefix reuse: rows taken over from another request are bit-equal, routes included, and not
+computed again."""
 
 import asyncio
 
@@ -12,7 +13,7 @@ from support.models import make
 
 @pytest.fixture
 def fed(monkeypatch):
-    """Tokens fed by each forward of the engine returned by `fed.watch`."""
+    """Return the number of tokens in each forward of the engine returned by `fed.watch`."""
 
     class Fed(list):
         def watch(self, engine):
@@ -52,8 +53,8 @@ def test_siblings_are_prefilled_once(name, fed):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_next_turn_prefills_only_what_is_new(name, fed):
-    """Two episodes: each one's second prompt is its first path plus an observation."""
+def test_the_next_turn_prefills_only_new_tokens(name, fed):
+    """In two episodes each second prompt is the first path plus an observation."""
     engine = fed.watch(build(name, slots=4))
     first = [(p, Sampling(1.0, 10), i) for i, p in enumerate(prompts(2, 12, 13))]
     done = run(engine, first)
@@ -97,7 +98,8 @@ def test_a_running_row_lends_its_prefix(fed):
 
 
 def test_rows_taken_from_each_other_at_once():
-    """Full slab, every new prompt continues a row that another one may have to overwrite."""
+    """The KV cache is full, and every new prompt continues a row that another prompt may have to
+    overwrite."""
     engine = build("qwen3_moe", slots=3)
     first = [(p, Sampling(1.0, 5), i) for i, p in enumerate(prompts(3, 15, 16))]
     run(engine, first)
@@ -121,7 +123,7 @@ def test_reuse_can_be_turned_off(fed):
 
 
 def test_spans_follow_a_compacted_row():
-    """The last of eight siblings outlives the others, so its row is moved to the front."""
+    """The last of eight siblings ends after the others, so its row is moved to the front."""
     engine = build("qwen3_moe", slots=8)
     (path,) = prompts(1, 20, 21)
     done = run(engine, [(path, Sampling(1.0, 3 if i < 7 else 30), i) for i in range(8)])

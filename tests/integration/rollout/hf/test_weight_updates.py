@@ -1,4 +1,5 @@
-"""Weights that arrive while requests run: what was sampled stays, the rest is sampled by the new weights."""
+"""Weights that arrive while requests run: sampled tokens stay, and the new weights sample the
+rest."""
 
 import asyncio
 
@@ -17,7 +18,8 @@ UPDATES = (1, 3, 4, 9)  # turns of the event loop before each update
 
 
 async def interrupted(engine, requests, versions):
-    """versions: the weights of each update in turn. Returns the completions."""
+    """Run the requests with these updates. versions: the weights of each update in turn. Return the
+    completions."""
     tasks = [asyncio.create_task(engine.generate(p, s, seed=seed)) for p, s, seed in requests]
     for version, (turns, weights) in enumerate(zip(UPDATES, versions, strict=False), start=1):
         for _ in range(turns):
@@ -32,7 +34,8 @@ def runs(versions):
 
 
 def test_the_same_weights_again_change_no_token():
-    """Random numbers belong to a token's place, however often the request is taken out; 12 requests on 4 slots."""
+    """Random numbers belong to a token's position, however often its request is interrupted; 12
+    requests on 4 rows."""
     model, requests = make("qwen3_moe"), ragged(prompts(12, 10, 20))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     whole = run(engine_of(make("qwen3_moe")), requests)
@@ -49,7 +52,7 @@ def test_the_same_weights_again_change_no_token():
 @pytest.mark.parametrize(
     "family", [make, lambda name: make_recurrent("lfm2_moe")], ids=["slab", "own cache"]
 )
-def test_every_token_and_route_is_of_the_weights_it_says(family):
+def test_every_token_and_route_belongs_to_its_version(family):
     models = [family("qwen3_moe") for _ in range(3)]
     for i, model in enumerate(models[1:], start=1):
         torch.manual_seed(i)
@@ -80,7 +83,7 @@ def test_every_token_and_route_is_of_the_weights_it_says(family):
 
 
 def test_an_episode_of_several_turns_goes_on_over_updates():
-    """Three episodes of six turns; an update every few tokens, in turns and between them."""
+    """Three episodes of six turns have an update every few tokens, in turns and between them."""
     models = [make("qwen3_moe", seed=seed) for seed in range(8)]
     weights = [
         {name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models
@@ -119,7 +122,7 @@ def test_an_episode_of_several_turns_goes_on_over_updates():
 
 @torch.no_grad()
 def forced(model, tokens):
-    """(logp [T] of the path's own tokens, routes [T, L, K]) of one plain forward."""
+    """Return (logp [T] of the path's own tokens, routes [T, L, K]) of one plain forward."""
     with bind_routers(model).record() as tape:
         logits = model(input_ids=tokens.long()[None], use_cache=False).logits[0, :-1]
     return torch.log_softmax(logits, -1).gather(-1, tokens[1:, None].long())[

@@ -1,4 +1,5 @@
-"""What SGLangEngine refuses: servers of another kind, damaged replies, failed updates, settings without effect."""
+"""Servers that SGLangEngine refuses: of another kind, with damaged replies, failed updates, or
+settings without effect."""
 
 import asyncio
 import base64
@@ -33,7 +34,7 @@ def connected(models):
 
 @pytest.fixture
 def steady(connected):
-    """A server and its engine, for tests that change no weights."""
+    """Yield a server and its engine, for tests that change no weights."""
     connected[0].damage = None
     return connected
 
@@ -62,7 +63,7 @@ def short_waits(monkeypatch):
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm=EAGLE"),
     ],
 )
-def test_server_that_cannot_be_this_runs_engine_is_refused(fake, info, message):
+def test_a_server_that_does_not_fit_the_run_is_refused(fake, info, message):
     fake.info = info
     with pytest.raises(UsageError, match=message):
         open_engine(fake, sync="disk" if "pp_size" in info else "gloo")
@@ -201,14 +202,14 @@ def test_likeliest_tokens_outside_the_vocabulary_are_refused(steady, token):
         (lambda reply: Reply({"error": "out of memory"}, 500), "status 500"),
     ],
 )
-def test_damaged_replies_end_in_an_error_that_says_what_is_wrong(steady, damage, message):
+def test_a_damaged_reply_is_an_error_with_its_reason(steady, damage, message):
     fake, engine = steady
     fake.damage = damage
     with pytest.raises((TrainingError, UsageError), match=message):
         play(engine, (PROMPT, Sampling(1.0, 3)))
 
 
-def test_log_probabilities_that_are_no_numbers_are_an_error(steady):
+def test_log_probabilities_that_are_not_numbers_are_refused(steady):
     fake, engine = steady
     fake.damage = lambda reply: meta(
         output_token_logprobs=[[None, token, None] for token in reply["output_ids"]]
@@ -237,7 +238,7 @@ def test_server_that_hangs_is_given_up(fake):
     fake.resume({}, None)
 
 
-def test_requests_that_others_abort_are_repeated_with_a_bound(steady):
+def test_requests_aborted_by_others_are_repeated_within_a_bound(steady):
     fake, engine = steady
     fake.damage = lambda reply: meta(finish_reason={"type": "abort"})(reply)
     (done,) = play(
@@ -257,7 +258,7 @@ def test_requests_that_others_abort_are_repeated_with_a_bound(steady):
         play(engine, (PROMPT, Sampling(1.0, 3)))
 
 
-def test_failed_update_leaves_no_session_and_no_policy(fake, models):
+def test_a_failed_update_leaves_no_session_and_no_policy(fake, models):
     engine = open_engine(fake)
     fake.weights.pop("lm_head.weight")  # so that it refuses ours
     with pytest.raises(TrainingError, match=r"unknown parameters .*lm_head"):

@@ -1,4 +1,5 @@
-"""SGLangEngine against a strict server of its contract: what it returns, and how weights get there."""
+"""SGLangEngine against a strict server of its contract: its completions, and weights on their way
+there."""
 
 import asyncio
 
@@ -44,13 +45,13 @@ def connected(models):
 
 @pytest.fixture
 def steady(connected):
-    """A server and its engine, for tests that change no weights."""
+    """Yield a server and its engine, for tests that change no weights."""
     connected[0].damage = None
     return connected
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_completion_carries_tokens_logp_and_the_routes_of_moe_layers(steady, temperature):
+def test_a_completion_has_tokens_logp_and_routes_of_moe_layers(steady, temperature):
     fake, engine = steady
     asyncio.run(engine.reset_cache())
     (done,) = play(engine, (PROMPT, Sampling(temperature, 12, top_logprobs=3)))
@@ -69,7 +70,7 @@ def test_completion_carries_tokens_logp_and_the_routes_of_moe_layers(steady, tem
     check_completion(done, PROMPT, RULES, "sample")
 
 
-def test_known_prefix_is_neither_computed_nor_sent_again(steady):
+def test_a_known_prefix_is_neither_computed_nor_sent_again(steady):
     fake, engine = steady
     asyncio.run(engine.reset_cache())
     (first,) = play(engine, (PROMPT, Sampling(1.0, 5)))
@@ -125,7 +126,7 @@ def test_narrowed_sampling_returns_the_narrowed_logp(steady):
 
 
 @pytest.mark.parametrize("settings", [{"sync": "gloo"}, {"sync": "disk"}])
-def test_weights_reach_the_server_whole_and_the_cache_forgets(
+def test_weights_reach_the_server_whole_and_empty_the_cache(
     fake, models, settings, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(weights, "BUCKET_BYTES", 5000)  # several broadcasts
@@ -150,7 +151,7 @@ def test_weights_reach_the_server_whole_and_the_cache_forgets(
 
 
 def updated_under_way(fake, engine, other, sampling, version=3):
-    """One request, weights loaded when it has sampled fake.hold tokens."""
+    """Run one request and load weights when it has sampled fake.hold tokens."""
 
     async def both():
         asked = asyncio.create_task(engine.generate(PROMPT, sampling, seed=0))
@@ -186,7 +187,7 @@ def test_aborted_request_goes_on_from_its_tokens(fake, models):
     assert engine.take_metrics()["rollout/requests_resumed"] == 1
 
 
-def test_retracted_requests_recomputed_routes_are_not_taken_for_those_that_sampled(fake, models):
+def test_recomputed_routes_of_retracted_requests_are_not_taken(fake, models):
     engine = open_engine(fake, pause="retract")
     asyncio.run(engine.reset_cache())
     fake.hold = 4
@@ -247,7 +248,7 @@ def test_next_run_finds_what_the_last_one_left(fake, models):
         open_engine(fake).first_probe()
 
 
-def test_a_run_starts_from_its_own_checkpoint_whatever_the_server_was_given_before(fake, models):
+def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
     before = open_engine(fake)
     asyncio.run(adopt(before, fake.folder, vocab=VOCAB))
     asyncio.run(before.load_weights(models[1][0].state_dict().items(), 4))

@@ -1,4 +1,5 @@
-"""rollout.quant with vLLM: what it is started with, what is refused, and whether its experts are really in codes."""
+"""rollout.quant with vLLM: its arguments, the settings that are refused, and the check that its
+experts really are codes."""
 
 import asyncio
 import sys
@@ -122,7 +123,7 @@ def test_versions_that_were_not_read_are_refused():
         vllm_quant.check_version(Fp8(), "0.29.1")
 
 
-def test_what_vllm_cannot_start_with_names_the_setting():
+def test_settings_that_vllm_cannot_start_with_are_named():
     message = "did not start with int8_per_channel_weight_only: no kernel$"
     with pytest.raises(UsageError, match=message), vllm_quant.named(Int8()):
         raise NotImplementedError("no kernel\nfor this")
@@ -131,7 +132,8 @@ def test_what_vllm_cannot_start_with_names_the_setting():
 
 
 class Worker(nn.Module):
-    """A worker's model in vLLM's names: one MoE layer with a shared expert, after quantisation by `made`."""
+    """A worker's model in vLLM's names: one MoE layer with a shared expert, after quantisation by
+    `made`."""
 
     def __init__(self, codes, left=()):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a vLLM server is started with, who may talk to it, and the files its weights come in."""
+"""A vLLM server's start command, its access rules, and the files of its weights."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ SETTINGS = engine_arguments(
 
 
 def flags(command):
-    """--name value and --name, as a dict."""
+    """Return --name value and --name as a dict."""
     found = {}
     for i, word in enumerate(command):
         if word.startswith("--"):
@@ -44,7 +44,7 @@ def flags(command):
     return found
 
 
-def test_the_command_line_says_what_the_engine_in_this_process_says():
+def test_the_command_line_equals_the_engine_in_this_process():
     line = flags(serve.command_line(SETTINGS, "127.0.0.1", 8000))
     expected = {
         "--model": "/models/m",
@@ -67,7 +67,7 @@ def test_the_command_line_says_what_the_engine_in_this_process_says():
     assert json.loads(line["--allowed-origins"]) == []
 
 
-def test_the_environment_opens_the_endpoints_and_holds_the_token(monkeypatch):
+def test_the_environment_opens_the_endpoints_and_has_the_token(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     found = serve.environment("s3cret", hosts=["node-1"], vocab=32, cpu=True)
     assert found["VLLM_SERVER_DEV_MODE"] == "1"
@@ -99,7 +99,7 @@ def test_servers_that_must_not_start(monkeypatch, settings, message):
             )
 
 
-def test_a_server_that_ends_while_it_starts_gives_its_exit_status(monkeypatch):
+def test_a_server_that_ends_at_its_start_gives_its_exit_status(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(
         serve, "command_line", lambda *_, **__: [sys.executable, "-c", "import sys; sys.exit(3)"]
@@ -134,7 +134,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_without_a_token_one_is_made_and_a_run_of_this_machine_finds_it(monkeypatch):
+def test_a_token_is_made_and_found_by_a_run_on_this_machine(monkeypatch):
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(
         serve, "command_line", lambda _, host, port: [sys.executable, "-c", SERVER, str(port)]
@@ -190,7 +190,7 @@ with serve._running([sys.executable, sys.argv[1]], dict(os.environ)) as process:
 
 @pytest.fixture
 def tree(tmp_path):
-    """A wrapper and the processes below it, by name; the engine is the server's child."""
+    """Start a wrapper and the processes below it, by name. The engine is the server's child."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     command = [sys.executable, str(tmp_path / "wrapper.py"), str(tmp_path / "stand_in.py")]
@@ -209,7 +209,7 @@ def tree(tmp_path):
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
 )
-def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
+def test_every_end_of_the_wrapper_ends_server_and_engine(tree, number):
     wrapper, pids = tree
     wrapper.send_signal(number)
     assert wrapper.wait(LIMIT_S) not in (0, None)
@@ -217,7 +217,7 @@ def test_whatever_ends_the_wrapper_ends_the_server_and_its_engine(tree, number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_server_that_is_killed_leaves_no_engine_and_its_end_is_told(tree):
+def test_a_killed_server_leaves_no_engine_and_is_reported(tree):
     wrapper, pids = tree
     os.kill(pids["server"], signal.SIGKILL)
     assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
@@ -225,7 +225,7 @@ def test_a_server_that_is_killed_leaves_no_engine_and_its_end_is_told(tree):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_keeper_that_is_killed_takes_the_server_with_it(tree):
+def test_a_killed_keeper_takes_the_server_with_it(tree):
     wrapper, pids = tree
     os.kill(pids["keeper"], signal.SIGKILL)
     assert wrapper.wait(LIMIT_S) == 256 - signal.SIGKILL
@@ -253,7 +253,7 @@ def weights(seed):
     yield "d", torch.ones(2, dtype=torch.bfloat16)
 
 
-def test_weights_arrive_whole_in_several_files_and_only_the_newest_stay(tmp_path, monkeypatch):
+def test_weights_arrive_whole_and_only_the_newest_files_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_files, "SHARD_BYTES", 64)
     files = WeightFiles(str(tmp_path / "sync"))
     first = files.write(weights(1), 1)
@@ -291,7 +291,7 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         WeightFiles(str(tmp_path), "cluster.shared_dir").write(weights(2), 2)
 
 
-def test_folders_of_processes_that_are_no_more_are_removed(tmp_path):
+def test_folders_of_ended_processes_are_removed(tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     host = socket.gethostname()
@@ -309,7 +309,7 @@ def test_folders_of_processes_that_are_no_more_are_removed(tmp_path):
     assert not files.folder.exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_usage_error(tmp_path):
+def test_an_unwritable_folder_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"rollout.engine.sync_dir: .*cannot be written to"):
         WeightFiles(str(tmp_path / "file"))

@@ -1,4 +1,5 @@
-"""A vLLM server's replies, good and bad, and what the engine makes of a server that fails or is not the run's."""
+"""A vLLM server's replies, good and bad, and the engine's reaction to a server that fails or is not
+the run's."""
 
 import asyncio
 import base64
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.usefixtures("no_waiting")
 
 @pytest.fixture(scope="module")
 def steady(checkpoints):
-    """A server and an engine that many tests share: they leave nothing behind but the counters."""
+    """Yield a server and an engine that many tests share. The tests leave only the counters
+    changed."""
     with serving(checkpoints) as fake:
         yield fake, connected(fake)
 
@@ -215,9 +217,8 @@ class Bomb:
 
 def huge():
     header = (
-        b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': (9999999999999, 3, 4), }".ljust(
-            127
-        )
+        b"\x93NUMPY\x01\x00v\x00{'descr': '|u1', 'fortran_order': False, 'shape': "
+        b"(9999999999999, 3, 4), }".ljust(127)
         + b"\n"
     )
     return base64.b64encode(header).decode()
@@ -249,7 +250,7 @@ def test_unpickling_would_have_been_noticed():
         pickle.loads(pickle.dumps(Bomb()))
 
 
-def test_time_out_and_a_server_that_dies_in_the_middle_of_a_batch(fake):
+def test_time_out_and_death_in_the_middle_of_a_batch(fake):
     hasty = connected(fake, retries=1)
     hasty.client._timeout_s = 0.2  # only now: the requests of the start must be answered
     fake.paused.set()
@@ -274,7 +275,7 @@ def test_time_out_and_a_server_that_dies_in_the_middle_of_a_batch(fake):
     fake.server.__exit__ = lambda *_: None
 
 
-def test_a_restarted_server_is_noticed_by_the_request_that_bridged_it(fake, checkpoints):
+def test_a_request_across_a_restart_notices_it(fake, checkpoints):
     engine = connected(fake)
     asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
 
@@ -290,7 +291,7 @@ def test_a_restarted_server_is_noticed_by_the_request_that_bridged_it(fake, chec
         one(engine)
 
 
-def test_nobody_unmanaged_and_unextended_servers_are_refused(fake):
+def test_absent_unmanaged_and_unextended_servers_are_refused(fake):
     nobody = engine_of(fake, url="http://127.0.0.1:9", retries=0)
     with (
         pytest.raises(UsageError, match=r"ConnectError.*Is the vLLM server running there"),
@@ -302,7 +303,7 @@ def test_nobody_unmanaged_and_unextended_servers_are_refused(fake):
         connected(fake)
 
 
-def test_a_server_without_our_extension_or_with_an_older_one_is_refused(fake):
+def test_a_server_without_our_current_extension_is_refused(fake):
     fake.told = {"colour": "red"}
     with pytest.raises(UsageError, match=r"another version of onepolicy \(.*'colour'"):
         connected(fake)
@@ -332,13 +333,13 @@ def test_a_server_without_our_extension_or_with_an_older_one_is_refused(fake):
         ({"max_logprobs": 2}, "returns 1 of the likeliest tokens"),
     ],
 )
-def test_a_server_that_cannot_be_this_runs_engine_is_refused(fake, told, message):
+def test_a_server_that_does_not_fit_the_run_is_refused(fake, told, message):
     fake.told = told
     with pytest.raises(UsageError, match=message):
         connected(fake)
 
 
-def test_raw_log_probabilities_are_noticed_whatever_the_server_says_of_itself(fake):
+def test_raw_log_probabilities_are_noticed_despite_settings(fake):
     fake.raw = True
     with pytest.raises(UsageError, match=r"nats apart at temperature 1 and .* twice as far"):
         connected(fake)

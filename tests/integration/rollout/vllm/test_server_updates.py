@@ -1,4 +1,5 @@
-"""Weights of a vLLM server: pauses, requests that go on under new weights, one run after another."""
+"""Weights of a vLLM server: pauses, requests that continue under new weights, one run after
+another."""
 
 import asyncio
 
@@ -39,8 +40,9 @@ def test_a_pause_that_was_left_behind_is_lifted(fake):
     assert len(one(connected(fake)).token_ids) == 6
 
 
-def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake, checkpoints):
-    """Interrupted in the middle, held back before they began, and one that reaches the server only after the pause."""
+def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoints):
+    """One request is interrupted in the middle, one is held back before it began, and one reaches
+    the server only after the pause."""
     engine = connected(fake, slots=4)
     asyncio.run(checked_push(Learner(checkpoints[0][1]), engine, vocab=VOCAB))
     fake.hold, fake.sampled = 5, 0
@@ -88,8 +90,9 @@ def test_requests_go_on_after_an_update_and_say_which_weights_sampled_what(fake,
     assert {continued(0, int((done[0].version == 0).sum())), 0} <= seeds
 
 
-def test_what_is_on_its_way_while_the_server_pauses_is_not_left_waiting(fake, checkpoints):
-    """The pause reaches the server before the request does, which would wait there for the new weights."""
+def test_a_request_under_way_at_a_pause_is_not_left_waiting(fake, checkpoints):
+    """The pause reaches the server before the request does, which would wait there for the new
+    weights."""
     engine = connected(fake)
 
     async def late():
@@ -104,7 +107,7 @@ def test_what_is_on_its_way_while_the_server_pauses_is_not_left_waiting(fake, ch
     assert (asyncio.run(late()).version == 2).all()
 
 
-def test_an_abort_of_somebody_else_is_a_partial_answer(fake):
+def test_an_abort_by_others_is_a_partial_answer(fake):
     engine = connected(fake)
     fake.hold, fake.sampled = 3, 0
 
@@ -146,7 +149,7 @@ def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
 
 
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
-def test_weights_reach_the_server_and_what_is_altered_is_refused(
+def test_weights_reach_the_server_and_altered_ones_are_refused(
     fake, checkpoints, sync, monkeypatch
 ):
     engine = connected(fake, sync=sync)
@@ -170,7 +173,7 @@ def test_weights_reach_the_server_and_what_is_altered_is_refused(
     assert (one(engine).version == 3).all()
 
 
-def test_a_server_that_cannot_reach_the_trainer_says_so_at_once(fake, checkpoints):
+def test_a_server_that_cannot_reach_the_trainer_fails_at_once(fake, checkpoints):
     engine = connected(fake)
     fake.cut_off = True
     with pytest.raises(TrainingError, match="where the weights come from, cannot be joined"):
@@ -178,7 +181,7 @@ def test_a_server_that_cannot_reach_the_trainer_says_so_at_once(fake, checkpoint
     assert engine.version == -1
 
 
-def test_weights_that_do_not_fit_are_refused_in_the_words_of_who_found_it(fake):
+def test_weights_that_do_not_fit_are_refused_with_the_finders_message(fake):
     engine = connected(fake)
     with pytest.raises(UsageError, match="'nonsense' is not a tensor"):
         asyncio.run(engine.load_weights([("nonsense", torch.zeros(1))], 1))
@@ -195,7 +198,8 @@ def test_nccl_needs_gpus_on_both_sides(fake, config):
 
 
 def test_a_server_serves_one_run_after_another(fake, checkpoints):
-    """Another model.path: its own weights are reloaded first, and compared with what they answered at the start."""
+    """The next run has another model.path. The server's own weights are reloaded first, and
+    compared with their answers at the start."""
     engine = connected(fake)
     asyncio.run(adopt(engine, fake.model, vocab=VOCAB))
     assert fake.weights == "default"  # nothing had to be loaded

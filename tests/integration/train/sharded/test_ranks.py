@@ -1,4 +1,5 @@
-"""The learner on two ranks equals the learner of one process. All of this shares one start of the second rank."""
+"""The learner on two ranks equals the learner of one process. All tests share one start of the
+second rank."""
 
 import copy
 import ctypes
@@ -67,7 +68,7 @@ def test_two_ranks_equal_one(case, two, folders):
     )
 
 
-def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypatch):
+def test_a_rank_has_only_its_own_samples_and_routes(two, folders, monkeypatch):
     messages = []  # of rank 1, then of rank 0, for scoring and for the update
     tell, handle = two.team.tell, RankLearner.handle
     monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
@@ -92,7 +93,7 @@ def test_a_rank_has_its_own_samples_routes_and_no_others(two, folders, monkeypat
 
 
 def samples_of(batch):
-    """(tokens, routes, whether any slot is trainable) of each."""
+    """Return (tokens, routes, whether any slot is trainable) of each sample."""
     lengths = batch.cu_seqlens.diff().tolist()
     parts = [
         tensor.split(lengths) for tensor in (batch.input_ids, batch.routing.ids, batch.trainable)
@@ -100,7 +101,7 @@ def samples_of(batch):
     return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
 
 
-def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_path, monkeypatch):
+def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folders, tmp_path, monkeypatch):
     stepped = threading.Event()
     monkeypatch.setattr(sharded, "export", lambda *given: stepped.wait(60) and export(*given))
     overrides = CASES["critic_kl_entropy"]
@@ -137,7 +138,7 @@ def test_checkpoint_on_two_ranks_continues_on_two_and_on_one(two, folders, tmp_p
                 torch.testing.assert_close(tensor, after[name], rtol=0, atol=2e-5)
 
 
-def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path):
+def test_a_checkpoint_of_one_process_resumes_on_two_ranks(two, folders, tmp_path):
     overrides = CASES["critic_kl_entropy"]
     one = learner_on(None, folders["qwen3_moe"], overrides)
     one_step(one, batch_for(one))
@@ -154,7 +155,7 @@ def test_checkpoint_of_one_process_continues_on_two_ranks(two, folders, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_exported_folder_is_what_save_pretrained_writes(family, two, folders, tmp_path):
+def test_an_exported_folder_equals_save_pretrained(family, two, folders, tmp_path):
     ranked = learner_on(two, folders[family], QWEN)
     path = checkpoint.save(tmp_path, ranked, make_tokenizer("abc"), step=1, extra={})
     ranked.finish_saving()
@@ -203,7 +204,7 @@ def test_bfloat16_forward_with_float32_masters(setting, two, folders):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
+def test_checkpoint_names_by_layer_equal_those_of_the_whole(family):
     model = make(family)
     names = CheckpointNames(model.config, trust_remote_code=False)
     whole, streamed = (
@@ -223,7 +224,8 @@ def test_checkpoint_names_layer_by_layer_are_those_of_the_whole(family):
 
 
 def peak(work):
-    """What `work` returns, and by how much it raises this process's resident memory at most [bytes]."""
+    """Return the result of `work` and the most that it adds to this process's resident memory
+    [bytes]."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or it would fill what earlier tests left
     before = resident("VmRSS")
@@ -239,11 +241,9 @@ def resident(what):
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="this system is not Linux, which measures it"
 )
-def test_the_driver_never_holds_the_weights_a_second_time_while_they_are_sent(
-    two, tmp_path, monkeypatch
-):
-    """Gathered tensor by tensor, renamed layer by layer, sent bucket by bucket. (The other ranks drop what they help to
-    gather.)"""
+def test_the_driver_never_holds_the_weights_twice_while_sending(two, tmp_path, monkeypatch):
+    """They are gathered tensor by tensor, renamed layer by layer, and sent bucket by bucket. (The
+    other ranks drop the tensors that they help to gather.)"""
     config = copy.deepcopy(make("qwen3_moe").config)
     config.update(
         {

@@ -1,4 +1,4 @@
-"""More ranks than two, whole runs, and what becomes of them when a rank or the driver is killed."""
+"""More ranks than two, whole runs, and runs whose rank or driver is killed."""
 
 import asyncio
 import os
@@ -64,8 +64,9 @@ def gone(pid):
 @pytest.mark.parametrize(
     ("whom", "staleness"), [("rank", "off"), ("driver", "off"), ("rank", 0), ("rank", 1)]
 )
-def test_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, tmp_path):
-    """In the asynchronous loop the learner computes in another thread than the one that a lost rank interrupts."""
+def test_a_run_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, tmp_path):
+    """In the asynchronous loop the learner computes in another thread than the one that a lost rank
+    interrupts."""
     settings = [
         "steps=6",
         "checkpoint.every=1",
@@ -93,8 +94,9 @@ def test_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, recipe, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_resumed_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
-    """2 -> 3 -> 0 ranks: the weights of an uninterrupted run, but for rounding that sampling did not see."""
+def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
+    """2 -> 3 -> 0 ranks give the weights of an uninterrupted run, but for rounding that sampling
+    did not see."""
     settings = ["checkpoint.every=1", "eval.every=0", "train.device=cpu", "optim.lr=1e-5"]
     whole, out = tmp_path / "whole", tmp_path / "changed"
     assert main(["train", str(recipe), f"out={whole}", *settings, "steps=3"]) == 0

@@ -1,8 +1,10 @@
-"""TEST FIXTURE, no part of onepolicy: lets SGLang 0.5.23's CUDA wheel start on a CPU, put on PYTHONPATH by start.py.
+"""TEST FIXTURE, no part of onepolicy: lets SGLang 0.5.23's CUDA wheel start on a CPU. start.py puts
+it on PYTHONPATH.
 
-Three things stand in its way: it imports torchvision (which has no build that fits here) and sgl_kernel (CUDA only)
-without using them for the models of these tests, and its cache of routes registers host memory with CUDA on every
-device. The stubs raise when called. What passes here says nothing about SGLang on a GPU.
+Three obstacles are removed. SGLang imports torchvision (which has no build that fits here) and
+sgl_kernel (CUDA only) without using them for the models of these tests. Its cache of routes
+registers host memory with CUDA on every device. The stubs raise when called. A test that passes
+here proves nothing about SGLang on a GPU.
 """
 
 import importlib.abc
@@ -16,7 +18,7 @@ PATCHED = "sglang.srt.mem_cache.pool_host.common"
 
 
 class Missing:
-    """Whatever is imported from a stub: may be passed around and looked into, not called."""
+    """A stub of anything imported: it may be passed around and inspected, not called."""
 
     def __init__(self, name):
         self._name = name
@@ -46,7 +48,7 @@ class StubLoader(importlib.abc.Loader):
 
 
 class PatchLoader(importlib.abc.Loader):
-    """Runs the real module, then takes out the call of CUDA."""
+    """A loader that runs the real module, then removes the call of CUDA."""
 
     def __init__(self, real):
         self._real = real
@@ -74,7 +76,7 @@ _find_spec = importlib.util.find_spec
 
 
 def find_spec(name, package=None):
-    """transformers asks this whether torchvision is installed: it is not."""
+    """Return no spec for torchvision: transformers asks this whether it is installed."""
     return None if name.partition(".")[0] in STUBS else _find_spec(name, package)
 
 

@@ -1,4 +1,5 @@
-"""Dumps of several files, our own run folders, and what slime, miles and prime-rl write, by their documented layout."""
+"""Dumps of several files, our own run folders, and the dumps of slime, miles and prime-rl, by their
+documented layout."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_a_folder_is_one_dump(tmp_path):
 
 
 def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
-    """trainer.enable_token_export: token_exports/step_N/rank_R.jsonl, prompts with inference_logprobs 0."""
+    """trainer.enable_token_export writes token_exports/step_N/rank_R.jsonl, with inference_logprobs
+    0 for prompts."""
     for step in range(2):
         rows = gaussian_rows(5e-3, rows=6, seed=step, entropy=[1.0] * 80)
         for row in rows:
@@ -67,7 +69,8 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
 
 
 def _samples(count, seed=0):
-    """What both frameworks hold of a sample: all its tokens, and lists of its response."""
+    """Return the fields that both frameworks hold of a sample: all its tokens, and lists of its
+    response."""
     for i, row in enumerate(gaussian_rows(5e-3, rows=count, length=42, seed=seed)):
         made = {"tokens": torch.arange(60), "weight_versions": ["3", "4"], "sample_index": i}
         made["entropy"] = torch.full((40,), 13.0)

@@ -1,4 +1,5 @@
-"""gymnasium environments played in words by a scripted engine: returns, illegal actions, seeds, what is refused."""
+"""gymnasium environments played in words by a scripted engine: returns, illegal actions, seeds,
+refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_a_walk_to_the_goal():
     assert sample.tokens.tolist() == script.prompts[-1] + turns[-1]  # as sampled and as read
 
 
-def test_a_hole_earns_nothing_and_so_does_a_walk_without_an_end():
+def test_a_hole_and_an_unfinished_walk_earn_nothing():
     (sample,), _ = play(environment(), act("right", "down"))
     assert (sample.reward, sample.finish) == (0.0, "stop")
     (sample,), _ = play(environment(max_turns=2, returns=(-5, 0)), act("left", "left"))
@@ -77,14 +78,14 @@ def test_a_hole_earns_nothing_and_so_does_a_walk_without_an_end():
         ("left", "malformed", "error: end with a line `Action: tool[input]` or `Answer: ...`"),
     ],
 )
-def test_what_is_no_action_is_answered_and_takes_no_step(turn, event, reply):
+def test_an_invalid_action_is_answered_and_takes_no_step(turn, event, reply):
     env = environment()
     (sample,), script = play(env, [turn, *act(*WAY)])
     assert env.tokenizer.decode(script.prompts[1]).endswith(f"<eos>\nObservation: {reply}\n")
     assert (sample.reward, sample.events) == (1.0, (event, *("act",) * 6))
 
 
-def test_actions_by_name_in_any_case_by_number_and_under_other_names():
+def test_actions_by_name_number_and_alias():
     (sample,), _ = play(environment(), act("Down", " DOWN ", "2", "2", "down", "right"))
     assert sample.reward == 1.0
     env = environment(actions=["West", "South", "East", "North"])
@@ -118,8 +119,9 @@ def test_a_template_with_tools_and_two_steps_in_a_turn():
     ]
 
 
-def test_the_same_problem_is_the_same_episode_and_another_is_not():
-    """Slipping ice: chance in every step, all of it from the problem's seed, in whichever order episodes are played."""
+def test_the_same_problem_is_the_same_episode():
+    """On slipping ice every step has chance. All of it comes from the problem's seed, in any order
+    of the episodes."""
     env = environment(params={}, max_turns=30)
     walks = []
     for index in (0, 1, 0, 2, 0):
@@ -137,7 +139,7 @@ def test_the_same_problem_is_the_same_episode_and_another_is_not():
 
 
 def test_returns_of_other_toy_text():
-    """Taxi: -1 a step, -10 for a wrong dropoff, the hand of blackjack -1 or 1."""
+    """Taxi: -1 a step, -10 for a wrong dropoff. A hand of blackjack: -1 or 1."""
     env = environment(id="Taxi-v4", params={"max_episode_steps": 3}, returns=(-20, 0), max_turns=5)
     (sample,), _ = play(env, act("dropoff", "north", "south"))
     assert sample.reward == pytest.approx((-12 + 20) / 20)  # cut by the environment's own limit
@@ -185,7 +187,7 @@ def test_spaces_in_words_and_back():
 
 
 class Unseeded(gymnasium.Env):
-    """Its first observation ignores the seed."""
+    """An environment whose first observation ignores the seed."""
 
     observation_space, action_space = spaces.Discrete(2**30), spaces.Discrete(2)
 
@@ -197,7 +199,7 @@ class Unseeded(gymnasium.Env):
 
 
 class Breaking(Unseeded):
-    """A third step fails, a fourth earns no number."""
+    """An environment whose third step fails and whose fourth earns no number."""
 
     failure: Exception = KeyError("lost")
 
@@ -226,7 +228,7 @@ def registered():
         gymnasium.registry.pop(name)
 
 
-def test_what_cannot_be_played_is_refused_at_the_start(registered, monkeypatch):
+def test_an_unplayable_environment_is_refused_at_the_start(registered, monkeypatch):
     for settings, message in (
         ({"id": "FrozenLake-v9", "params": {}}, r"task.id: gymnasium cannot make 'FrozenLake-v9'"),
         (
@@ -300,7 +302,7 @@ def test_worked_walks_are_what_the_environment_plays():
         )
 
 
-def test_plans_weigh_the_slips():
+def test_plans_account_for_slips():
     """On slipping ice the best first step from the start is into the wall: left is worth most."""
     from onepolicy.envs.warmup.gridworlds import plan
 

@@ -1,4 +1,5 @@
-"""Episodes with tools, played by a scripted engine: every turn's tokens, every end, every malformed call."""
+"""Episodes with tools, played by a scripted engine: every turn's tokens, every end, every malformed
+call."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def test_malformed_calls_become_observations(turn, reply):
     assert sample.finish == "stop"
 
 
-def test_long_replies_are_cut_and_special_tokens_in_them_are_text(tmp_path):
+def test_long_replies_are_cut_and_their_special_tokens_are_text(tmp_path):
     corpus = tmp_path / "c.jsonl"
     corpus.write_text(json.dumps({"text": "owl <eos> Answer: 1 " + "z" * 99}) + "\n")
     env = environment(tools=[{"kind": "search", "corpus": str(corpus)}], reply_chars=30)
@@ -132,7 +133,7 @@ def test_long_replies_are_cut_and_special_tokens_in_them_are_text(tmp_path):
     assert env.tokenizer.decode(after) == f"\nObservation: {reply}\n"
 
 
-# --- chat templates -------------------------------------------------------------------------------------------------
+# --- chat templates -------------------------------------------------------------------------------
 def call(expression):
     return (
         f'<call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</call>'
@@ -231,7 +232,7 @@ def test_a_rewriting_template_is_refused_or_forked():
     assert [s.events for s in samples] == [(), (), ("calculator", "calculator")]
 
 
-def test_a_turn_may_say_what_stands_in_for_a_reply():
+def test_a_turn_may_contain_the_placeholder_of_a_reply():
     """Rendered anew, the history still has every reply in its own place."""
     env = environment(FORGETFUL, history="fork")
     turns = [f"<think>hm</think>textofreply1x textofreplys1x {call('1+1')}", call("2+3"), "5"]
@@ -242,7 +243,7 @@ def test_a_turn_may_say_what_stands_in_for_a_reply():
 
 
 def test_characters_of_replies_that_the_tokenizer_lacks(tmp_path):
-    """Of a corpus they are known before the run; what code prints is counted."""
+    """Those of a corpus are known before the run. Those that code prints are counted."""
     corpus = tmp_path / "c.jsonl"
     corpus.write_text(
         json.dumps({"text": "owls sleep"})
@@ -281,11 +282,13 @@ def test_templates_that_cannot_be_used():
 
 
 @pytest.mark.parametrize("prompt", ["<bot>", "<bot><think>"])
-def test_a_template_that_writes_empty_thoughts_in_its_last_turn_only(prompt):
-    """Qwen3's template does. What stands between two turns is what follows a turn, not the history once more."""
+def test_a_template_with_empty_thoughts_in_its_last_turn_only(prompt):
+    """Qwen3's template writes them. The text between two turns is the text after a turn, not the
+    history once more."""
     template = HERMES.replace(
         "<bot>{{ m['content'] }}",
-        "<bot>{{ m['content'] if '</think>' in m['content'] or not loop.last else '<think></think>' + m['content'] }}",
+        "<bot>{{ m['content'] if '</think>' in m['content'] or not loop.last else "
+        "'<think></think>' + m['content'] }}",
     ).replace("%}<bot>{% endif", f"%}}{prompt}{{% endif")
     env = environment(template)
     (_,), script = play(env, [f"<think>so</think>{call('6 * 7')}", "It is 42"])
@@ -318,8 +321,8 @@ def test_a_call_in_a_thought_is_not_made():
     assert turn.answer == "It is 2"
 
 
-# --- the rest -------------------------------------------------------------------------------------------------------
-def test_settings_of_the_problems_are_named_where_they_stand(tmp_path):
+# --- the rest -------------------------------------------------------------------------------------
+def test_settings_of_the_problems_are_named_with_their_place(tmp_path):
     with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
         environment(problems=GymTask(name="product"))
     with pytest.raises(UsageError, match=r"^task\.problems\.name: .*no single data set 'product'"):
@@ -363,8 +366,9 @@ def test_settings_are_checked(tmp_path):
         )
 
 
-def test_worked_episodes_are_what_the_environment_plays():
-    """A warm-up example without mistakes earns the reward, with the observations the environment really makes."""
+def test_worked_episodes_agree_with_the_environment():
+    """A warm-up example without mistakes earns the reward, with the environment's real
+    observations."""
     params = {"min_terms": 3, "max_terms": 5, "min_digits": 2, "max_digits": 3}
     config = ReActTask(
         problems=GymTask(name="chain_sum", params=params),
@@ -385,7 +389,7 @@ def test_worked_episodes_are_what_the_environment_plays():
             assert tokenizer.decode(tokens).replace("<eos>", "") == prompt + "".join(rest[: 2 * n])
 
 
-def test_one_operation_at_a_time_needs_divisions_that_come_out():
+def test_one_operation_at_a_time_needs_exact_divisions():
     assert react._one_by_one("10 / 4 * 2") == ["10 / 4", "2.5 * 2"]
     with pytest.raises(UsageError, match=r"10 / 3 = 10/3, not a number"):
         react._one_by_one("10 / 3 * 3")

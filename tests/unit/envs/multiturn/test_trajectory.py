@@ -32,7 +32,8 @@ def completion(routing=None, first_slot=0, **top):
 
 
 def test_slots_by_hand():
-    """Prompt 1 2 3, response 7 8: slots feed 1 2 3 7 and predict 2 3 7 8; the last two are the policy's."""
+    """Prompt 1 2 3, response 7 8: slots feed 1 2 3 7 and predict 2 3 7 8. The last two are the
+    policy's."""
     sample = sample_from_completion([1, 2, 3], completion(), 0.5, 0.7)
     assert sample.tokens.tolist() == [1, 2, 3, 7, 8]
     assert sample.trainable.tolist() == [False, False, True, True]
@@ -53,7 +54,7 @@ def test_slots_by_hand():
     assert dtypes == [torch.int32, torch.float32, torch.int32, torch.int32]
 
 
-def test_top_logprobs_lie_on_the_slots_of_the_response():
+def test_top_logprobs_are_on_the_slots_of_the_response():
     top_ids, top_logp = (
         torch.tensor([[7, 3], [8, 1]], dtype=torch.int32),
         torch.tensor([[-0.5, -1.0], [-0.25, -2.0]]),

@@ -1,4 +1,5 @@
-"""Trajectories against a plain list of tokens that each remember everything: thousands of random edit sequences."""
+"""Trajectories against a plain list of tokens that each remember everything: thousands of random
+edit sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ EXPERTS, LAYERS, TOP_K, VOCABULARY = 32, (1, 3), 2, 3
 
 @dataclass
 class Token:
-    """The model's idea of a token: nothing is ever computed from its position."""
+    """The plain model's token: nothing is ever computed from its position."""
 
     id: int
     turn: int = -1
@@ -67,7 +68,8 @@ class Plain:
         self.turns = max(t.turn for t in self.path) + 1
 
     def rewritten(self, ids: list[int]) -> None:
-        """Nothing of it was sampled in this history; routes of the shared start are still those of its tokens."""
+        """Return the path as a new history: no token of it was sampled in this history. Routes of
+        the shared start are still those of its tokens."""
         fresh, same = [], True
         for i, token in enumerate(ids):
             same = same and i < len(self.path) and self.path[i].id == token
@@ -104,7 +106,8 @@ class Plain:
 
 
 class Engine:
-    """Makes up completions of a path: every forward has routes of its own, so a row that moved would show."""
+    """An engine that makes up completions of a path. Every forward has routes of its own, so a row
+    that moved would show."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.draw, self.version, self.forwards = data.draw, 0, 0
@@ -167,7 +170,7 @@ def test_thousands_of_random_edits(policy: str, data: st.DataObject) -> None:
 
 def compare(policy: str, data: st.DataObject) -> None:
     prompt = [0, *data.draw(IDS)]
-    path, plain, engine = Trajectory(prompt, rows=policy), Plain(prompt, policy), Engine(data)  # type: ignore[arg-type]
+    path, plain, engine = Trajectory(prompt, rows=policy), Plain(prompt, policy), Engine(data)
     for _ in range(data.draw(st.integers(1, 14))):
         match data.draw(
             st.sampled_from(["turn", "turn", "observe", "truncate", "fork", "rewrite"])
@@ -248,7 +251,8 @@ def completion(
     ],
 )
 def test_an_update_in_the_middle_of_a_turn(policy, experts, versions) -> None:
-    """Prompt 5 6, two tokens of version 3, abort, update, then the rest under version 4 after a new prefill."""
+    """Prompt 5 6, two tokens of version 3, abort, update, then the rest under version 4 after a new
+    prefill."""
     path = Trajectory([5, 6], rows=policy)
     path.sampled(completion([7, 0], rows=3, first=0, expert=1, version=3, prompt=2))
     assert path.next_route == 3
@@ -263,7 +267,8 @@ def test_an_update_in_the_middle_of_a_turn(policy, experts, versions) -> None:
 
 
 def test_newest_keeps_its_row_against_an_older_cache() -> None:
-    """A prefix-cache hit may bring rows of older weights: newest ignores them, as-cached takes them."""
+    """A prefix-cache hit may bring rows of older weights: newest ignores them, as-cached takes
+    them."""
     for policy, expert in (("as-sampled", 1), ("newest", 1), ("as-cached", 2)):
         path = Trajectory([5, 6], rows=policy)  # type: ignore[arg-type]
         path.sampled(completion([7], rows=2, first=0, expert=1, version=9, prompt=2))
@@ -274,7 +279,8 @@ def test_newest_keeps_its_row_against_an_older_cache() -> None:
 
 
 def test_only_new_rows_travel() -> None:
-    """Every turn asks from the first unknown token on: the last sampled one, whose route the next prefill brings."""
+    """Every turn asks from the first unknown token on: the last sampled one, whose route the next
+    prefill brings."""
     path = Trajectory([1, 2, 3])
     moved = 0
     for turn in range(5):

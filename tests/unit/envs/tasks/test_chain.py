@@ -25,7 +25,7 @@ def test_left_to_right_mod_ten(prompt, worked):
 
 
 @given(st.integers(0, 10**9), st.integers(1, 20), st.integers(0, 2**63 - 1))
-def test_problem_is_well_formed_and_its_solution_right(index, ops, seed):
+def test_a_problem_is_well_formed_and_its_solution_right(index, ops, seed):
     asked = problem(ChainTask(ops=ops, seed=seed), index, "train")
     assert len(asked.prompt) == 2 * ops + 2
     worked = solution(asked.prompt)
@@ -38,7 +38,7 @@ def test_problem_is_well_formed_and_its_solution_right(index, ops, seed):
     assert worked.endswith(f"#{asked.answer}")
 
 
-def test_problem_depends_on_seed_split_and_index_alone():
+def test_a_problem_depends_only_on_seed_split_and_index():
     forward = [Chain(ChainTask()).train_problem(i) for i in range(20)]
     task = Chain(ChainTask())
     task.held_out(7)
@@ -48,7 +48,7 @@ def test_problem_depends_on_seed_split_and_index_alone():
 
 
 def test_these_are_the_problems_of_seed_0():
-    """Pinned: a change here silently changes every run."""
+    """The problems are pinned, because a change here silently changes every run."""
     assert problem(ChainTask(), 0, "train").prompt == "1-9*6*5*0+8-3*8-6+9-9+4-4="
 
 
@@ -80,7 +80,7 @@ def test_ids_of_the_splits_differ():
 
 def test_mistakes_are_carried_on():
     class Planted:
-        """The second of three steps is replaced by 5."""
+        """A generator that replaces the second of three steps by 5."""
 
         def random(self, count):
             return np.array([0.9, 0.0, 0.9])
@@ -104,7 +104,7 @@ def test_mistake_rate(rate):
     assert wrong / steps == pytest.approx(0.9 * rate, abs=0.02)
 
 
-def test_warmup_examples_cover_two_to_all_operations_and_repeat_exactly():
+def test_warmup_examples_cover_all_lengths_and_repeat_exactly():
     task = ChainTask(ops=5)
     first = list(itertools.islice(warmup_examples(task, mistakes=0.0, seed=1), 200))
     assert first == list(itertools.islice(warmup_examples(task, mistakes=0.0, seed=1), 200))

@@ -77,7 +77,7 @@ def test_math_works_in_a_thread(grader):
     assert got == [1.0]
 
 
-def test_endless_computation_earns_nothing_and_the_next_response_is_graded():
+def test_an_endless_computation_earns_nothing_and_grading_continues():
     grader = MathGrader(timeout=LIMIT_S)
     assert grader.grade("\\boxed{3}", "6/2") == 1.0
     first = grader._process
@@ -182,7 +182,7 @@ def test_a_relation_is_not_its_number(grader, prefix, response, answer, reward):
 
 @pytest.fixture
 def hopeless(monkeypatch):
-    """A grader whose worker reads no response in time, and the questions it was asked."""
+    """Return a grader whose worker reads no response in time, and its questions."""
     asked = []
     monkeypatch.setattr(MathGrader, "_ask", lambda self, question: asked.append(question))
     return MathGrader(), asked
@@ -202,8 +202,10 @@ def test_a_step_waits_for_a_bounded_number_of_endless_responses(hopeless, caplog
         assert [
             record.message for record in caplog.records if "earn 0 unread" in record.message
         ] == [
-            f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s each; those that are "
-            "left and are not the reference itself earn 0 unread (rollout/grader_skipped counts them)"
+            f"{grading.MOST_TIMEOUTS} responses of this step took the math grader longer than 5 s "
+            f"each; those that are "
+            "left and are not the reference itself earn 0 unread (rollout/grader_skipped "
+            "counts them)"
         ]
         asked.clear()
         caplog.clear()

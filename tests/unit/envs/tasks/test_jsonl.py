@@ -163,7 +163,10 @@ def test_held_out_is_the_end_of_the_file(tmp_path):
     task = Jsonl(JsonlTask(path=write(tmp_path / "data.jsonl", 10), held_out=3))
     assert [(p.id, p.prompt) for p in task.held_out(2)] == [(-1, "q7"), (-2, "q8")]
     assert {task.train_problem(i).prompt for i in range(50)} == {f"q{i}" for i in range(7)}
-    few = r"eval\.problems: 4 are asked for, but 3 lines of .*data\.jsonl are held out \(task\.held_out\); set "
+    few = (
+        r"eval\.problems: 4 are asked for, "
+        r"but 3 lines of .*data\.jsonl are held out \(task\.held_out\); set "
+    )
     with pytest.raises(UsageError, match=few + r"eval\.problems=3, or set task\.held_out=4$"):
         task.held_out(4)
     with pytest.raises(
@@ -177,7 +180,10 @@ def test_held_out_path(tmp_path):
     task = Jsonl(JsonlTask(**paths))
     assert [p.prompt for p in task.held_out(3)] == ["q4", "q5", "q6"]
     assert {task.train_problem(i).prompt for i in range(4)} == {"q0", "q1", "q2", "q3"}
-    few = r"eval\.problems: 4 are asked for, but .*b \(task\.held_out_path\) has 3; set eval\.problems=3, or add lines"
+    few = (
+        r"eval\.problems: 4 are asked for, but .*b \(task\.held_out_path\) has 3; "
+        r"set eval\.problems=3, or add lines"
+    )
     with pytest.raises(UsageError, match=few):
         task.held_out(4)
 
@@ -222,7 +228,7 @@ def test_grade_exact_with_prefix(tmp_path):
     assert task.reference(asked) == f"####{asked.answer}"
 
 
-def test_unreadable_math_answer_is_found_before_the_run(tmp_path):
+def test_an_unreadable_math_answer_is_found_before_the_run(tmp_path):
     path = tmp_path / "data.jsonl"
     rows = [("a", "2"), ("b", "\\$5 and more"), ("c", "3")]
     path.write_text("\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows))
@@ -242,7 +248,7 @@ def test_warmup_examples_and_alphabet(tmp_path):
     assert set("éßaZ \n") <= set(alphabet(config.model_copy(update={"held_out": 1})))
 
 
-def test_the_page_on_tasks_has_an_example_that_works_and_every_setting(tmp_path, monkeypatch):
+def test_the_page_on_tasks_has_a_working_example_and_every_setting(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     lines, recipe = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("json", "toml"))
     monkeypatch.chdir(tmp_path)

@@ -24,7 +24,8 @@ SMALL = GymTask(
         (GymTask(name="composite"), r"task\.name: .*no single data set 'composite'"),
         (
             GymTask(name="gcd", params={"max_valeu": 9}),
-            r"task\.params\.max_valeu: gcd has no such parameter \(value 9\); it has max_numbers, max_value, min_n",
+            r"task\.params\.max_valeu: gcd has no such parameter \(value 9\); "
+            r"it has max_numbers, max_value, min_n",
         ),
         (
             GymTask(name="gcd", params={"seed": 3}),
@@ -76,7 +77,8 @@ def test_problem_depends_on_seed_and_index_alone():
 
 
 def test_seeds_are_the_same_in_every_process():
-    """Pinned: Python's own hash() would give others each time, and a change here silently changes every run."""
+    """The seeds are pinned: Python's own hash() would give others each time, and a change here
+    silently changes every run."""
     assert digest("gym", 0, "train", 0) == 73678899209691289107030436499602240076
     assert rng_of("gym", 0).integers(1000, size=4).tolist() == [889, 669, 607, 6]
 
@@ -145,7 +147,7 @@ def test_grade_is_the_library_s():
         ("boxnet", '{"action": 3}'),
     ],
 )
-def test_a_response_the_library_stumbles_over_earns_nothing(name, response):
+def test_a_response_that_breaks_the_library_earns_nothing(name, response):
     task = Gym(GymTask(name=name))
     asked = task.train_problem(0)
     with pytest.raises(reasoning_gym.LIBRARY_ERRORS):

@@ -98,7 +98,7 @@ def test_check_passes_where_everything_fits():
     )
 
 
-def test_check_finds_max_tokens_no_right_response_fits_in():
+def test_check_finds_a_max_tokens_too_small_for_any_right_response():
     environment = build(ChainTask(ops=12), make_tokenizer(), max_len=512)
     with pytest.raises(
         UsageError, match=r"has 75 tokens, but 74 are sampled .*raise rollout\.sampling\.max_tokens"

@@ -1,4 +1,5 @@
-"""The tools of an episode: exact answers, errors as text. For the Python tool see tests/integration/envs/tools/test_sandbox.py."""
+"""The tools of an episode: exact answers, errors as text. The Python tool's tests are in
+test_sandbox.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from onepolicy.envs.tools import Calculator, Search, build_tools, schema
 from onepolicy.envs.tools.calculator import calculate
 
 
-# --- calculator -----------------------------------------------------------------------------------------------------
+# --- calculator -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -83,7 +84,7 @@ def test_operations_can_be_rationed():
 @given(st.text("0123456789+-*/%() .", max_size=24))
 @settings(max_examples=300, deadline=None)
 def test_agrees_with_python_on_whole_numbers(text):
-    """Where Python finds an integer (in fractions, so that / is exact), the calculator finds the same."""
+    """The calculator finds the same integers as Python (in fractions, so that / is exact)."""
 
     class Exact(ast.NodeTransformer):
         def visit_Constant(self, node):
@@ -105,7 +106,7 @@ def call(tool, text):
     return asyncio.run(tool.call(text))
 
 
-# --- search ---------------------------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 @pytest.fixture
 def corpus(tmp_path):
     passages = [
@@ -152,7 +153,7 @@ def test_bad_corpus(tmp_path, content, message):
         Search(SearchTool(corpus=str(tmp_path / "none.jsonl")))
 
 
-def test_a_passage_may_hold_any_line_separator_of_unicode(tmp_path):
+def test_a_passage_may_contain_any_unicode_line_separator(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text(
         json.dumps({"text": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", encoding="utf-8"

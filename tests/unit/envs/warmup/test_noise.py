@@ -1,4 +1,4 @@
-"""Planted slips: of the right kind, at the right rate, and only those."""
+"""Planted slips have the right kind and the right rate."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What launch/ray/ does without a running Ray: settings, room and messages."""
+"""Parts of launch/ray/ that need no running Ray: settings, resources and messages."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ def test_settings_that_cannot_be(overrides, message):
         resolve(BASE, [*kind, *overrides])
 
 
-def test_vllm_beside_ranks_is_fine_in_a_process_of_its_own():
+def test_vllm_beside_ranks_needs_a_process_of_its_own():
     overrides = ["train.ranks=2", "rollout.engine.kind=vllm"]
     with pytest.raises(UsageError, match=r"cluster\.kind = ray"):
         resolve(BASE, overrides)
@@ -175,6 +175,10 @@ def vars_of(contract):
 
 @pytest.mark.parametrize("module", ["rank_actor", "replica_actor"])
 def test_an_actor_sets_its_environment_before_torch_is_imported(module):
-    """A worker imports the class first, and OMP_WAIT_POLICY counts only if it is there when torch is."""
-    check = f"import onepolicy.launch.ray.{module}, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    """A worker imports the class first, and OMP_WAIT_POLICY counts only if it is set before torch's
+    import."""
+    check = (
+        f"import onepolicy.launch.ray.{module}, sys; "
+        f"assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,4 +1,5 @@
-"""An engine in an actor whose process dies, is silent or answers into the void: every request is answered, once."""
+"""An engine in an actor whose process dies, is silent or loses its answers: every request is
+answered, once."""
 
 import asyncio
 import random
@@ -30,7 +31,7 @@ from support.waiting import LIMIT_S, until  # noqa: E402
 
 @pytest.fixture
 def engines(monkeypatch):
-    """Every engine that was built, the newest last."""
+    """Return every engine that was built, the newest last."""
     built = []
 
     def build(_):
@@ -53,7 +54,7 @@ def written(tmp_path):
 
 
 class Stopping(Engine):
-    """Weights that break off take it out of service, as they do the engines that sample.
+    """An engine that an incomplete weight update takes out of service, as the engines that sample.
 
     Its requests end with the weights that it was built with.
     """
@@ -89,9 +90,7 @@ class BreaksOff:
         await self.actor.process._engine.load_weights([], 4)
 
 
-def test_requests_that_a_broken_broadcast_interrupts_go_on_once_the_weights_are_there(
-    written, monkeypatch
-):
+def test_requests_interrupted_by_a_failed_broadcast_continue(written, monkeypatch):
     stopping = Stopping()
     monkeypatch.setattr(replica_actor, "build_engine", lambda _: stopping)
     engine = opened(actor := Actor())
@@ -152,7 +151,7 @@ def test_requests_one_after_another(engines):
     ("how", "weights"),
     [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")],
 )
-def test_a_lost_process_gets_the_current_weights_and_what_it_was_asked(
+def test_a_lost_process_gets_the_current_weights_and_its_requests(
     how, weights, engines, written, caplog
 ):
     async def run():
@@ -197,8 +196,10 @@ class Ended:
 @pytest.mark.parametrize(
     ("error", "lives"), [(TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)]
 )
-def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, written, caplog):
-    """A process that was not the cause stays; one that said nothing is replaced."""
+def test_a_receiver_that_lost_a_broadcast_is_sent_the_weights_alone(
+    error, lives, engines, written, caplog
+):
+    """A process that was not the cause stays. One that gave no answer is replaced."""
 
     async def run():
         actor = Actor()
@@ -214,7 +215,7 @@ def test_who_lost_a_broadcast_is_sent_the_weights_alone(error, lives, engines, w
     ) == (lives == 1)
 
 
-def test_files_that_are_not_what_was_written_are_refused(engines, written):
+def test_changed_weight_files_are_refused(engines, written):
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
@@ -274,15 +275,17 @@ def test_an_error_of_one_request_is_its_own(engines):
 
 
 @pytest.mark.parametrize("lossy", [False, True])
-def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines, monkeypatch):
-    """Requests at random moments, many given up at once, while messages and answers get lost and processes die."""
+def test_every_request_is_answered_despite_cancellations_and_losses(lossy, engines, monkeypatch):
+    """Requests come at random moments and many are given up at once, while messages and answers get
+    lost and processes die."""
     monkeypatch.setattr(remote, "COLLECT_TIMEOUT_S", 0.05)
 
     async def trial(seed):
         chance = random.Random(seed)
         actor = Actor(restarts=99, chance=chance if lossy else None)
         actor.process._engine = Engine()
-        # Longer than the test waits: no request may be answered only because an answer that was lost timed out.
+        # Longer than the test waits: no request may be answered only because an answer that was
+        # lost timed out.
         engine, kept = opened(actor, reply_timeout=2 * LIMIT_S, restart_timeout=2 * LIMIT_S), {}
         for number in range(12):
             asked = asyncio.create_task(
@@ -307,7 +310,7 @@ def test_every_request_is_answered_whatever_is_cancelled_or_lost(lossy, engines,
     asyncio.run(trials())
 
 
-def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
+def test_an_answer_is_repeated_until_its_arrival_is_known(engines):
     async def run():
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 0)
@@ -321,7 +324,7 @@ def test_an_answer_is_given_again_until_it_is_known_to_have_arrived(engines):
     asyncio.run(run())
 
 
-def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
+def test_messages_from_before_a_rebuild_are_refused(engines):
     async def run():
         process = replica_actor.ReplicaProcess()
         await process.build("{}", 2)
@@ -338,8 +341,9 @@ def test_what_was_sent_before_a_process_was_built_again_is_refused(engines):
     asyncio.run(run())
 
 
-def test_an_answer_that_came_while_the_event_loop_was_held_up_is_no_silence():
-    """Each turn of the event loop, however long it takes, is at most one of the REPLY_CHECKS of an answer."""
+def test_an_answer_during_a_blocked_event_loop_is_no_silence():
+    """Each turn of the event loop, however long it takes, is at most one of the REPLY_CHECKS of
+    an answer."""
 
     async def run(after):
         answer = asyncio.get_running_loop().create_future()
@@ -366,8 +370,8 @@ def test_silence_has_its_limit():
     asyncio.run(run())
 
 
-def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, written, monkeypatch):
-    """A process says nothing to requests while it takes weights over."""
+def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written, monkeypatch):
+    """A process answers no request while it takes weights over."""
     looks, wait_for_reply = [], remote.wait_for_reply
 
     def counting(answer, limit, excused):
@@ -401,10 +405,8 @@ def test_loading_for_longer_than_an_answer_may_take_is_no_silence(engines, writt
     asyncio.run(run())
 
 
-def test_weights_stay_until_a_process_that_is_coming_back_has_read_them(
-    engines, tmp_path, monkeypatch
-):
-    """An update comes while it reads the version before; then it gets the update."""
+def test_weights_stay_until_a_returning_process_has_read_them(engines, tmp_path, monkeypatch):
+    """An update comes while it reads the version before. Then it gets the update."""
     files = WeightFiles(str(tmp_path))
 
     async def run():

@@ -1,4 +1,4 @@
-"""`rollout.quant`: one line, and what cannot take effect."""
+"""`rollout.quant`: its settings in one line, and refusals of settings without effect."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Number formats, quantised layers and experts, against hand-computed codes and sums over dequantised weights."""
+"""Number formats, quantised layers and experts, against hand-computed codes and sums over
+dequantised weights."""
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_int8_linear_multiplies_codes():
     torch.testing.assert_close(Int8Linear(plain, int8_rows)(x), exact.float(), atol=2e-6, rtol=1e-5)
 
 
-def test_e4m3_linear_multiplies_codes_as_scaled_mm_does():
+def test_e4m3_linear_equals_scaled_mm():
     plain, x = linear()
     plain.bias.zero_()
     (a, a_scale), (w, w_scale) = e4m3_rows(x.view(6, 40)), e4m3_rows(plain.weight)
@@ -123,7 +124,8 @@ def test_e4m3_experts(activations):
 
 
 def test_widest_bag_is_exact():
-    """Codes at their bounds over as many inputs as bags are used for: every partial sum is a float32 integer."""
+    """Codes at their bounds over as many inputs as bags are used for: every partial sum is a
+    float32 integer."""
     width = quant_experts.BAG_WIDTH
     up = torch.ones(1, 4, width)
     own = Int8Experts(up, torch.ones(1, width, 4), (int8_rows, int8_rows))
@@ -134,7 +136,7 @@ def test_widest_bag_is_exact():
     ]
 
 
-def test_static_scale_is_kept_and_what_it_cuts_off_is_counted():
+def test_a_static_scale_is_kept_and_its_clipping_is_counted():
     static = StaticScale()
     static(torch.tensor([[1.0, -12.7], [0.5, 2.0]]))
     static.calibrate(float(static.largest))

@@ -1,4 +1,5 @@
-"""What GPUs are asked to multiply: on the CPU where it has the same operators, else for shapes and devices only."""
+"""Products for GPUs: on the CPU where it has the same operators, else only their shapes and
+devices."""
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_e4m3_product_is_one_of_float32():
 
 @pytest.mark.parametrize("activations", [True, False])
 def test_experts_one_by_one(activations):
-    """Unevenly routed: some experts have no row."""
+    """The routing is uneven: some experts have no row."""
     up, down, x, index, weights = case(9)
     index = index.where(index != 3, 4).sort(1).values
     index[:, 1] = (index[:, 0] + 1) % 3
@@ -91,7 +92,8 @@ def test_a_gpu_takes_the_arguments_of_an_e4m3_product(rows):
 
 
 def test_layers_on_another_device_make_nothing_on_the_cpu():
-    """`meta` stands for a GPU: what is not the CPU goes the GPU's way, and mixing the two is an error."""
+    """`meta` represents a GPU: any device but the CPU takes the GPU's path, and mixing the two is
+    an error."""
     with torch.device("meta"):
         plain, x = nn.Linear(64, 32), torch.empty(3, 64, dtype=torch.bfloat16)
         calibrated = StaticScale()
@@ -151,7 +153,10 @@ def test_experts_on_another_device_make_nothing_on_the_cpu(quant, monkeypatch):
 )
 def test_a_gpu_without_the_tensor_cores_is_refused(quant, capability, needed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    message = rf"{quant.format} needs a GPU of compute capability {needed}, this one has {capability[0]}\.{capability[1]}"
+    message = (
+        rf"{quant.format} needs a GPU of compute capability {needed}, "
+        rf"this one has {capability[0]}\.{capability[1]}"
+    )
     with pytest.raises(UsageError, match=message):
         check_device(quant, CUDA)
 

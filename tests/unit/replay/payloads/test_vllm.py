@@ -1,6 +1,6 @@
-"""What is read of the routes of each vLLM generation, with payloads written by hand: no vllm needed.
+"""The reader of each vLLM generation's routes, with payloads written by hand: no vllm needed.
 
-tests/unit/replay/payloads/test_vllm_generations.py reads payloads made by the wheels' own code.
+test_vllm_generations.py reads payloads made by the wheels' own code.
 """
 
 import base64
@@ -19,7 +19,8 @@ ALL_LAYERS = ("0.14.1", "0.20.2", "0.22.0", "0.30.0", "0.31.0", "0.33.0")
 
 
 def rows(prompt, completion):
-    """[prompt + completion - 1, 4, 2] as 0.30 returns them: every decoder layer, zeros for dense ones."""
+    """Return [prompt + completion - 1, 4, 2] rows as 0.30 returns them: every decoder layer, zeros
+    for dense ones."""
     found = np.zeros((prompt + completion - 1, 4, 2), dtype=np.uint8)
     found[:, 1] = [[i % 8, (i + 1) % 8] for i in range(len(found))]
     found[:, 3] = [[(i + 3) % 8, i % 8] for i in range(len(found))]

@@ -1,7 +1,9 @@
-"""Each reader of replay/payloads/vllm.py against payloads made with that generation's own serialiser.
+"""Each reader of replay/payloads/vllm.py against payloads made with that generation's own
+serialiser.
 
-Not live runs: make_vllm_fixtures.py says what of each wheel made them. Versions that no CPU can run are covered by this
-alone; 0.30 runs live in tests/e2e/rollout/vllm/test_engine.py.
+These are not live runs: support/make_vllm_fixtures.py lists the code of each wheel that made them.
+Versions that no CPU can run are covered by these tests alone. 0.30 runs live in
+tests/e2e/rollout/vllm/test_engine.py.
 """
 
 import json
@@ -53,7 +55,8 @@ def trace(made, request, rows):
 
 
 def check(made, request, got):
-    """Every valid row is the one the routers chose; which rows are missing is as documented."""
+    """Check that every valid row is the routers' choice, and that the documented rows are
+    missing."""
     chosen = np.array(made["chosen"])
     missing = (
         request["cached"] if made["version"] == "0.21.0" else 0

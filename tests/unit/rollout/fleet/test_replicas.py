@@ -1,4 +1,5 @@
-"""Several engines as one: who is asked, what happens when one is lost, and that none answers with old weights."""
+"""Several engines as one: which engine is asked, the loss of one, and that none answers with old
+weights."""
 
 import asyncio
 import threading
@@ -26,7 +27,7 @@ GREEDY = Sampling(0.0, 4)
 
 
 class Engine:
-    """Its completion is its prompt's last token, under the version it holds."""
+    """An engine whose completion is its prompt's last token, under the engine's version."""
 
     def __init__(self, name, *, lost_after=None, stale=False, seeded=True, max_len=8):
         self.name, self.version, self.asked, self.loaded = name, 0, [], []
@@ -67,7 +68,8 @@ def play(engine, prompts, sampling=GREEDY):
     return asyncio.run(all_of())
 
 
-def test_siblings_and_later_turns_ask_one_engine_and_a_repeated_run_the_same_ones(tmp_path):
+def test_siblings_and_later_turns_ask_one_engine(tmp_path):
+    """A repeated run asks the same engines."""
     prompts = [[problem, 50, 51] for problem in range(32) for _ in range(2)]
     turns = [[*p, 7, 8] for p in prompts]
     seen = []
@@ -89,7 +91,7 @@ def test_siblings_and_later_turns_ask_one_engine_and_a_repeated_run_the_same_one
 
 
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=8), st.integers(2, 6), st.data())
-def test_what_a_lost_engine_leaves_moves_and_nothing_else(root, count, data):
+def test_only_the_requests_of_a_lost_engine_move(root, count, data):
     engines = [Engine(f"replica {i}") for i in range(count)]
     lost = data.draw(st.sampled_from(engines))
     first = chosen(engines, root)
@@ -97,7 +99,7 @@ def test_what_a_lost_engine_leaves_moves_and_nothing_else(root, count, data):
     assert then is first or first is lost
 
 
-def test_requests_of_a_lost_engine_are_asked_again_with_their_seeds(tmp_path, caplog):
+def test_requests_of_a_lost_engine_are_repeated_with_their_seeds(tmp_path, caplog):
     engines = [Engine("replica 0"), Engine("replica 1", lost_after=3)]
     prompts = [[problem, 9] for problem in range(40)]
     together = replicas(tmp_path, *engines)
@@ -119,7 +121,7 @@ def test_the_last_engine_lost_ends_the_run(tmp_path):
         play(replicas(tmp_path, Engine("replica 0", lost_after=0)), [[1]])
 
 
-def test_weights_reach_all_and_an_engine_lost_meanwhile_is_left_out(tmp_path):
+def test_weights_reach_all_and_a_lost_engine_is_left_out(tmp_path):
     engines = [Engine("replica 0"), Engine("replica 1"), Engine("replica 2", lost_after=0)]
     together = replicas(tmp_path, *engines)
     weights = {"a": torch.arange(3.0), "b.c": torch.ones(2, 2)}
@@ -133,7 +135,7 @@ def test_weights_reach_all_and_an_engine_lost_meanwhile_is_left_out(tmp_path):
 
 
 def broadcast_to(tmp_path, *receive):
-    """What each receiver ended with."""
+    """Return the result of each receiver."""
     files = WeightFiles(str(tmp_path))
     checksums = Checksums(b"key")
     folder = files.write(checksums.passing([("a", torch.arange(3.0)), ("b", torch.ones(2, 2))]), 5)
@@ -162,22 +164,22 @@ def test_one_broadcast_reaches_all(tmp_path):
         assert torch.equal(found["b"], torch.ones(2, 2))
 
 
-def test_a_receiver_that_fails_ends_a_broadcast_for_all(tmp_path):
+def test_a_failing_receiver_ends_a_broadcast_for_all(tmp_path):
     there, gone = broadcast_to(tmp_path, taken, refused)
     assert isinstance(gone, ConnectionError)
     assert isinstance(there, TrainingError)
     assert "GivenUp" in str(there)
 
 
-def test_a_fault_of_the_sender_comes_out_where_no_receiver_has_seen_it(tmp_path, monkeypatch):
-    """Both receivers believe that they have everything; the sender has had no word from them."""
+def test_a_fault_of_the_sender_is_raised_if_no_receiver_saw_it(tmp_path, monkeypatch):
+    """Both receivers take the broadcast for complete. The sender has no confirmation from them."""
     monkeypatch.setattr(Sender, "send", lambda *_: pytest.fail("unheard"))
     with pytest.raises(pytest.fail.Exception, match="unheard"):
         broadcast_to(tmp_path, lambda *_: {}, lambda *_: {})
 
 
-def test_replicas_hand_out_one_broadcast(tmp_path):
-    """An engine that is told of it is one of its receivers."""
+def test_replicas_share_one_broadcast(tmp_path):
+    """An engine that is part of a broadcast is one of its receivers."""
     opened = []
 
     def open_broadcast(*args):
@@ -196,8 +198,8 @@ def test_replicas_hand_out_one_broadcast(tmp_path):
     assert [(written.version, receivers) for written, receivers in opened] == [(5, 2)]
 
 
-def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
-    """A bit of a file is another one by the time that it is read."""
+def test_files_changed_after_writing_are_not_sent(tmp_path):
+    """A bit of a file has changed by the time that it is read."""
 
     class Damaged(WeightFiles):
         def write(self, weights, version, **keywords):
@@ -220,8 +222,8 @@ def test_what_is_not_as_it_was_written_is_not_sent(tmp_path):
     assert not engine.loaded
 
 
-def test_a_sender_that_is_held_up_while_its_receivers_end_has_not_failed(tmp_path, monkeypatch):
-    """It looks for their last word only when the broadcast is already being left."""
+def test_a_delayed_sender_whose_receivers_ended_has_not_failed(tmp_path, monkeypatch):
+    """It reads their last message only when the broadcast is already being left."""
     wait, leave, left = Board.wait, Broadcast.__aexit__, threading.Event()
 
     def held_up(board, names, meanwhile):
@@ -270,8 +272,9 @@ def test_an_answer_of_old_weights_is_an_error(tmp_path):
         play(together, [[1]])
 
 
-def test_answers_that_come_while_weights_are_loaded_are_of_the_old_or_of_the_new_ones(tmp_path):
-    """One engine has taken the update, the other has not yet; requests from before it and from meanwhile."""
+def test_answers_during_loading_are_of_the_old_or_the_new_weights(tmp_path):
+    """One engine has taken the update, the other has not yet. Requests come from before it and from
+    meanwhile."""
 
     class Slow(Engine):
         async def load_files(self, written, shared=None):

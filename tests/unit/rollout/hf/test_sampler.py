@@ -1,4 +1,4 @@
-"""Sampling by hand: which token a uniform picks, and the log-probability it was sampled with."""
+"""Sampling by hand: the token that a uniform picks, and its log-probability."""
 
 import math
 
@@ -105,7 +105,8 @@ def test_unneeded_parameters_cost_nothing():
 
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():
-    """By hand: all of P; P squared (temperature 0.5); what top_k = 2 leaves, -inf for the third."""
+    """By hand: all of P; P squared (temperature 0.5); the rest after top_k = 2, with -inf for the
+    third."""
     asked = [
         Sampling(1.0, 1, top_logprobs=3),
         Sampling(0.5, 1, top_logprobs=1),

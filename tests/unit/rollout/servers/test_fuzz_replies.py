@@ -1,4 +1,5 @@
-"""Damaged replies of engines' servers: refused as `Malformed`, or a completion that could have been sampled."""
+"""Damaged replies of engines' servers: refused as `Malformed`, or read as a completion that could
+have been sampled."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def sglang_reply() -> dict:
 
 
 def check(done: Completion) -> None:
-    """Written apart from the readers: what every completion of this request must be."""
+    """Check the properties of every completion of this request, independently of the readers."""
     tokens = done.token_ids.tolist()
     n = len(tokens)
     assert n <= SAMPLING.max_tokens
@@ -227,7 +228,7 @@ def test_sglang_replies(inputs: int) -> None:
 
 
 def test_the_check_sees_wrong_completions() -> None:
-    """Or a reader that accepts everything would pass."""
+    """Otherwise a reader that accepts everything would pass."""
     good = part_of("0.30.0")(vllm_reply())
     check(good)
     assert good.routing is not None

@@ -1,4 +1,4 @@
-"""The HTTP client of engines: what is tried again, what is not, and what a failure says."""
+"""The HTTP client of engines: its retries, its refusals, and its error messages."""
 
 import asyncio
 import gzip
@@ -37,7 +37,7 @@ def ask(server, **kwargs):
     return client, asyncio.run(client.post("/do", {"x": [1, 2]}, params={"mode": "abort"}))
 
 
-def test_a_request_arrives_as_it_was_made_and_its_answer_as_json(monkeypatch):
+def test_a_request_and_its_json_answer_arrive_unchanged(monkeypatch):
     monkeypatch.setenv("ENGINE_TOKEN", "s3cret")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with Server(
@@ -132,7 +132,7 @@ def test_the_time_limit_holds_while_a_reply_is_decompressed():
 
 
 class Gzipped:
-    """A response whose body comes in these chunks; `taken` counts them."""
+    """A response whose body comes in these chunks. `taken` counts them."""
 
     headers: typing.ClassVar = {"content-encoding": "gzip"}
 
@@ -174,7 +174,7 @@ def test_a_gzip_body_that_goes_on_is_refused_at_once(chunks, after):
     assert response.taken == after
 
 
-def test_a_gzip_body_may_come_in_single_bytes_and_in_blocks_larger_than_what_they_hold():
+def test_a_gzip_body_may_come_in_any_chunks():
     whole = gzip.compress(b"x" * 2_000_000)
     chunks = [whole[n : n + 1] for n in range(len(whole))]
     assert asyncio.run(read_body(Gzipped(chunks), 2_000_000)) == b"x" * 2_000_000
@@ -202,7 +202,7 @@ EVIL = "\x1b]0;owned\x07\x1b[2J\r\nonepolicy: all is well\x9b2J\u202e\u2028\x00\
 
 @pytest.mark.parametrize("status", [503, 403, 307, 200])
 @pytest.mark.parametrize("kind", ["text/plain", "application/json"])
-def test_what_a_server_sent_reaches_no_terminal_as_it_came(status, kind):
+def test_a_servers_text_reaches_no_terminal_unescaped(status, kind):
     def parse(reply):
         raise Malformed(f"it sent {reply}")
 
@@ -246,7 +246,7 @@ def test_a_reply_that_parse_refuses_is_tried_again():
         asyncio.run(client_of(server, retries=0).get("/do", parse=parse))
 
 
-def test_a_refusal_is_an_answer_and_shows_what_came_back():
+def test_a_refusal_is_an_answer_and_shows_the_servers_reply():
     with (
         Server({}) as server,
         pytest.raises(TrainingError, match=r'got status 404: \{"detail": "Not Found"\}'),
@@ -268,7 +268,7 @@ def test_time_out_is_per_attempt_and_retried():
         held.set()
 
 
-def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
+def test_an_absent_server_is_a_usage_error_only_at_the_start():
     with Server({}) as server:
         client = client_of(server, retries=1)
 
@@ -285,7 +285,7 @@ def test_nobody_there_is_a_usage_error_at_the_start_and_ends_a_run_later():
         asyncio.run(client.get("/health"))
 
 
-def test_other_requests_in_flight_are_named_as_dropped_and_a_cancelled_one_hangs_up():
+def test_dropped_requests_are_named_and_a_cancelled_one_hangs_up():
     seen, left = threading.Event(), threading.Event()
 
     def slow(request):

@@ -1,4 +1,4 @@
-"""The secret between a run and its server: how it is found, and that no error repeats it."""
+"""The secret between a run and its server: it is found, and no error repeats it."""
 
 import asyncio
 import os
@@ -45,9 +45,7 @@ def clustered(monkeypatch):
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("reader", [served, asked, clustered])
-def test_a_token_that_cannot_be_sent_is_refused_at_the_start_and_not_repeated(
-    reader, bad, monkeypatch
-):
+def test_a_token_that_cannot_be_sent_is_refused_and_not_repeated(reader, bad, monkeypatch):
     monkeypatch.setenv("ENGINE_TOKEN", bad)
     name = "RAY_AUTH_TOKEN" if reader is clustered else "ENGINE_TOKEN"
     with pytest.raises(UsageError, match=rf"{name}.* no token may have; set it again") as caught:
@@ -79,7 +77,7 @@ def here(monkeypatch, tmp_path):
     return tmp_path / f"onepolicy-tokens-{os.getuid()}"
 
 
-def test_a_token_is_made_for_each_start_and_only_its_owner_can_read_it(here):
+def test_each_start_makes_a_token_that_only_its_owner_can_read(here):
     with made_for("127.0.0.1", 8000) as (first, path):
         assert len(first) >= 32
         assert path.stat().st_mode & 0o777 == 0o600
@@ -130,7 +128,7 @@ def test_a_folder_or_file_of_others_is_not_used(here, tmp_path):
         pass
 
 
-def test_a_run_finds_the_token_of_a_server_of_this_machine_and_of_the_next_one_there(here):
+def test_a_run_finds_the_token_of_each_server_on_this_machine(here):
     told = []
     with Server({"GET /a": lambda r: told.append(r.headers.get("authorization"))}) as server:
         port = int(server.url.rpartition(":")[2])

@@ -1,4 +1,5 @@
-"""Combinations of vLLM whose routes are known to be wrong are refused, each with its source; no vllm needed."""
+"""Combinations of vLLM whose routes are known to be wrong are refused, each with its source; no
+vllm needed."""
 
 from types import SimpleNamespace
 

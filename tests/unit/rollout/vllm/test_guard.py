@@ -1,4 +1,5 @@
-"""What a vLLM server answers before vLLM sees it: who asks, and what could end the engine."""
+"""Answers of a vLLM server before a request reaches vLLM: access rules, and requests that could end
+the engine."""
 
 import asyncio
 import json
@@ -13,7 +14,7 @@ POSTED = "/resume"
 
 
 class App:
-    """What is behind the guard. It reads the body and answers with `reply`."""
+    """The application behind the guard. It reads the body and answers with `reply`."""
 
     def __init__(self):
         self.seen, self.reply, self.status = [], {"results": [None]}, 200
@@ -31,7 +32,8 @@ class App:
 
 @pytest.fixture
 def ask(monkeypatch):
-    """ask(path, headers, body=...) -> (status, what the answer says); ask.app is behind."""
+    """Return ask(path, headers, body=...) -> (status, text of the answer). ask.app is behind the
+    guard."""
 
     def started(*hosts):
         monkeypatch.setenv(TOKEN, "s3cret")
@@ -96,7 +98,8 @@ def test_other_endpoints_of_vllm_are_not_there(ask, path):
 
 @pytest.mark.parametrize("origin", [b"http://evil.example", b"null", b"", b"http://127.0.0.1:8000"])
 def test_no_browser_is_answered(ask, origin):
-    """Not the preflight, not a request that needs none, not even with the token, nor /health."""
+    """The guard refuses the preflight, a request that needs none, one with the token, and
+    /health."""
     for method, path in (
         ("OPTIONS", WORKERS),
         ("POST", POSTED),
@@ -171,7 +174,7 @@ def test_ids_outside_the_vocabulary_do_not_reach_the_engine(ask, ids):
     "body",
     [b"", b"[1]", b'"token_ids"', b"\xff\xfe", b"{" * 5000, b"[" * 100000, b'{"method": []}'],
 )
-def test_bodies_that_are_no_request_do_not_reach_the_engine(ask, body):
+def test_malformed_bodies_do_not_reach_the_engine(ask, body):
     assert ask(GENERATE, body=body)[0] == ask(WORKERS, body=body)[0] == 400
     assert ask.app.seen == []
 
@@ -203,7 +206,7 @@ def call(method):
         ("onepolicy_load", 200, ["what?"]),
     ],
 )
-def test_after_a_load_that_failed_nothing_is_sampled_until_one_succeeds(ask, method, status, reply):
+def test_after_a_failed_load_nothing_is_sampled_until_one_succeeds(ask, method, status, reply):
     ask.app.status, ask.app.reply = status, reply
     assert ask(WORKERS, body=call(method)) == (status, json.dumps(reply))
     ask.app.status, ask.app.reply = 200, {"results": [None]}

@@ -1,4 +1,5 @@
-"""Whatever a vLLM server sends instead of its reply: one kind of error, or a completion that holds together."""
+"""Any text in place of a vLLM server's reply gives one kind of error, or a consistent
+completion."""
 
 import copy
 import json
@@ -71,7 +72,8 @@ def test_a_reply_becomes_a_completion():
 
 
 def test_parts_follow_each_other_without_a_gap():
-    """Prompt 3 and two tokens: 4 rows. The rest is asked for from slot 4 on: the last token's row, and its own."""
+    """Prompt 3 and two tokens: 4 rows. The rest is asked for from slot 4 on: the last token's row,
+    and its own."""
     halves = [read(good(TOKENS[:2], "abort"), sampling=SAMPLING)]
     assert (halves[0].finish, len(halves[0].routing)) == ("aborted", 4)
     path, left = [*PROMPT, *TOKENS[:2]], Sampling(1.0, 2, stop=(1,), top_logprobs=2)
@@ -170,7 +172,7 @@ def test_seeds_of_a_rest_are_other_seeds():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_one_more_of_the_likeliest_tokens_is_asked_for_up_to_the_vocabulary():
+def test_one_more_likeliest_token_is_asked_for_up_to_the_vocabulary():
     asked = {
         k: parameters(Sampling(1.0, 4, top_logprobs=k), 0, first=0, vocab=VOCAB)["logprobs"]
         for k in (0, 1, 5, 32)

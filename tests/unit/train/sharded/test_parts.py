@@ -1,4 +1,5 @@
-"""Parts of a sharded learner that need no second process: who computes what, messages, channels, settings."""
+"""Parts of a sharded learner that need no second process: division of samples, messages, channels,
+settings."""
 
 import contextlib
 import dataclasses
@@ -31,7 +32,8 @@ from support.waiting import LIMIT_S
 
 
 def test_dealt_by_hand():
-    """85 slots in micro-batches of at most 30: three would do, so two rounds of two ranks, about 21 each."""
+    """85 slots in micro-batches of at most 30: three would do, so two rounds of two ranks, about 21
+    each."""
     lengths = [8, 13, 5, 22, 10, 7, 16, 4]
     dealt = deal(batch_with(lengths), 30, 2)
     slots = [[sum(lengths[s] for s in chosen) for chosen in rank] for rank in dealt]
@@ -40,9 +42,7 @@ def test_dealt_by_hand():
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
-def test_every_sample_once_within_the_budget_and_as_many_rounds_on_every_rank(
-    lengths, budget, ranks
-):
+def test_every_sample_is_dealt_once_within_the_budget(lengths, budget, ranks):
     dealt = deal(batch_with(lengths), budget, ranks)
     assert len(dealt) == ranks
     assert len({len(rounds) for rounds in dealt}) == 1
@@ -120,8 +120,9 @@ def test_a_peer_that_takes_nothing_is_named(pair):
         pair[0].send(Message({}, {"x": torch.zeros(2**24)}), 0.2)
 
 
-def test_the_rank_that_went_first_is_blamed():
-    """Rank 1 tells that a collective failed; rank 2 is gone without a word, and is the reason."""
+def test_the_first_failed_rank_is_named():
+    """Rank 1 reports that a collective failed. Rank 2 is gone without a message and is the
+    reason."""
     server = socket.create_server(("127.0.0.1", 0))
     ends = [socket.create_connection(server.getsockname()) for _ in range(2)]
     team = Team({r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=LIMIT_S)
@@ -168,8 +169,9 @@ def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
         each.close()
 
 
-def test_a_stranger_that_dawdles_is_hung_up_on_and_does_not_keep_the_ranks_out(monkeypatch):
-    """A byte now and then is not enough: the whole greeting has one limit."""
+def test_a_slow_stranger_is_hung_up_on(monkeypatch):
+    """A byte now and then is not enough: the whole greeting has one limit, and the ranks still get
+    in."""
     monkeypatch.setattr(channel, "GREETING_S", 0.3)
     listener = Listener("127.0.0.1")
     stranger, stop, hung_up = (
@@ -219,7 +221,7 @@ def stop_when(event):
 
 @pytest.mark.parametrize("strangers", [20, 200])
 def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
-    """They came first, and wait for ever as far as this test goes."""
+    """They came first, and this test never lets them end."""
     monkeypatch.setattr(channel, "GREETING_S", 1e9)
     monkeypatch.setattr(channel.Channel, "read", None)  # nothing is waited for
     listener = Listener("127.0.0.1")
@@ -237,7 +239,7 @@ def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
         each.close()
 
 
-def test_only_so_many_strangers_are_listened_to_at_a_time():
+def test_the_number_of_waiting_strangers_is_bounded():
     listener = Listener("127.0.0.1")
     silent = [socket.create_connection(listener.address) for _ in range(channel.MOST_PENDING + 5)]
     most = []
@@ -275,7 +277,7 @@ def is_open(connection):
         {"rank": -1, "pid": 1, "host": "h"},
     ],
 )
-def test_a_rank_that_says_what_none_says_is_an_error_of_ours(about):
+def test_a_malformed_message_of_a_rank_is_our_error(about):
     listener = Listener("127.0.0.1")
     stranger = socket.create_connection(listener.address)
     data = Message(about).encode()
@@ -286,7 +288,7 @@ def test_a_rank_that_says_what_none_says_is_an_error_of_ours(about):
         each.close()
 
 
-def test_a_rank_that_comes_twice_or_announces_too_much_is_an_error_of_ours(pair):
+def test_a_rank_that_comes_twice_or_announces_too_much_is_our_error(pair):
     listener = Listener("127.0.0.1")
     ours = [connect(listener.address, listener.token, 1, 5.0) for _ in range(2)]
     with pytest.raises(TrainingError, match="a second rank 1"):
@@ -311,10 +313,10 @@ def test_a_rank_that_comes_twice_or_announces_too_much_is_an_error_of_ours(pair)
         ("node-1", "127.0.0.2", "0.0.0.0"),
     ],
 )
-def test_a_driver_whose_own_name_is_a_loopback_address_is_reached_by_it(
+def test_a_driver_whose_name_is_a_loopback_address_advertises_the_name(
     host, resolved, listens, monkeypatch
 ):
-    """Other machines resolve the name as they know it, so it is the name that they are told."""
+    """Other machines resolve the name for themselves, so the driver sends them the name."""
     monkeypatch.setattr(channel.socket, "gethostbyname", lambda name: resolved)
     listener = Listener(host)
     assert listener.socket.getsockname()[0] == listens
