@@ -41,7 +41,7 @@ from turn_tables import markdown
 from onepolicy.build.components import build_parts
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.run.async_rollouts import Ahead
+from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.log import read_metrics
 from onepolicy.run.step import rl_step
 from onepolicy.types import Completion, Sampling
@@ -213,12 +213,14 @@ async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
             rollout = config.rollout.model_copy(update={"max_staleness": most})
             mine = dataclasses.replace(parts, config=config.model_copy(update={"rollout": rollout}))
             name = "one after the other" if most is None else f"max_staleness = {most}"
-            async with nullcontext() if most is None else Ahead(mine, step) as ahead:
+            async with (
+                nullcontext() if most is None else RolloutPrefetcher(mine, step) as prefetcher
+            ):
                 for i in range(FILLING + COUNTED):
-                    if ahead is None:
+                    if prefetcher is None:
                         result = await rl_step(mine, step)
                     else:
-                        result = await ahead.step(step)
+                        result = await prefetcher.run_step(step)
                     step += 1
                     if i >= FILLING:
                         found.setdefault(name, []).append(result.metrics)

@@ -58,11 +58,11 @@ from onepolicy.divergence.routing import routing_agreement  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.packed_attention import Packing  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
-from onepolicy.objective.advantages import outcomes  # noqa: E402
+from onepolicy.objective.advantages import compute_outcomes  # noqa: E402
 from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.rollout.collect import collect  # noqa: E402
-from onepolicy.run.step_metrics import measure  # noqa: E402
+from onepolicy.run.step_metrics import mismatch_metrics  # noqa: E402
 from onepolicy.sync.check import push_weights  # noqa: E402
 from onepolicy.train.pack import pack  # noqa: E402
 
@@ -182,11 +182,11 @@ def agreement() -> None:
     clean, k3 = [], {"replayed": [], "not replayed": []}
     for step in range(args.steps):
         groups, _ = asyncio.run(play(step))
-        batch = pack(outcomes(groups, parts.config.objective))
+        batch = pack(compute_outcomes(groups, parts.config.objective))
         clean.append(agreements(parts.learner, batch, batch.routing.ids))
         scorer = parts.learner.scorer
         for how, replay in (("replayed", True), ("not replayed", False)):
-            k3[how].append(measure(scorer.score(batch, replay=replay))["mismatch/k3"])
+            k3[how].append(mismatch_metrics(scorer.score(batch, replay=replay))["mismatch/k3"])
     lowest = torch.stack([layers for layers, _ in clean]).amin(0)
     cells = torch.cat([cells for _, cells in clean])
     print(f"{args.steps} batches, {len(cells)} windows")

@@ -17,7 +17,7 @@ from onepolicy.build.components import MeasureComponents, build_measure_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.measure.engine_noise import sample, sample_again
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import mismatch_of
 from onepolicy.types import TokenBatch
@@ -44,7 +44,7 @@ async def compare(parts: MeasureComponents) -> None:
     scorer = parts.scorer
     groups = await sample(parts)
     batch = pack(
-        outcomes(
+        compute_outcomes(
             groups, parts.config.objective, max_tokens=parts.config.rollout.sampling.max_tokens
         )
     )

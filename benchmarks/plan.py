@@ -42,7 +42,7 @@ from onepolicy.plan.learner_memory import compute_dtype, learner_memory
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.pack import pack
-from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.types import Group, RoutingTrace, Sample, id_dtype
 
 CPU = torch.device("cpu")
@@ -99,18 +99,18 @@ def _rank(rank: int, name: str, case: Case, folder: str) -> None:
     )
     mesh = init_device_mesh("cpu", (case.ranks,))
     compute = None if case.compute == "same" else getattr(torch, case.compute)
-    found = _measured(MODELS[name](), case, Spread(mesh, compute))
+    found = _measured(MODELS[name](), case, FSDPSharding(mesh, compute))
     if rank == 0:
         (Path(folder) / "bytes").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measured(model: PreTrainedModel, case: Case, spread: Spread | None) -> float:
+def _measured(model: PreTrainedModel, case: Case, sharding: FSDPSharding | None) -> float:
     model.to(getattr(torch, case.dtype))
-    if spread is not None:
-        spread.shard(model)
-    prepare_for_training(model, CPU, compute=None if spread is None else spread.compute)
+    if sharding is not None:
+        sharding.shard(model)
+    prepare_for_training(model, CPU, compute=None if sharding is None else sharding.compute)
     learner = LocalLearner(PolicyScorer(model, case.config(), routers=bind_routers(model)))
     step(learner, case)
     state = [

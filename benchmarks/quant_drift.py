@@ -29,7 +29,7 @@ from onepolicy.models.load import load_model, load_tokenizer
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.tiny.model import save_policy, warm_up
-from onepolicy.train.checkpoint import folder_of
+from onepolicy.train.checkpoint import checkpoint_folder
 
 RECIPE = ROOT / "recipes" / "quant_int8.toml"
 STATIC = 'rollout.quant={format="int8", activations="static"}'
@@ -58,7 +58,7 @@ def main() -> None:
     start = resolve_model(config.model)
     trained = {
         "start": Path(start.path),
-        f"RL, lr {config.optim.lr:g}": folder_of(run, options.steps),
+        f"RL, lr {config.optim.lr:g}": checkpoint_folder(run, options.steps),
     }
     for factor in (1, 10):
         rate = factor * config.optim.lr

@@ -32,13 +32,13 @@ from turn_tables import markdown
 from onepolicy.build.components import build_parts
 from onepolicy.config import load
 from onepolicy.interfaces import RolloutEngine, Weights
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, axis, line
 from onepolicy.report.png import write_figures
 from onepolicy.run.evaluate import evaluate
-from onepolicy.run.result import Clock
-from onepolicy.run.step import learn, sample
-from onepolicy.run.step_metrics import measure
+from onepolicy.run.result import StepTimer
+from onepolicy.run.step import sample_rollouts, train_on_rollouts
+from onepolicy.run.step_metrics import mismatch_metrics
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Sampling
@@ -152,15 +152,15 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
     await push_weights(parts.learner, parts.engine)
     rows = []
     for step in range(steps):
-        rollouts = await sample(parts, step)
+        rollouts = await sample_rollouts(parts, step)
         row: Row = {"step": step}
         if step % EVERY == EVERY - 1:
-            groups = outcomes(
+            groups = compute_outcomes(
                 rollouts.groups, config.objective, max_tokens=config.rollout.sampling.max_tokens
             )
-            native = measure(parts.learner.scorer.score(pack(groups), replay=False))
+            native = mismatch_metrics(parts.learner.scorer.score(pack(groups), replay=False))
             row |= {f"native/{name}": value for name, value in native.items()}
-        row |= learn(parts, step, rollouts, Clock()).metrics
+        row |= train_on_rollouts(parts, step, rollouts, StepTimer()).metrics
         await push_weights(parts.learner, parts.engine)
         rows.append(row)
         print(arm, seed, step, f"{row['train/reward']:.2f} {row['mismatch/k3']:.1e}", flush=True)

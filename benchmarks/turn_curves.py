@@ -115,10 +115,10 @@ def play(folder: Path, run: Path, arm: str, turns: int, seed: int, bits: int | N
         settings.append(f'rollout.quant={{format="simulated",bits={bits}}}')
     if not (run / "summary.json").exists():
         if any(run.glob("checkpoints/step_*")):
-            loop.resume(run, loop.Progress())
+            loop.resume_run(run, loop.Progress())
         else:
             shutil.rmtree(run, ignore_errors=True)  # stopped before its checkpoint
-            loop.start(load(RECIPE, settings), loop.Progress())
+            loop.start_run(load(RECIPE, settings), loop.Progress())
     path = run / "eval.json"
     if not path.exists():
         config = RunConfig.model_validate(read_config(run).model_dump() | {"eval": JUDGED})

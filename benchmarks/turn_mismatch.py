@@ -45,7 +45,7 @@ from onepolicy.models.load import load_tokenizer
 from onepolicy.report.png import write_figures
 from onepolicy.report.turns import NATIVE, by_turn
 from onepolicy.rollout.collect import seed_of
-from onepolicy.run.step_metrics import per_turn
+from onepolicy.run.step_metrics import metrics_per_turn
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, Sampling, TokenBatch
 
@@ -134,8 +134,8 @@ async def episode(
 
 def metrics(native: TokenBatch, replayed: TokenBatch) -> dict[str, float]:
     """Return k3 by turn of one episode, scored both ways."""
-    return per_turn(replayed) | {
-        f"{NATIVE}{name}": value for name, value in per_turn(native).items()
+    return metrics_per_turn(replayed) | {
+        f"{NATIVE}{name}": value for name, value in metrics_per_turn(native).items()
     }
 
 

@@ -20,8 +20,8 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import credit, outcomes
-from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.advantages import compute_advantages, compute_outcomes
+from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.tiny.model import make_model
 from onepolicy.train.forward import forward
@@ -82,8 +82,8 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
     objective, log = ObjectiveConfig(), []
     for step in range(steps):
         await engine.load_weights(trainer.state_dict().items(), version=step)
-        batch = pack(outcomes(await rollout(engine, step), objective))
-        batch = credit(batch, objective)
+        batch = pack(compute_outcomes(await rollout(engine, step), objective))
+        batch = compute_advantages(batch, objective)
 
         with torch.no_grad(), routers.record() as tape:  # what the trainer would do by itself
             alone = forward(trainer, batch).logp
@@ -98,9 +98,12 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
             applied = op.reweight(
                 logp.detach(), batch.logp_rollout, batch.trainable, op.preset("tis")
             )
-            share = slot_shares(batch, objective, max_tokens=LENGTH)
+            loss_weight = loss_weights(batch, objective, max_tokens=LENGTH)
             batch = batch.replace(
-                logp_old=logp.detach(), weight=applied.weight, keep=applied.keep, share=share
+                logp_old=logp.detach(),
+                weight=applied.weight,
+                keep=applied.keep,
+                loss_weight=loss_weight,
             )
             loss, _ = policy_loss(logp, batch, config=objective)
             loss.backward()

@@ -393,10 +393,10 @@ class TokenBatch:
     )
     logp_old: Tensor | None = None  # [T] float32, trainer before the update
     top_logp_old: Tensor | None = None  # [T, k] float32, of `top_ids`, from score()
-    own_ids: Tensor | None = (
+    trainer_top_ids: Tensor | None = (
         None  # [T, k] int32, the trainer's likeliest tokens, from score() if there are top_ids
     )
-    own_logp: Tensor | None = None  # [T, k] float32, of these
+    trainer_top_logp: Tensor | None = None  # [T, k] float32, of these
     logp_ref: Tensor | None = None  # [T] float32, reference model
     value: Tensor | None = None  # [T] float32, critic before the update
     value_target: Tensor | None = None  # [T] float32, return the critic is trained on
@@ -404,7 +404,7 @@ class TokenBatch:
     advantage: Tensor | None = None  # [T] float32
     weight: Tensor | None = None  # [T] float32, detached
     keep: Tensor | None = None  # [T] bool, trainable and not rejected
-    share: Tensor | None = (
+    loss_weight: Tensor | None = (
         None  # [T] float32, of each slot in the loss of its optimiser step; 0 where not trainable
     )
     fingerprints: frozenset[str] = frozenset()  # of its samples, as in Sample

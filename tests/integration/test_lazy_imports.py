@@ -22,7 +22,7 @@ BESIDE = (
     "onepolicy.run.async_rollouts",
     "onepolicy.sync.broadcast",
     "onepolicy.train.critic",
-    "onepolicy.train.live",
+    "onepolicy.train.current_policy",
     "onepolicy.train.sharded",
     "ray",
     "sglang",

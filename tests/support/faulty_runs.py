@@ -117,7 +117,7 @@ def assert_complete(out, steps):
     assert [
         p for p in (out / "checkpoints").iterdir() if not re.fullmatch(r"step_\d+", p.name)
     ] == []
-    checkpoint.verify(checkpoint.latest(out))
+    checkpoint.verify(checkpoint.latest_checkpoint(out))
 
 
 def assert_same_run(expected, out, step):
@@ -125,7 +125,7 @@ def assert_same_run(expected, out, step):
     checkpoint."""
     assert list(map(timeless, rows(expected))) == list(map(timeless, rows(out)))
     assert (expected / "samples.jsonl").read_text() == (out / "samples.jsonl").read_text()
-    folders = [checkpoint.folder_of(run, step) for run in (expected, out)]
+    folders = [checkpoint.checkpoint_folder(run, step) for run in (expected, out)]
     files = [sorted(str(p.relative_to(f)) for p in f.rglob("*.safetensors")) for f in folders]
     assert files[0] == files[1] != []
     for name in files[0]:

@@ -4,10 +4,10 @@ import copy
 
 import torch
 
-from onepolicy.build.learner import extras_of
+from onepolicy.build.learner import build_extensions
 from onepolicy.config import resolve
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import credit
+from onepolicy.objective.advantages import compute_advantages
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
@@ -74,12 +74,14 @@ def learner_of(
         critic = Critic(copied, config.objective.critic, config.optim, protect=protect)
     scorer = PolicyScorer(model, config, routers=bind_routers(model) if routed else None)
     return LocalLearner(
-        scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic
+        scorer,
+        extensions=build_extensions(config, reference=reference, critic=critic),
+        critic=critic,
     )
 
 
 def one_step(learner: LocalLearner, batch, weight=None):
-    batch = credit(learner.score(batch), learner.config.objective)
+    batch = compute_advantages(learner.score(batch), learner.config.objective)
     batch = batch.replace(
         weight=torch.ones(batch.num_slots) if weight is None else weight, keep=batch.trainable
     )

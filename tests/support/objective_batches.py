@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig
-from onepolicy.objective.advantages import credit
+from onepolicy.objective.advantages import compute_advantages
 from onepolicy.types import Group, Sample, TokenBatch
 
 
@@ -71,6 +71,6 @@ def random_batch(
     made = made.replace(
         logp_old=old, logp_ref=near(old), logp_rollout=near(old), value=torch.zeros(n)
     )
-    made = credit(made, ObjectiveConfig() if config is None else config)
+    made = compute_advantages(made, ObjectiveConfig() if config is None else config)
     made = made.replace(weight=torch.rand(n, generator=g).double() * 2, keep=trainable & ~rejected)
     return near(old), made

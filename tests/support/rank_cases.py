@@ -6,7 +6,7 @@ import torch
 from onepolicy.build.learner import build_learner
 from onepolicy.config import resolve
 from onepolicy.correct.weights import reweight
-from onepolicy.objective.advantages import credit
+from onepolicy.objective.advantages import compute_advantages
 from onepolicy.types import RoutingTrace
 from support.learner_steps import BASE, batch_of
 
@@ -48,7 +48,7 @@ def config_of(folder, overrides, count):
 
 
 def learner_on(others, folder, overrides):
-    config = config_of(folder, overrides, 0 if others is None else others.team.ranks)
+    config = config_of(folder, overrides, 0 if others is None else others.rank_group.ranks)
     return build_learner(config, config.model, others)
 
 
@@ -80,7 +80,7 @@ def batch_for(learner):
 
 def one_step(learner, batch):
     cfg = learner.config
-    batch = credit(learner.score(batch), cfg.objective)
+    batch = compute_advantages(learner.score(batch), cfg.objective)
     applied = reweight(
         batch.logp_rollout if batch.logp_old is None else batch.logp_old,
         batch.logp_rollout,
@@ -112,7 +112,7 @@ def assert_equal_steps(overrides, several, folder):
             "logp_ref",
             "value",
             "top_logp_old",
-            "own_logp",
+            "trainer_top_logp",
         ):
             if getattr(expected, name) is None:
                 assert getattr(found, name) is None, name

@@ -18,7 +18,9 @@ EVERY = ["checkpoint.every=1", "optim.lr=1e-5"]  # a hundred steps at 1e-3 and t
 def assert_same_run(a, b, step):
     assert list(map(timeless, rows(a))) == list(map(timeless, rows(b)))
     for name in ("model.safetensors", "optimizer.safetensors"):
-        first, second = (load_file(checkpoint.folder_of(run, step) / name) for run in (a, b))
+        first, second = (
+            load_file(checkpoint.checkpoint_folder(run, step) / name) for run in (a, b)
+        )
         assert first.keys() == second.keys()
         assert all(torch.equal(first[k], second[k]) for k in first), name
 

@@ -24,5 +24,5 @@ def batch_with(lengths):
         group=torch.arange(samples),
         routing=RoutingTrace(ids, torch.ones(slots, dtype=torch.bool), (1, 3), 300),
         keep=torch.ones(slots, dtype=torch.bool),
-        share=torch.rand(slots, generator=generator),
+        loss_weight=torch.rand(slots, generator=generator),
     )

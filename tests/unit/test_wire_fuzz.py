@@ -20,9 +20,9 @@ from onepolicy.launch.ray.wire import (
 from onepolicy.sync.board import Board, Invitation
 from onepolicy.sync.broadcast import Bucket, End, likes
 from onepolicy.sync.messages import read_as
-from onepolicy.train.sharded.channel import advertised, read_advertised
-from onepolicy.train.sharded.rank import Command, Updated
-from onepolicy.train.sharded.wire import Message, batch_message, batch_of
+from onepolicy.train.sharded.channel import decode_address, encode_address
+from onepolicy.train.sharded.rank import Command, UpdateReply
+from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling
 from support.token_batches import batch_with
 
@@ -127,12 +127,12 @@ def in_json(value):
 
 READERS = {
     "message": (Message.decode, *headed(BATCH)),
-    "batch": (lambda data: batch_of(Message.decode(data)), *headed(BATCH)),
+    "batch": (lambda data: batch_from_message(Message.decode(data)), *headed(BATCH)),
     "requests": (decode_requests, *headed(REQUESTS)),
     "answers": (decode_replies, *headed(ANSWERS)),
     "driver's address": (
-        lambda data: read_advertised(data.decode(errors="replace")),
-        *in_json(json.loads(advertised(("h", 1), b"ab"))),
+        lambda data: decode_address(data.decode(errors="replace")),
+        *in_json(json.loads(encode_address(("h", 1), b"ab"))),
     ),
     "invitation": (
         lambda data: Invitation.decode(data.decode(errors="replace")),
@@ -161,7 +161,7 @@ READERS = {
             {
                 "do": "optimise",
                 "rounds": [[0], [1, 2]],
-                "mini_step": 0,
+                "minibatch": 0,
                 "slots": 3,
                 "version": 1,
                 "traces": {},
@@ -169,7 +169,7 @@ READERS = {
         ),
     ),
     "rank's answer": (
-        lambda data: read_as(Updated, json.loads(data), "it"),
+        lambda data: read_as(UpdateReply, json.loads(data), "it"),
         *in_json({"norm": 1.0, "sums": {"loss": 2.0}, "seconds": 3.0}),
     ),
 }
@@ -305,7 +305,7 @@ def test_an_answer_with_another_tensor_is_refused(part, tensor):
 def test_a_batch_with_another_tensor_is_refused(name, tensor):
     message = Message.decode(BATCH)
     with pytest.raises(TrainingError, match="malformed"):
-        batch_of(Message(message.header, message.tensors | {name: tensor}))
+        batch_from_message(Message(message.header, message.tensors | {name: tensor}))
 
 
 def test_a_strangers_writes_into_the_store_are_refused():

@@ -42,8 +42,8 @@ from onepolicy.train.scorer import PolicyScorer
 
 if TYPE_CHECKING:
     from onepolicy.train.reprefill import Reprefill
-    from onepolicy.train.sharded.learner import RankedScorer
-    from onepolicy.train.sharded.team import Ranks
+    from onepolicy.train.sharded.learner import ShardedScorer
+    from onepolicy.train.sharded.rank_group import DistributedContext
 
 
 C = TypeVar("C")
@@ -126,7 +126,7 @@ class Pair:
 def build_parts(
     config: RunConfig,
     weights: Path | None = None,
-    ranks: Ranks | None = None,
+    ranks: DistributedContext | None = None,
     engine_builder: BuildEngine | None = None,
 ) -> tuple[Components, PreTrainedTokenizerBase]:
     """`weights`: a checkpoint folder to load instead of model.path (resume, fork). ranks: of a sharded learner.
@@ -174,7 +174,7 @@ def _with_sampling(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     routes: RouteSpec | None,
-    scorer: PolicyScorer | RankedScorer,
+    scorer: PolicyScorer | ShardedScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
     top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
@@ -230,7 +230,7 @@ def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
 
 
 def _refuse_elsewhere(
-    config: RunConfig, ranks: Ranks | None, engine_builder: BuildEngine | None
+    config: RunConfig, ranks: DistributedContext | None, engine_builder: BuildEngine | None
 ) -> None:
     """UsageError for settings that only `onepolicy train` can follow: it starts the processes."""
     if config.cluster.kind == "ray" and engine_builder in (None, build_engine):
@@ -248,7 +248,7 @@ def _engine_of(
     config: RunConfig,
     model: ModelConfig,
     max_len: int,
-    scorer: PolicyScorer | RankedScorer,
+    scorer: PolicyScorer | ShardedScorer,
     build: BuildEngine,
 ) -> tuple[RolloutEngine, RouteSpec | None]:
     """The engine beside this scorer, and what its routes must be."""

@@ -15,16 +15,16 @@ from onepolicy.models.load import DTYPES, empty_model, load_model, parse_device,
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.replay.checks import is_moe
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.extra import Extra, Reference
+from onepolicy.train.extension import LearnerExtension, Reference
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 
 if TYPE_CHECKING:
     from onepolicy.train.critic import Critic
-    from onepolicy.train.sharded.fsdp import Spread
-    from onepolicy.train.sharded.learner import RankedLearner
+    from onepolicy.train.sharded.fsdp import FSDPSharding
+    from onepolicy.train.sharded.learner import ShardedLearner
     from onepolicy.train.sharded.rank import RankLearner
-    from onepolicy.train.sharded.team import Ranks
+    from onepolicy.train.sharded.rank_group import DistributedContext
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
@@ -40,26 +40,28 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def build_learner(
-    config: RunConfig, model: ModelConfig, ranks: Ranks | None
-) -> LocalLearner | RankedLearner:
+    config: RunConfig, model: ModelConfig, ranks: DistributedContext | None
+) -> LocalLearner | ShardedLearner:
     """With the weights of `model`, its reference and critic too. ranks: that this process drives, of a sharded one."""
     if ranks is None:
         scorer = build_scorer(config, model)
         reference = build_reference(config, scorer.vocabulary, scorer.device)
         critic = build_critic(model, config, scorer.device)
         return LocalLearner(
-            scorer, extras=extras_of(config, reference=reference, critic=critic), critic=critic
+            scorer,
+            extensions=build_extensions(config, reference=reference, critic=critic),
+            critic=critic,
         )
-    assert ranks.team is not None, "a rank builds its part by build_rank_learner"
-    from onepolicy.train.sharded.learner import RankedLearner
+    assert ranks.rank_group is not None, "a rank builds its part by build_rank_learner"
+    from onepolicy.train.sharded.learner import ShardedLearner
     from onepolicy.train.sharded.wire import Message
 
     build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
-    ranks.team.tell_all(Message(build))
-    with ranks.team.blaming():  # all ranks check their forward together
+    ranks.rank_group.broadcast(Message(build))
+    with ranks.rank_group.attribute_failures():  # all ranks check their forward together
         own = build_rank_learner(config, model, ranks)
-        ranks.team.hear()
-    return RankedLearner(own, ranks.team)
+        ranks.rank_group.recv()
+    return ShardedLearner(own, ranks.rank_group)
 
 
 def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
@@ -74,36 +76,38 @@ def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     )
 
 
-def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
+def build_rank_learner(
+    config: RunConfig, model: ModelConfig, ranks: DistributedContext
+) -> RankLearner:
     """This process's part of a learner on several ranks."""
-    from onepolicy.train.sharded.fsdp import Spread
+    from onepolicy.train.sharded.fsdp import FSDPSharding
     from onepolicy.train.sharded.rank import RankLearner, RankScorer
 
     torch.manual_seed(config.seed)
     use_threads(config)
-    spread = Spread(ranks.mesh, compute_dtype(config))
-    trained = load_trained(model, ranks.device, spread)
+    sharding = FSDPSharding(ranks.mesh, compute_dtype(config))
+    trained = load_trained(model, ranks.device, sharding)
     scorer = RankScorer(
         trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
     )
     like = empty_model(model)
     like.generation_config = trained.generation_config
-    reference = build_reference(config, scorer.vocabulary, ranks.device, spread)
-    critic = build_critic(model, config, ranks.device, spread)
-    extras = extras_of(config, reference=reference, critic=critic)
-    return RankLearner(scorer, like=like, extras=extras, critic=critic)
+    reference = build_reference(config, scorer.vocabulary, ranks.device, sharding)
+    critic = build_critic(model, config, ranks.device, sharding)
+    extensions = build_extensions(config, reference=reference, critic=critic)
+    return RankLearner(scorer, like=like, extensions=extensions, critic=critic)
 
 
-def extras_of(
+def build_extensions(
     config: RunConfig, *, reference: PreTrainedModel | None = None, critic: Critic | None = None
-) -> list[Extra]:
+) -> list[LearnerExtension]:
     """What an update has beside the policy's own loss, in the order in which the learner calls it."""
-    extras: list[Extra] = [] if reference is None else [Reference(reference)]
+    extensions: list[LearnerExtension] = [] if reference is None else [Reference(reference)]
     if config.correction.live_part is not None:
-        from onepolicy.train.live import LiveCorrection
+        from onepolicy.train.current_policy import CurrentPolicyCorrection
 
-        extras.append(LiveCorrection(config.correction, config.correction.live_part))
-    return extras if critic is None else [*extras, critic]
+        extensions.append(CurrentPolicyCorrection(config.correction, config.correction.live_part))
+    return extensions if critic is None else [*extensions, critic]
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
@@ -130,7 +134,7 @@ def _embedded(config: RunConfig) -> bool:
 
 
 def build_reference(
-    config: RunConfig, vocabulary: int, device: torch.device, spread: Spread | None = None
+    config: RunConfig, vocabulary: int, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel | None:
     """The frozen model of objective.kl, if there is one. It routes every token itself."""
     if not config.objective.kl.coef:
@@ -146,7 +150,7 @@ def build_reference(
         raise UsageError(
             f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}"
         )
-    reference = load_trained(model_config, device, spread).requires_grad_(False)
+    reference = load_trained(model_config, device, sharding).requires_grad_(False)
     if config.numerics == ON_POLICY:
         from onepolicy.invariant.enable import enable_invariant
 
@@ -155,26 +159,29 @@ def build_reference(
 
 
 def load_trained(
-    model: ModelConfig, device: torch.device, spread: Spread | None = None
+    model: ModelConfig, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel:
     """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
-    if spread is None:
+    if sharding is None:
         loaded = load_model(model, DTYPES[model.dtype], device)
     else:
         host = torch.device("cpu")
-        loaded = spread.load(
+        loaded = sharding.load(
             empty_model(model), lambda: load_model(model, DTYPES[model.dtype], host)
         )
     if model.lm_head == "float32":
         from onepolicy.models import fp32_head
 
         fp32_head.install_fp32_head(loaded, DTYPES[model.dtype], field="model.lm_head")
-    prepare_for_training(loaded, device, compute=None if spread is None else spread.compute)
+    prepare_for_training(loaded, device, compute=None if sharding is None else sharding.compute)
     return loaded
 
 
 def build_critic(
-    model: ModelConfig, config: RunConfig, device: torch.device, spread: Spread | None = None
+    model: ModelConfig,
+    config: RunConfig,
+    device: torch.device,
+    sharding: FSDPSharding | None = None,
 ) -> Critic | None:
     """A critic that starts from the policy's weights, if the objective has one."""
     if config.objective.critic is None:
@@ -183,4 +190,4 @@ def build_critic(
 
     own = load_trained(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
-    return Critic(own, config.objective.critic, config.optim, spread, protect=protect)
+    return Critic(own, config.objective.critic, config.optim, sharding, protect=protect)

@@ -320,7 +320,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             terminal_progress(config.steps) as progress,
             launcher_for(config, progress) as launcher,
         ):
-            summary = run.start(config, progress, launcher=launcher)
+            summary = run.start_run(config, progress, launcher=launcher)
     return _show(summary)
 
 
@@ -422,7 +422,9 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
         terminal_progress(steps or config.steps) as progress,
         launcher_for(config, progress) as launcher,
     ):
-        summary = run.resume(path, progress, steps, changed.get("train.ranks"), launcher, config)
+        summary = run.resume_run(
+            path, progress, steps, changed.get("train.ranks"), launcher, config
+        )
     return _show(summary)
 
 
@@ -453,7 +455,7 @@ def _fork(arguments: argparse.Namespace, overrides: list[str]) -> int:
         terminal_progress(config.steps, origin.step) as progress,
         launcher_for(config, progress) as launcher,
     ):
-        summary = run.start(config, progress, origin, launcher)
+        summary = run.start_run(config, progress, origin, launcher)
     return _show(summary)
 
 

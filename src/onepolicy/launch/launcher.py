@@ -12,11 +12,13 @@ from onepolicy.config import RunConfig
 from onepolicy.launch.rank_info import LaunchRanks
 
 if TYPE_CHECKING:
-    from onepolicy.train.sharded.team import Ranks
+    from onepolicy.train.sharded.rank_group import DistributedContext
 
 
 @contextmanager
-def started_ranks(config: RunConfig, launch_ranks: LaunchRanks | None) -> Iterator[Ranks | None]:
+def started_ranks(
+    config: RunConfig, launch_ranks: LaunchRanks | None
+) -> Iterator[DistributedContext | None]:
     """Start the learner's ranks and yield them; None if train.ranks is 0.
 
     This process drives them. launch_ranks: None means `launch_local_ranks`.

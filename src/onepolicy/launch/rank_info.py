@@ -115,7 +115,7 @@ class LaunchedRanks:
     rank_info: RankInfo  # of this process
     store: dist.Store  # shared by all ranks until they are connected
     host: str  # address of this machine as the other ranks see it
-    # Sends the driver's address and token (channel.advertised) to the other ranks.
+    # Sends the driver's address and token (channel.encode_address) to the other ranks.
     publish_address: Callable[[str], None]
     check_alive: Callable[[], None]  # raises RankLost if a rank has ended before it joined
 

@@ -18,9 +18,9 @@ from onepolicy.launch.ranks import (
     open_rendezvous,
 )
 from onepolicy.sync.messages import read_as
-from onepolicy.train.sharded.channel import Channel, RankLost, connect, read_advertised
+from onepolicy.train.sharded.channel import Channel, RankLost, connect_to_driver, decode_address
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.team import Ranks, error_message
+from onepolicy.train.sharded.rank_group import DistributedContext, error_message
 from onepolicy.train.sharded.wire import Message
 
 JOIN_TIMEOUT_S = 300.0
@@ -57,13 +57,15 @@ def run_launched_rank() -> int:
 def run_rank(rank_info: RankInfo, store: dist.Store, driver: str) -> None:
     """Join the other ranks, then handle the driver's messages until the run ends.
 
-    driver: address and token of the driver (channel.advertised). Raises RankLost if the driver is
-    gone, or if this rank has failed and reported its error to the driver.
+    driver: address and token of the driver (channel.encode_address). Raises RankLost if the driver
+    is gone, or if this rank has failed and reported its error to the driver.
     """
     assert rank_info.rank > 0
     try:
-        address, token = read_advertised(driver)
-        _handle_messages(rank_info, store, connect(address, token, rank_info.rank, JOIN_TIMEOUT_S))
+        address, token = decode_address(driver)
+        _handle_messages(
+            rank_info, store, connect_to_driver(address, token, rank_info.rank, JOIN_TIMEOUT_S)
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -83,7 +85,7 @@ def _handle_messages(rank_info: RankInfo, store: dist.Store, channel: Channel) -
             if command == "stop":
                 return
             if command == "build":
-                learner = _build_learner(message, Ranks(device, mesh, None))
+                learner = _build_learner(message, DistributedContext(device, mesh, None))
                 channel.send(Message({}), timeout)
             else:
                 assert learner is not None
@@ -95,7 +97,7 @@ def _handle_messages(rank_info: RankInfo, store: dist.Store, channel: Channel) -
         raise RankLost(str(error)) from error
 
 
-def _build_learner(message: Message, ranks: Ranks) -> RankLearner:
+def _build_learner(message: Message, ranks: DistributedContext) -> RankLearner:
     config = RunConfig.model_validate_json(message.header["config"])
     model = ModelConfig.model_validate_json(message.header["model"])
     return build_rank_learner(config, model, ranks)

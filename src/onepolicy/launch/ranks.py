@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from onepolicy.config import RunConfig
 from onepolicy.launch.rank_info import LaunchedRanks, LaunchRanks, RankInfo
-from onepolicy.train.sharded.channel import Channel, Listener, RankLost, advertised
-from onepolicy.train.sharded.team import WAKE, Ranks, Team
+from onepolicy.train.sharded.channel import Channel, RankListener, RankLost, encode_address
+from onepolicy.train.sharded.rank_group import WAKE, DistributedContext, RankGroup
 from onepolicy.train.sharded.wire import Message
 
 DRIVER_KEY = "driver"  # key in the rendezvous store: address and token of the driver
@@ -33,7 +33,7 @@ EXIT_TIMEOUT_S = 5.0
 @contextmanager
 def started_rank_processes(
     config: RunConfig, launch_ranks: LaunchRanks | None = None
-) -> Iterator[Ranks]:
+) -> Iterator[DistributedContext]:
     """Start the ranks of a run with train.ranks > 0 and yield them. End all of them on the way out.
 
     launch_ranks: starts the other processes; None means `launch_local_ranks`.
@@ -44,26 +44,26 @@ def started_rank_processes(
         device = rank_info.select_device(config.train.device)
         channels = _accept_ranks(launched, timeout)
         previous_handler = signal.signal(WAKE, signal.default_int_handler)
-        team = Team(channels, limit=timeout)
+        rank_group = RankGroup(channels, limit=timeout)
         try:
-            team.tell_all(Message({"limit": timeout, "device": config.train.device}))
+            rank_group.broadcast(Message({"limit": timeout, "device": config.train.device}))
             mesh = rank_info.join(launched.store, device, timeout)
-            yield Ranks(device, mesh, team)
-            team.tell_all(Message({"do": "stop"}))
+            yield DistributedContext(device, mesh, rank_group)
+            rank_group.broadcast(Message({"do": "stop"}))
         except KeyboardInterrupt:
-            if team.gone is not None:  # the lost rank caused this interrupt
-                raise team.gone from None
+            if rank_group.lost is not None:  # the lost rank caused this interrupt
+                raise rank_group.lost from None
             raise
         finally:
-            team.close()
+            rank_group.close()
             signal.signal(WAKE, previous_handler)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
 
 def _accept_ranks(launched: LaunchedRanks, timeout: float) -> dict[int, Channel]:
-    listener = Listener(launched.host)
-    launched.publish_address(advertised(listener.address, listener.token))
+    listener = RankListener(launched.host)
+    launched.publish_address(encode_address(listener.address, listener.token))
     try:
         return listener.accept(launched.rank_info.world_size, timeout, launched.check_alive)
     finally:

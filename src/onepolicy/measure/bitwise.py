@@ -14,7 +14,7 @@ from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.invariant.require_equal import describe_slot, differing_slots
 from onepolicy.measure.engine_noise import ALONE, sample, sample_again
 from onepolicy.measure.first_difference import Difference, first_difference
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import TokenBatch
@@ -56,7 +56,7 @@ async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
     groups = await sample(parts)
     limit = parts.config.rollout.sampling.max_tokens
     batch = scorer.score(
-        pack(outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False
+        pack(compute_outcomes(groups, parts.config.objective, max_tokens=limit)), replay=False
     )
     wrong = differing_slots(batch).nonzero()[:, 0].tolist()
     order = list(range(batch.num_samples))[::-1]

@@ -53,7 +53,11 @@ def check_top(top: int, caps: EngineCaps) -> None:
 def without_top(batch: TokenBatch) -> TokenBatch:
     """For scorings that need not look at whole distributions."""
     return batch.replace(
-        top_ids=None, top_logp_rollout=None, top_logp_old=None, own_ids=None, own_logp=None
+        top_ids=None,
+        top_logp_rollout=None,
+        top_logp_old=None,
+        trainer_top_ids=None,
+        trainer_top_logp=None,
     )
 
 
@@ -84,8 +88,8 @@ def distances_of(batch: TokenBatch) -> Distances:
         batch.top_ids,
         batch.top_logp_rollout,
         batch.top_logp_old,
-        batch.own_ids,
-        batch.own_logp,
+        batch.trainer_top_ids,
+        batch.trainer_top_logp,
     ]
     return distances(*(field[batch.trainable] for field in fields if field is not None))
 
@@ -122,7 +126,7 @@ def _candidates(
         return dict(zip(ids[slot].tolist(), logp[slot].exp().tolist(), strict=True))
 
     rollout = pairs(batch.top_ids, batch.top_logp_rollout)
-    own = pairs(batch.own_ids, batch.own_logp)
+    own = pairs(batch.trainer_top_ids, batch.trainer_top_logp)
     trainer = pairs(batch.top_ids, batch.top_logp_old) | own
     shown = dict.fromkeys([*list(rollout)[:SHOWN], *list(own)[:SHOWN]])
     return [Candidate(_token(tokenizer, t), rollout.get(t), trainer[t]) for t in shown]

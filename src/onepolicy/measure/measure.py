@@ -28,10 +28,10 @@ from onepolicy.measure.engine_noise import Again, sample, sample_again
 from onepolicy.measure.result import Look, Measurement
 from onepolicy.models.load import load_model, read_config
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.run.make_policy import random_dense, tiny_policy
-from onepolicy.run.step_metrics import repeat, variation
+from onepolicy.run.step_metrics import compare_scorings, repeat_metrics
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant
@@ -186,7 +186,7 @@ async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     if parts.reprefill is not None:
         groups = parts.reprefill.fill(groups)
     max_tokens = parts.config.rollout.sampling.max_tokens
-    batch = pack(outcomes(groups, parts.config.objective, max_tokens=max_tokens))
+    batch = pack(compute_outcomes(groups, parts.config.objective, max_tokens=max_tokens))
     scorer = parts.scorer
     native = scorer.score(batch, replay=False)
     replayed, routes = None, ""
@@ -300,11 +300,12 @@ def _beyond(seen: Look) -> tuple[Finding, ...]:
 def _repeats(scorer: PolicyScorer, seen: Look) -> dict[str, float]:
     """Variation of the trainer with itself, with replay and without (R3 paper, section 3.3)."""
     if seen.replayed is not None:
-        return repeat(scorer, seen.replayed, seen.native)
+        return repeat_metrics(scorer, seen.replayed, seen.native)
     order = list(range(seen.native.num_samples))[::-1]
     again = variant(scorer).score(seen.native.select(order), replay=False).select(order)
     return {
-        f"counterfactual/{name}": value for name, value in variation(seen.native, again).items()
+        f"counterfactual/{name}": value
+        for name, value in compare_scorings(seen.native, again).items()
     }
 
 

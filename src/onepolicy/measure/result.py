@@ -21,7 +21,7 @@ from onepolicy.divergence.attribution import Waterfall
 from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.logprob import Mismatch
 from onepolicy.measure.attribution import Alone, Explained
-from onepolicy.run.step_metrics import measure, per_layer, routing_tensors
+from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics, routing_tensors
 from onepolicy.train.rescore import logp_of, mismatch_of
 from onepolicy.types import Group, TokenBatch
 from onepolicy.verdict.bug_signatures import Diagnosis
@@ -128,5 +128,8 @@ def prediction(found: Measurement) -> dict[str, Any] | None:
 
 def numbers(found: Measurement) -> dict[str, dict[str, float]]:
     """Every metric of each scoring, by the names of run/log.py."""
-    out = {scoring: measure(batch) | per_layer(batch) for scoring, batch in batches(found).items()}
+    out = {
+        scoring: mismatch_metrics(batch) | metrics_per_layer(batch)
+        for scoring, batch in batches(found).items()
+    }
     return out | {"repeated_forward": found.repeats}

@@ -22,7 +22,7 @@ SAME_NEAR_ZERO = 1e-12
 """The same for values around 0, where what is left of a sum such as 0.3 - 0.2 - 0.1 has no size of its own [reward]."""
 
 
-def same(least: Tensor, most: Tensor) -> Tensor:
+def equal_up_to_rounding(least: Tensor, most: Tensor) -> Tensor:
     """[...] bool: nothing but rounding lies between the smallest and the largest of some values, which may be rewards.
 
     False where one of them is not finite.
@@ -35,13 +35,15 @@ def same(least: Tensor, most: Tensor) -> Tensor:
 def has_signal(group: Group) -> bool:
     """Whether its rewards differ: a group solved by all or by none has no advantage (DAPO eq. 11)."""
     rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
-    return not bool(same(rewards.min(), rewards.max()))
+    return not bool(equal_up_to_rounding(rewards.min(), rewards.max()))
 
 
-def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 0) -> list[Group]:
+def compute_outcomes(
+    groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 0
+) -> list[Group]:
     """The same groups, every sample's `outcome` set: its shaped reward, against its siblings' if the baseline is one.
 
-    With kl.where = reward the comparison waits for log-probabilities (`credit`). `max_tokens`: of a response, for
+    With kl.where = reward the comparison waits for log-probabilities (`compute_advantages`). `max_tokens`: of a response, for
     overlong shaping. Raises UsageError on a reward that is not finite.
     """
     for group in groups:
@@ -55,12 +57,12 @@ def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     if config.overlong_buffer:
         lengths = torch.tensor([s.response_length for s in samples])
-        rewards = rewards + config.overlong_penalty * overlong(
+        rewards = rewards + config.overlong_penalty * overlong_reward(
             lengths, max_tokens=max_tokens, buffer=config.overlong_buffer * max_tokens
         )
     if config.kl.where == "loss":
         unit = torch.tensor([g for g, group in enumerate(groups) for _ in group.samples])
-        rewards = compare(
+        rewards = apply_group_baseline(
             rewards,
             unit,
             config,
@@ -76,12 +78,12 @@ def outcomes(groups: list[Group], config: ObjectiveConfig, *, max_tokens: int = 
     ]
 
 
-def overlong(length: Tensor, *, max_tokens: int, buffer: float) -> Tensor:
+def overlong_reward(length: Tensor, *, max_tokens: int, buffer: float) -> Tensor:
     """[S] float64 in [-1, 0]: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens (DAPO eq. 13)."""
     return ((max_tokens - buffer - length.double()) / buffer).clamp(-1, 0)
 
 
-def compare(
+def apply_group_baseline(
     reward: Tensor,  # [S] float64
     group: Tensor,  # [S] int64
     config: ObjectiveConfig,
@@ -94,7 +96,7 @@ def compare(
 
     group: R - mean, GRPO (DeepSeekMath section 4.1.2) with normalise = std: / (std + 1e-6), the sample standard
     deviation (n - 1) as in TRL and verl, the paper does not say. leave-one-out: R - mean of the others (RLOO,
-    2402.14740 eq. 7). Equal rewards (`same`) carry no signal: exactly 0, also for a group of one. none, critic: R.
+    2402.14740 eq. 7). Equal rewards (`equal_up_to_rounding`) carry no signal: exactly 0, also for a group of one. none, critic: R.
     """
     if config.baseline in ("none", "critic"):
         return reward
@@ -114,7 +116,7 @@ def compare(
     elif config.normalise == "std":
         std = (zeros.index_add(0, unit, counts * centred.square()) / others).sqrt()
         centred = centred / (std + STD_EPS)[unit]
-    return torch.where(same(least, most)[unit], 0.0, centred)
+    return torch.where(equal_up_to_rounding(least, most)[unit], 0.0, centred)
 
 
 def _first_of_each(unit: Tensor, episode: Tensor) -> Tensor:  # [S] bool
@@ -124,7 +126,7 @@ def _first_of_each(unit: Tensor, episode: Tensor) -> Tensor:  # [S] bool
     return order == first[which]
 
 
-def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
+def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
     """Set `advantage` [T] float32, 0 outside the trainable slots (and `value_target` with a critic).
 
     Group baselines give each slot the outcome of its sample. baseline = none: the return to go (REINFORCE++); critic:
@@ -138,7 +140,7 @@ def credit(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
         outcome = batch.outcome
         if kl is not None:
             total = outcome.new_zeros(batch.num_samples).index_add(0, batch.segment, kl)
-            outcome = compare(
+            outcome = apply_group_baseline(
                 (outcome - total).double(), batch.group, config, episode=batch.episode
             ).float()
         advantage = torch.where(batch.trainable, outcome[batch.segment], 0.0)
@@ -173,10 +175,10 @@ def _normalised(advantage: Tensor, batch: TokenBatch, config: ObjectiveConfig) -
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """[T]: (x - mean) / sqrt(var + 1e-8) over the mask, 0 elsewhere (REINFORCE++, 2501.03262 eq. 9).
 
-    Variance with n - 1 as in verl. Equal values (`same`) carry no signal: exactly 0.
+    Variance with n - 1 as in verl. Equal values (`equal_up_to_rounding`) carry no signal: exactly 0.
     """
     chosen = values[mask].double()
-    if len(chosen) < 2 or bool(same(chosen.min(), chosen.max())):
+    if len(chosen) < 2 or bool(equal_up_to_rounding(chosen.min(), chosen.max())):
         return torch.zeros_like(values)
     white = (chosen - chosen.mean()) / (chosen.var() + WHITEN_EPS).sqrt()
     return torch.zeros_like(values).masked_scatter(mask, white.to(values.dtype))

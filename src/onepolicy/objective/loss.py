@@ -11,8 +11,8 @@ from onepolicy.objective.surrogate import kl_loss, surrogate
 from onepolicy.types import TokenBatch
 
 
-def slot_shares(batch: TokenBatch, config: ObjectiveConfig, *, max_tokens: int) -> Tensor:
-    """[T] float32, `share`: the loss is sum(share * keep * weight * surrogate). 0 outside the trainable slots.
+def loss_weights(batch: TokenBatch, config: ObjectiveConfig, *, max_tokens: int) -> Tensor:
+    """[T] float32, `loss_weight`: the loss is sum(loss_weight * keep * weight * surrogate). 0 outside the trainable slots.
 
     `batch` is the whole optimiser step, so that any split into micro-batches adds up to the same loss and gradient.
     With N slots, S samples of T_i slots, P prompts of T_p slots, R episodes of T_r slots (an episode whose history was
@@ -27,25 +27,25 @@ def slot_shares(batch: TokenBatch, config: ObjectiveConfig, *, max_tokens: int) 
     samples = batch.num_samples
     match config.reduction:
         case "token-mean":
-            share = mask / mask.sum()
+            loss_weight = mask / mask.sum()
         case "prompt-mean":
-            share = _mean_of_means(mask, batch.group[:, None], batch.segment)
+            loss_weight = _mean_of_means(mask, batch.group[:, None], batch.segment)
         case "episode-mean":
             own = (
                 torch.arange(samples, device=mask.device)
                 if batch.episode is None
                 else batch.episode
             )
-            share = _mean_of_means(mask, torch.stack([batch.group, own], 1), batch.segment)
+            loss_weight = _mean_of_means(mask, torch.stack([batch.group, own], 1), batch.segment)
         case "sequence-mean-token-mean":
-            share = _mean_of_means(
+            loss_weight = _mean_of_means(
                 mask, torch.arange(samples, device=mask.device)[:, None], batch.segment
             )
         case "sequence-mean-token-sum":
-            share = mask / samples
+            loss_weight = mask / samples
         case "sequence-mean-token-constant":
-            share = mask / (samples * (config.reduction_length or max_tokens))
-    return share.float()
+            loss_weight = mask / (samples * (config.reduction_length or max_tokens))
+    return loss_weight.float()
 
 
 def _mean_of_means(mask: Tensor, unit: Tensor, segment: Tensor) -> Tensor:
@@ -62,55 +62,56 @@ def policy_loss(
     batch: TokenBatch,  # a micro-batch of whole samples with share, advantage, weight, keep, and logp_old or rollout
     *,
     config: ObjectiveConfig,
-    anchor: Tensor | None = None,  # [T] float32, denominator of the ratio; unset: batch.logp_old
+    logp_behaviour: Tensor
+    | None = None,  # [T] float32, denominator of the ratio; unset: batch.logp_old
     entropy: Tensor | None = None,  # [T] float32, carries the graph; needed with entropy_coef
-    centre: Tensor
+    score_baseline: Tensor
     | None = None,  # [T] float32, carries the graph: mean score of the rollout policy (score centering)
     protect: tuple[Term, ...] = TERMS,  # terms that still see rejected slots
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum(share * (weight * surrogate + kl.coef * KL - entropy_coef * entropy)), and SUMS over slots for logging.
+    """sum(loss_weight * (weight * surrogate + kl.coef * KL - entropy_coef * entropy)), and SUMS over slots for logging.
 
-    `centre` makes it -A (weight * log p - centre) with surrogate = pg; it is 0 where nothing is to be subtracted.
+    `score_baseline` makes it -A (weight * log p - score_baseline) with surrogate = pg; it is 0 where nothing is to be subtracted.
 
     The correction's weight and rejection touch the surrogate; KL and entropy see every trainable slot unless they are
-    not protected. `share` belongs to the whole optimiser step (`slot_shares`), so losses, gradients and metrics of
+    not protected. `loss_weight` belongs to the whole optimiser step (`loss_weights`), so losses, gradients and metrics of
     micro-batches add up to those of the whole. If nothing is kept the loss is 0 and backward still runs.
     """
-    assert batch.share is not None, "slot_shares() gives share"
-    assert batch.advantage is not None, "credit() fills advantage"
+    assert batch.loss_weight is not None, "loss_weights() gives loss_weight"
+    assert batch.advantage is not None, "compute_advantages() fills advantage"
     assert batch.weight is not None, "reweight() gives weight"
     assert batch.keep is not None, "reweight() gives keep"
-    share, keep = batch.share, batch.keep
-    if anchor is None:
+    loss_weight, keep = batch.loss_weight, batch.keep
+    if logp_behaviour is None:
         assert batch.logp_old is not None, "score() fills logp_old"
-        anchor = batch.logp_old
+        logp_behaviour = batch.logp_old
     # a ratio over the sample is over all its trainable slots, or a gate would change what it gates
     alone = config.ratio_level == "token" and config.surrogate != "gmpo"
     per_slot = surrogate(
         config,
         logp_new,
-        anchor,
+        logp_behaviour,
         torch.where(keep, batch.advantage, 0.0),
         mask=keep if alone else batch.trainable,
         segment=batch.segment,
         samples=batch.num_samples,
     )
-    loss = (share * torch.where(keep, batch.weight, 0.0) * per_slot.loss).sum()
+    loss = (loss_weight * torch.where(keep, batch.weight, 0.0) * per_slot.loss).sum()
     sums = {
         "clip_low": (keep & per_slot.clipped_low).sum(),
         "clip_high": (keep & per_slot.clipped_high).sum(),
         "ratio_dev": torch.where(keep, per_slot.ratio - 1, 0.0).abs().sum(),
     }
-    if centre is not None:
-        loss = loss + (share * batch.advantage * centre).sum()
+    if score_baseline is not None:
+        loss = loss + (loss_weight * batch.advantage * score_baseline).sum()
     if config.kl.coef and config.kl.where == "loss":
         kl = _kl(logp_new, batch, config, batch.trainable if "kl" in protect else keep)
-        loss = loss + config.kl.coef * (share * kl).sum()
+        loss = loss + config.kl.coef * (loss_weight * kl).sum()
         sums["kl"] = kl.detach().sum()
     if config.entropy_coef:
         assert entropy is not None, "the entropy bonus needs the entropy of this forward"
         seen = batch.trainable if "entropy" in protect else keep
-        loss = loss - config.entropy_coef * (share * torch.where(seen, entropy, 0.0)).sum()
+        loss = loss - config.entropy_coef * (loss_weight * torch.where(seen, entropy, 0.0)).sum()
     return loss, sums
 
 

@@ -64,7 +64,7 @@ class Surrogate(NamedTuple):
 def surrogate(
     config: ObjectiveConfig,
     logp_new: Tensor,  # [T] float32, carries the graph
-    logp_anchor: Tensor,  # [T] float32, the policy that the ratio is taken to: trainer before the update, or rollout
+    logp_behaviour: Tensor,  # [T] float32, the policy that the ratio is taken to: trainer before the update, or rollout
     advantage: Tensor,  # [T] float32
     *,
     mask: Tensor,  # [T] bool, slots that are looked at; a sequence's ratio is over all of them
@@ -75,12 +75,12 @@ def surrogate(
 
     A logp_new that is not finite is not hidden: the gradient is then not finite either.
     """
-    usable = mask & logp_anchor.isfinite()
-    logp_new, logp_anchor = (
+    usable = mask & logp_behaviour.isfinite()
+    logp_new, logp_behaviour = (
         torch.where(usable, logp_new, 0.0),
-        torch.where(usable, logp_anchor, 0.0),
+        torch.where(usable, logp_behaviour, 0.0),
     )
-    log_ratio = (logp_new - logp_anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = (logp_new - logp_behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if config.surrogate == "gmpo":
         return gmpo(
             log_ratio, advantage, mask=usable, segment=segment, samples=samples, **_clip(config)

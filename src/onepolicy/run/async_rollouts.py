@@ -22,17 +22,17 @@ from torch import Tensor
 
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
-from onepolicy.run.recovery import outlive
-from onepolicy.run.result import Clock, Rollouts, StepResult
-from onepolicy.run.step import learn, sample, timed
-from onepolicy.run.step_metrics import per_staleness
+from onepolicy.run.recovery import retry_on_engine_loss
+from onepolicy.run.result import Rollouts, StepResult, StepTimer
+from onepolicy.run.step import add_timings, sample_rollouts, train_on_rollouts
+from onepolicy.run.step_metrics import metrics_per_staleness
 from onepolicy.sync.check import push_weights
 from onepolicy.types import Group
 
 LOG = logging.getLogger(__name__)
 
 
-class Ahead:
+class RolloutPrefetcher:
     """Plays the episodes of steps `first`, first + 1, ... as far ahead of the learner as max_staleness allows."""
 
     def __init__(self, parts: Components, first: int) -> None:
@@ -53,10 +53,10 @@ class Ahead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.forget(self._next)
+        await self.cancel_all(self._next)
 
-    async def forget(self, step: int) -> None:
-        """End what is in play; `step` and what follows it is to be played again from its beginning, by `begin`."""
+    async def cancel_all(self, step: int) -> None:
+        """End what is in play; `step` and what follows it is to be played again from its beginning, by `schedule`."""
         tasks = list(self._playing.values())
         for task in tasks:
             task.cancel()
@@ -65,7 +65,7 @@ class Ahead:
             of_step.clear()
         self._next = step
 
-    def begin(self, step: int) -> None:
+    def schedule(self, step: int) -> None:
         """`step` begins: with it and what follows it, as far as tokens of today's weights may be trained on there."""
         last = min(step + self.max_staleness, self.parts.config.steps - 1)
         for each in range(self._next, last + 1):
@@ -73,7 +73,7 @@ class Ahead:
             self._playing[each] = asyncio.create_task(self._play(each))
         self._next = max(self._next, last + 1)
 
-    async def take(self, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
+    async def get(self, step: int, advance: Callable[[], None] = lambda: None) -> Rollouts:
         """The episodes of `step` once all have ended; advance is called for each. Their errors come out here."""
         for _ in range(self._ended[step]):
             advance()
@@ -81,36 +81,40 @@ class Ahead:
         rollouts = await self._playing[step]
         for of_step in (self._playing, self._ended, self._show):
             del of_step[step]
-        if (oldest := int(versions(rollouts.groups).min())) < step - self.max_staleness:
+        if (oldest := int(token_versions(rollouts.groups).min())) < step - self.max_staleness:
             raise TrainingError(
                 f"rollout.max_staleness: {self.max_staleness}, but the engine says that weights of version {oldest} "
                 f"sampled a token of step {step + 1}, whose weights are of version {step}; it did not take an update"
             )
         return rollouts
 
-    async def step(self, step: int, *, advance: Callable[[], None] = lambda: None) -> StepResult:
+    async def run_step(
+        self, step: int, *, advance: Callable[[], None] = lambda: None
+    ) -> StepResult:
         """`rl_step` with episodes that began up to max_staleness steps ago, and others going on beside it."""
-        parts, clock, busy = self.parts, Clock(), self.busy
+        parts, timer, busy = self.parts, StepTimer(), self.busy_seconds
 
         async def episodes() -> Rollouts:
-            self.begin(step)
-            return await self.take(step, advance)
+            self.schedule(step)
+            return await self.get(step, advance)
 
-        with clock("wait"):
-            rollouts = await outlive(parts, episodes, partial(self.forget, step))
-        with clock("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
+        with timer("wait"):
+            rollouts = await retry_on_engine_loss(parts, episodes, partial(self.cancel_all, step))
+        with timer("learn"):  # torch lets go of the interpreter, so the event loop goes on sampling
             try:
-                result = await asyncio.to_thread(learn, parts, step, rollouts, clock)
+                result = await asyncio.to_thread(train_on_rollouts, parts, step, rollouts, timer)
             except asyncio.CancelledError:  # Ctrl-C; a thread cannot be stopped
                 LOG.warning("stopping once the update in progress has ended")
                 raise
-        with clock("sync"):
+        with timer("sync"):
             push = partial(push_weights, parts.learner, *parts.samplers)
-            await outlive(parts, push, partial(self.forget, step + 1))
-        learning, busy = clock.seconds.pop("learn"), self.busy - busy
-        result = timed(parts, result, clock)
+            await retry_on_engine_loss(parts, push, partial(self.cancel_all, step + 1))
+        learning, busy = timer.seconds.pop("learn"), self.busy_seconds - busy
+        result = add_timings(parts, result, timer)
         whole = result.metrics["time/step"]
-        result.metrics |= staleness(result.groups, step) | per_staleness(result.batch, step)
+        result.metrics |= staleness_metrics(result.groups, step) | metrics_per_staleness(
+            result.batch, step
+        )
         result.metrics |= {
             "time/sampler_idle": max(0.0, whole - busy),
             "async/learner_busy": learning / whole,
@@ -119,24 +123,24 @@ class Ahead:
         return result
 
     @property
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         """No episode is in play."""
         return self._steps == 0
 
     @property
-    def busy(self) -> float:
+    def busy_seconds(self) -> float:
         """Seconds in which episodes were in play."""
         return self._busy + (time.perf_counter() - self._since if self._steps else 0.0)
 
     async def _play(self, step: int) -> Rollouts:
-        if self.resting:
+        if self.idle:
             self._since = time.perf_counter()
         self._steps += 1
         try:
-            return await sample(self.parts, step, lambda: self._episode_ended(step))
+            return await sample_rollouts(self.parts, step, lambda: self._episode_ended(step))
         finally:
             self._steps -= 1
-            if self.resting:
+            if self.idle:
                 self._busy += time.perf_counter() - self._since
 
     def _episode_ended(self, step: int) -> None:
@@ -145,16 +149,16 @@ class Ahead:
             self._show[step]()
 
 
-def versions(groups: list[Group]) -> Tensor:
+def token_versions(groups: list[Group]) -> Tensor:
     """[n] int32, of every trainable token."""
     return torch.cat(
         [sample.version[sample.trainable] for group in groups for sample in group.samples]
     )
 
 
-def staleness(groups: list[Group], version: int) -> dict[str, float]:
+def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
     """How much older than `version`, which is trained, the weights that sampled these tokens are."""
-    age = (version - versions(groups)).float()
+    age = (version - token_versions(groups)).float()
     samples = [sample.version[sample.trainable] for group in groups for sample in group.samples]
     return {
         "staleness/mean": float(age.mean()),

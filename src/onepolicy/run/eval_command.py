@@ -16,7 +16,7 @@ from onepolicy.build.learner import resolve_model, use_threads
 from onepolicy.config import RunConfig
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
-from onepolicy.run.evaluate import attempts, evaluate
+from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.train import checkpoint
 
 
@@ -25,7 +25,11 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     JSON line for scripts."""
     model = config.model
     if run is not None:
-        folder = checkpoint.latest(run) if step is None else checkpoint.folder_of(run, step)
+        folder = (
+            checkpoint.latest_checkpoint(run)
+            if step is None
+            else checkpoint.checkpoint_folder(run, step)
+        )
         checkpoint.verify(folder)
         model = model.model_copy(update={"path": str(folder)})
     model = resolve_model(model)
@@ -41,7 +45,7 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
     stop = (tokenizer.eos_token_id,)
     asyncio.run(calibrate(config, engine, environment, stop, run))
     with Progress(transient=True, console=Console(stderr=True)) as bars:
-        task = bars.add_task("evaluation", total=attempts(config.eval))
+        task = bars.add_task("evaluation", total=num_eval_episodes(config.eval))
         metrics = asyncio.run(
             evaluate(
                 engine,

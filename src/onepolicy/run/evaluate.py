@@ -68,6 +68,6 @@ async def evaluate(
     return metrics
 
 
-def attempts(config: EvalConfig) -> int:
+def num_eval_episodes(config: EvalConfig) -> int:
     """Responses one evaluation samples."""
     return config.problems * (int(config.greedy) + config.k)

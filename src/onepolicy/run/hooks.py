@@ -1,12 +1,12 @@
-"""What a run may have around the steps of `learn`: each is a small object, made where the settings ask for it."""
+"""What a run may have around the steps of `train_on_rollouts`: each is a small object, made where the settings ask for it."""
 
 from __future__ import annotations
 
 from onepolicy.build.components import Components
 from onepolicy.config import FromRollout, RunConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.run.result import Clock, StepResult
-from onepolicy.run.step_metrics import counterfactual, per_layer, repeat
+from onepolicy.run.result import StepResult, StepTimer
+from onepolicy.run.step_metrics import counterfactual_metrics, metrics_per_layer, repeat_metrics
 from onepolicy.types import Group, TokenBatch
 
 
@@ -28,12 +28,12 @@ class Hook:
 class FillRoutes(Hook):
     """replay.source = reprefill: a second copy of the model records the routes of the finished samples."""
 
-    def __init__(self, parts: Components, clock: Clock) -> None:
-        self._reprefill, self._clock = parts.reprefill, clock
+    def __init__(self, parts: Components, timer: StepTimer) -> None:
+        self._reprefill, self._timer = parts.reprefill, timer
 
     def after_rollout(self, groups: list[Group]) -> list[Group]:
         assert self._reprefill is not None
-        with self._clock("reprefill"):
+        with self._timer("reprefill"):
             return self._reprefill.fill(groups)
 
 
@@ -55,18 +55,20 @@ class RequireEqual(Hook):
 class Counterfactual(Hook):
     """log.counterfactual_every: the same batch scored without replay, and both scorings once more."""
 
-    def __init__(self, parts: Components, clock: Clock) -> None:
-        self._config, self._scorer, self._clock = parts.config, parts.learner.scorer, clock
+    def __init__(self, parts: Components, timer: StepTimer) -> None:
+        self._config, self._scorer, self._timer = parts.config, parts.learner.scorer, timer
         self._scored: TokenBatch | None = None
 
     def before_update(self, result: StepResult, step: int) -> None:
-        if not is_probe(self._config, step):
+        if not is_counterfactual_step(self._config, step):
             return
-        with self._clock("probe"):
+        with self._timer("probe"):
             scored = result.batch if self._config.scores_old else self._scorer.score(result.batch)
             without = self._scorer.score(result.batch, replay=False)
             result.metrics |= (
-                counterfactual(without) | per_layer(scored) | repeat(self._scorer, scored, without)
+                counterfactual_metrics(without)
+                | metrics_per_layer(scored)
+                | repeat_metrics(self._scorer, scored, without)
             )
         self._scored, result.without_replay = scored, without
 
@@ -75,20 +77,20 @@ class Counterfactual(Hook):
             result.batch = self._scored
 
 
-def is_probe(config: RunConfig, step: int) -> bool:
+def is_counterfactual_step(config: RunConfig, step: int) -> bool:
     """Whether step `step` (from 0) is probed: every so often, and the last."""
     every = config.log.counterfactual_every
     return every > 0 and (step % every == 0 or step + 1 == config.steps)
 
 
-def hooks_of(parts: Components, clock: Clock) -> list[Hook]:
+def build_hooks(parts: Components, timer: StepTimer) -> list[Hook]:
     """Those of one step, in order."""
     config = parts.config
     hooks: list[Hook] = []
     if parts.reprefill is not None:
-        hooks.append(FillRoutes(parts, clock))
+        hooks.append(FillRoutes(parts, timer))
     if config.numerics == ON_POLICY:
         hooks.append(RequireEqual(parts))
     if isinstance(config.replay, FromRollout):
-        hooks.append(Counterfactual(parts, clock))
+        hooks.append(Counterfactual(parts, timer))
     return hooks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from onepolicy.config import RunConfig
-from onepolicy.objective.advantages import same
+from onepolicy.objective.advantages import equal_up_to_rounding
 from onepolicy.run.log import read_metrics
 
 Row = dict[str, Any]
@@ -69,7 +69,7 @@ def nothing_learnt(config: RunConfig, rows: Iterable[Row], run: Path) -> Row | N
     return None
 
 
-class Watch:
+class LearningMonitor:
     """Says once, while a run goes on, that its first steps had nothing to learn from."""
 
     def __init__(self, config: RunConfig, run: Path, say: Callable[[str], None]) -> None:
@@ -77,7 +77,7 @@ class Watch:
         self._rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
         self._done = False
 
-    def after(self, step: int, metrics: Row) -> None:
+    def after_step(self, step: int, metrics: Row) -> None:
         """Of every training step, with its metrics, when its samples are written."""
         if self._done:
             return
@@ -281,5 +281,7 @@ def _mean(rows: list[Row], name: str) -> float | None:
 
 def _same(low: float, high: float) -> bool:
     return bool(
-        same(torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64))
+        equal_up_to_rounding(
+            torch.tensor(low, dtype=torch.float64), torch.tensor(high, dtype=torch.float64)
+        )
     )

@@ -23,20 +23,20 @@ TIMES = 3  # that the same work may lose its engine
 POLL_S = 1.0
 
 
-async def nothing() -> None: ...
+async def do_nothing() -> None: ...
 
 
-async def outlive(
+async def retry_on_engine_loss(
     parts: Components,
     work: Callable[[], Awaitable[T]],
-    forget: Callable[[], Awaitable[None]] = nothing,
+    cancel_pending: Callable[[], Awaitable[None]] = do_nothing,
 ) -> T:
     """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
 
     Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
     if the engine does not come back within rollout.engine.patience_s, or is lost again and again.
 
-    forget: ends what else is being asked of the engine, before it is given the weights again.
+    cancel_pending: ends what else is being asked of the engine, before it is given the weights again.
     """
     engine, config = parts.engine, parts.config.rollout.engine
     patience = config.patience_s if isinstance(config, ServerEngineConfig) else 0
@@ -57,7 +57,7 @@ async def outlive(
                 raise
             LOG.warning("%s. Waiting up to %g s for it", str(error).split(". ")[0], patience)
             began = time.monotonic()
-            await forget()
+            await cancel_pending()
             await _back(parts, engine, error, began + patience)
             LOG.warning(
                 "the engine is back after %.0f s and has the weights again",

@@ -26,7 +26,7 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Clock:
+class StepTimer:
     """Seconds per named part of a step."""
 
     def __init__(self) -> None:

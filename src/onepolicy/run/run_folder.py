@@ -36,7 +36,7 @@ RUN, SUMMARY, PROBES = "run.json", "summary.json", "probes"
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RunOrigin:
     """Where a run starts: step 0 of its model, or a checkpoint."""
 
     step: int = 0
@@ -44,11 +44,11 @@ class Origin:
     parent: Json | None = None  # {"run", "step"} of a fork
 
 
-START = Origin()
+FROM_SCRATCH = RunOrigin()
 
 
-def create(
-    out: Path, config: RunConfig, origin: Origin, fingerprint: str, quant: Json | None = None
+def create_run_folder(
+    out: Path, config: RunConfig, origin: RunOrigin, fingerprint: str, quant: Json | None = None
 ) -> None:
     """Write the folder under another name and rename it into place. quant: what the engine's quantised weights take."""
     check_new(out)
@@ -87,7 +87,7 @@ def read_parent(run: Path) -> Json | None:
     return read_about(run)["parent"]
 
 
-def other_build(run: Path, fingerprint: str) -> str | None:
+def build_difference(run: Path, fingerprint: str) -> str | None:
     """What differs from the build and processor the run began on, if that is known."""
     began = read_about(run).get("fingerprint")
     return (
@@ -109,38 +109,38 @@ def check_layout(run: Path) -> None:
             raise UsageError(f"{run / name}: not a file, which the run writes there; move it away")
 
 
-def resume_origin(run: Path) -> Origin:
+def resume_origin(run: Path) -> RunOrigin:
     """The newest complete checkpoint; before the first one, the start."""
     check_layout(run)
     parent = read_parent(run)
-    if not checkpoint.complete(run):
+    if not checkpoint.complete_checkpoints(run):
         if parent is None:
-            return Origin()
-        folder = checkpoint.folder_of(Path(parent["run"]), parent["step"])
+            return RunOrigin()
+        folder = checkpoint.checkpoint_folder(Path(parent["run"]), parent["step"])
         if not folder.is_dir():
             raise UsageError(
                 f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
             )
-        return Origin(parent["step"], folder, parent)
-    newest = checkpoint.latest(run)
-    return Origin(checkpoint.verify(newest)["step"], newest, parent)
+        return RunOrigin(parent["step"], folder, parent)
+    newest = checkpoint.latest_checkpoint(run)
+    return RunOrigin(checkpoint.verify(newest)["step"], newest, parent)
 
 
-def fork_origin(source: Path) -> tuple[RunConfig, Origin]:
+def fork_origin(source: Path) -> tuple[RunConfig, RunOrigin]:
     """Config and starting point of RUN/checkpoints/step_NNNNN, also written RUN/NNNNN or (newest) RUN."""
     if (source / checkpoint.FOLDER).is_dir():
-        folder = checkpoint.latest(source)
+        folder = checkpoint.latest_checkpoint(source)
     elif re.fullmatch("[0-9]{1,15}", source.name):
-        folder = checkpoint.folder_of(source.parent, int(source.name))
+        folder = checkpoint.checkpoint_folder(source.parent, int(source.name))
     else:
         folder = source
     step = checkpoint.verify(folder)["step"]
     run = folder.resolve().parent.parent
-    return read_config(run), Origin(step, folder.resolve(), {"run": str(run), "step": step})
+    return read_config(run), RunOrigin(step, folder.resolve(), {"run": str(run), "step": step})
 
 
 @contextmanager
-def held(run: Path) -> Iterator[None]:
+def lock_run(run: Path) -> Iterator[None]:
     """No second process may write this folder. The lock dies with the process, so a kill leaves nothing to clean up."""
     with ExitStack() as open_while_held:
         try:
@@ -156,7 +156,7 @@ def held(run: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(run: Path) -> Iterator[None]:
+def convert_write_errors(run: Path) -> Iterator[None]:
     """Around what writes into the folder: a disk that is full or gone ends the run with a TrainingError."""
     try:
         yield
@@ -175,7 +175,7 @@ def writing(run: Path) -> Iterator[None]:
 def _without_checkpoint(run: Path) -> str:
     """What a resume does where no checkpoint is complete yet, if it can be said."""
     try:
-        if checkpoint.complete(run):
+        if checkpoint.complete_checkpoints(run):
             return ""
         parent = read_parent(run)
     except (OSError, UsageError):
@@ -193,7 +193,7 @@ def drop_probes_after(run: Path, step: int) -> None:
             path.unlink()
 
 
-def _about(config: RunConfig, origin: Origin, fingerprint: str) -> Json:
+def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
     kl = config.objective.kl
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -9,12 +9,12 @@ from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
 from onepolicy.interfaces import Metered
-from onepolicy.objective.advantages import credit, has_signal, outcomes
+from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect
-from onepolicy.run.hooks import hooks_of
-from onepolicy.run.recovery import outlive
-from onepolicy.run.result import Clock, Rollouts, StepResult
-from onepolicy.run.step_metrics import measure
+from onepolicy.run.hooks import build_hooks
+from onepolicy.run.recovery import retry_on_engine_loss
+from onepolicy.run.result import Rollouts, StepResult, StepTimer
+from onepolicy.run.step_metrics import mismatch_metrics
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, TokenBatch
@@ -25,18 +25,18 @@ async def rl_step(
 ) -> StepResult:
     """Step `step` (from 0): rollouts, one batch, one update, new weights in the engine. One after the other; what lets
     them overlap is in async_rollouts.py."""
-    clock = Clock()
-    with clock("rollout"):
-        rollouts = await outlive(
-            parts, lambda: sample(parts, step, advance)
+    timer = StepTimer()
+    with timer("rollout"):
+        rollouts = await retry_on_engine_loss(
+            parts, lambda: sample_rollouts(parts, step, advance)
         )  # again, if a server is lost meanwhile
-    result = learn(parts, step, rollouts, clock)
-    with clock("sync"):
-        await outlive(parts, lambda: push_weights(parts.learner, *parts.samplers))
-    return timed(parts, result, clock)
+    result = train_on_rollouts(parts, step, rollouts, timer)
+    with timer("sync"):
+        await retry_on_engine_loss(parts, lambda: push_weights(parts.learner, *parts.samplers))
+    return add_timings(parts, result, timer)
 
 
-async def sample(
+async def sample_rollouts(
     parts: Components, step: int, advance: Callable[[], None] = lambda: None
 ) -> Rollouts:
     """The episodes of step `step`, played by whatever weights the engine has meanwhile."""
@@ -58,42 +58,44 @@ async def sample(
     )
 
 
-def learn(parts: Components, step: int, rollouts: Rollouts, clock: Clock) -> StepResult:
+def train_on_rollouts(
+    parts: Components, step: int, rollouts: Rollouts, timer: StepTimer
+) -> StepResult:
     """One update of the learner's weights by the rollouts of a step. What a run may have besides are its hooks."""
-    cfg, learner, hooks = parts.config, parts.learner, hooks_of(parts, clock)
+    cfg, learner, hooks = parts.config, parts.learner, build_hooks(parts, timer)
     groups = rollouts.groups
     for hook in hooks:
         groups = hook.after_rollout(groups)
-    groups = outcomes(
+    groups = compute_outcomes(
         groups, cfg.objective, max_tokens=cfg.rollout.sampling.max_tokens
     )  # reward against siblings
     batch = pack(groups)  # Sample[N] -> TokenBatch[T]
-    with clock("score"):
+    with timer("score"):
         batch = learner.score(
             batch
         )  # logp_old, the rollout's experts replayed; reference and critic
     for hook in hooks:
         hook.after_score(batch, groups, step)
-    batch = credit(batch, cfg.objective)  # outcome -> slots
-    batch, report = corrected(batch, cfg)
+    batch = compute_advantages(batch, cfg.objective)  # outcome -> slots
+    batch, report = apply_correction(batch, cfg)
     result = StepResult(groups, batch, metrics=rollouts.metrics | report)
     for hook in hooks:
         hook.before_update(result, step)
-    with clock("update"):
+    with timer("update"):
         metrics, scored = learner.step(batch)  # forward with replay, loss, backward, optimiser
     if (
         scored is not None
     ):  # nobody scored it before: the first mini-step saw it with the weights of before
         result.batch = scored
     result.metrics |= (
-        metrics | measure(result.batch) | rollout_metrics(groups)
+        metrics | mismatch_metrics(result.batch) | rollout_metrics(groups)
     )  # read-only, every step
     for hook in hooks:
         hook.after_update(result, step)
     return result
 
 
-def corrected(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[str, float]]:
+def apply_correction(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[str, float]]:
     """The batch with the weights and rejections of the correction, and its report. What needs the new policy is
     evaluated in the loss."""
     applied = reweight(
@@ -111,9 +113,9 @@ def corrected(batch: TokenBatch, config: RunConfig) -> tuple[TokenBatch, dict[st
     return batch.replace(weight=applied.weight, keep=applied.keep), applied.report
 
 
-def timed(parts: Components, result: StepResult, clock: Clock) -> StepResult:
+def add_timings(parts: Components, result: StepResult, timer: StepTimer) -> StepResult:
     """With what is known at the end of the step."""
-    times = clock.metrics()
+    times = timer.metrics()
     slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)
     result.metrics |= times | {"train/tokens_per_second": slots / times["time/step"]}
     if isinstance(parts.engine, Metered):

@@ -17,18 +17,18 @@ from onepolicy.files import replaced
 from onepolicy.interfaces import Scorer
 from onepolicy.types import TokenBatch
 
-PROBE_ROUTES = 2**20
+MAX_SAVED_ROUTES = 2**20
 """Expert ids of each side written with a probe: 4 MiB."""
 
 
-def measure(batch: TokenBatch) -> dict[str, float]:
+def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     """Mismatch of a scored batch; routing disagreement too if both sides have routes."""
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
     metrics = mismatch(
         batch.logp_old, batch.logp_rollout, batch.trainable, segment=batch.segment
     ).metrics()
-    metrics |= per_turn(batch)
+    metrics |= metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.routing is not None and batch.routing_native is not None:
         metrics |= _disagreement(batch)
@@ -37,7 +37,7 @@ def measure(batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-def per_turn(batch: TokenBatch) -> dict[str, float]:
+def metrics_per_turn(batch: TokenBatch) -> dict[str, float]:
     """Where an episode has several turns: mismatch/k3_turn@k and train/tokens_turn@k, k3 and number of the tokens of
     turn k up to the next bin."""
     turn = batch.turn[batch.trainable].long()
@@ -46,7 +46,7 @@ def per_turn(batch: TokenBatch) -> dict[str, float]:
     return _by_bins(batch, turn, "mismatch/k3_turn", "train/tokens_turn")
 
 
-def per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
+def metrics_per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
     """mismatch/k3_staleness@k and staleness/tokens@k: k3 and number of the tokens that were sampled k updates before
     `version`, which scored them, up to the next bin."""
     age = version - batch.version[batch.trainable].long()
@@ -89,7 +89,7 @@ def replay_metrics(batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-def per_layer(batch: TokenBatch) -> dict[str, float]:
+def metrics_per_layer(batch: TokenBatch) -> dict[str, float]:
     """routing/layer@i and replay/gate_mass@i of every MoE layer, i its decoder index."""
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return {}
@@ -106,7 +106,9 @@ def per_layer(batch: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-def repeat(scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch) -> dict[str, float]:
+def repeat_metrics(
+    scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch
+) -> dict[str, float]:
     """Variation of the trainer with itself (R3 paper, section 3.3): the same samples and weights a second time, packed
     in the opposite order; with replay repeat/..., without it counterfactual/repeat/... `batch` and `without_replay` are
     scored. Two more scoring forwards."""
@@ -114,13 +116,13 @@ def repeat(scorer: Scorer, batch: TokenBatch, without_replay: TokenBatch) -> dic
     reversed_batch = batch.select(order)
     again = scorer.score(reversed_batch).select(order)
     native = scorer.score(reversed_batch, replay=False).select(order)
-    plain = variation(without_replay, native)
-    return variation(batch, again) | {
+    plain = compare_scorings(without_replay, native)
+    return compare_scorings(batch, again) | {
         f"counterfactual/{name}": value for name, value in plain.items()
     }
 
 
-def variation(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
+def compare_scorings(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
     """k3, max |log ratio| and routers that differ between two scorings of the same slots."""
     assert first.logp_old is not None
     assert second.logp_old is not None
@@ -133,17 +135,19 @@ def variation(first: TokenBatch, second: TokenBatch) -> dict[str, float]:
     return metrics
 
 
-def counterfactual(without_replay: TokenBatch) -> dict[str, float]:
+def counterfactual_metrics(without_replay: TokenBatch) -> dict[str, float]:
     """The same measures of the batch scored without replay, named counterfactual/..."""
-    metrics = measure(without_replay)
+    metrics = mismatch_metrics(without_replay)
     return {
         f"counterfactual/{name}": value
         for name, value in metrics.items()
         if not name.startswith("train/")
-    } | {f"counterfactual/{name}": value for name, value in per_layer(without_replay).items()}
+    } | {
+        f"counterfactual/{name}": value for name, value in metrics_per_layer(without_replay).items()
+    }
 
 
-def save_probe(
+def save_counterfactual(
     path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str
 ) -> None:
     """Tensors the report draws its figures from and `onepolicy audit RUN` reads, of the n trainable slots; names ending
@@ -178,7 +182,7 @@ def _routes(batch: TokenBatch) -> dict[str, Tensor]:
     if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
         return {}
     slots = batch.trainable.nonzero()[:, 0]
-    slots = slots[: PROBE_ROUTES // (len(batch.routing.layers) * batch.routing.top_k)]
+    slots = slots[: MAX_SAVED_ROUTES // (len(batch.routing.layers) * batch.routing.top_k)]
     tensors = {}
     for name, trace in (
         ("routes_rollout", batch.routing),

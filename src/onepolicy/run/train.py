@@ -25,27 +25,27 @@ from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher, started_ranks
 from onepolicy.launch.rank_info import apply_torchrun_ranks
 from onepolicy.run import run_folder
-from onepolicy.run.evaluate import attempts, evaluate
-from onepolicy.run.hooks import is_probe
-from onepolicy.run.learning_check import Watch
+from onepolicy.run.evaluate import evaluate, num_eval_episodes
+from onepolicy.run.hooks import is_counterfactual_step
+from onepolicy.run.learning_check import LearningMonitor
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
-from onepolicy.run.recovery import nothing, outlive, wait_for_server
+from onepolicy.run.recovery import do_nothing, retry_on_engine_loss, wait_for_server
 from onepolicy.run.result import StepResult
-from onepolicy.run.run_folder import START, Json, Origin
+from onepolicy.run.run_folder import FROM_SCRATCH, Json, RunOrigin
 from onepolicy.run.step import rl_step
-from onepolicy.run.step_metrics import save_probe
+from onepolicy.run.step_metrics import save_counterfactual
 from onepolicy.run.summary import summarise
 from onepolicy.sync.check import checked_push, push_weights
 from onepolicy.train import checkpoint
 
 if TYPE_CHECKING:
-    from onepolicy.run.async_rollouts import Ahead
+    from onepolicy.run.async_rollouts import RolloutPrefetcher
 
 
-def start(
+def start_run(
     config: RunConfig,
     progress: Progress,
-    origin: Origin = START,
+    origin: RunOrigin = FROM_SCRATCH,
     launcher: Launcher = LOCAL_LAUNCHER,
 ) -> Json:
     """A new run (or a fork, which starts at a parent's checkpoint). hosts: of its processes. Returns the summary."""
@@ -70,18 +70,18 @@ def start(
         sizes = parts.engine.caps.sizes
         if sizes is not None:
             progress.note(sizes.describe())
-        run_folder.create(
+        run_folder.create_run_folder(
             out,
             config,
             origin,
             parts.learner.fingerprint,
             None if sizes is None else sizes.as_json(),
         )
-        with run_folder.held(out):
+        with run_folder.lock_run(out):
             return asyncio.run(_train(parts, tokenizer, out, origin, progress))
 
 
-def resume(
+def resume_run(
     run: Path,
     progress: Progress,
     steps: int | None = None,
@@ -98,7 +98,7 @@ def resume(
     config = apply_torchrun_ranks(config or read_config(run), count, resuming=True)
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
-    with run_folder.held(run):
+    with run_folder.lock_run(run):
         origin = run_folder.resume_origin(run)
         if origin.step > config.steps or (origin.step == config.steps and _finished(config, run)):
             raise UsageError(
@@ -111,17 +111,17 @@ def resume(
             parts, tokenizer = components.build_parts(
                 config, origin.weights, others, launcher.build_engine
             )
-            with run_folder.writing(run):
+            with run_folder.convert_write_errors(run):
                 run_folder.write_config(run, config)
             progress.note(_resuming(run, origin))
-            if other := run_folder.other_build(run, parts.learner.fingerprint):
+            if other := run_folder.build_difference(run, parts.learner.fingerprint):
                 progress.note(f"it began where other bits are computed (here, there): {other}")
             return asyncio.run(_train(parts, tokenizer, run, origin, progress))
 
 
-def _resuming(run: Path, origin: Origin) -> str:
+def _resuming(run: Path, origin: RunOrigin) -> str:
     """From where a run goes on."""
-    if checkpoint.complete(run):
+    if checkpoint.complete_checkpoints(run):
         return f"resuming {run} after step {origin.step}"
     if origin.parent is None:
         return f"resuming {run}: it has no checkpoint, so it starts again at step 0"
@@ -132,19 +132,21 @@ async def _train(
     parts: Components,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
-    origin: Origin,
+    origin: RunOrigin,
     progress: Progress,
 ) -> Json:
     config, learner = parts.config, parts.learner
     if origin.weights is not None:
         learner.restore(origin.weights)
-        if origin.parent and not checkpoint.complete(out):  # a fork must not need its parent again
-            with run_folder.writing(out):
+        if origin.parent and not checkpoint.complete_checkpoints(
+            out
+        ):  # a fork must not need its parent again
+            with run_folder.convert_write_errors(out):
                 checkpoint.save(
                     out, learner, tokenizer, step=origin.step, extra={"parent": origin.parent}
                 )
-    with run_folder.writing(out):
-        checkpoint.sweep(out)
+    with run_folder.convert_write_errors(out):
+        checkpoint.remove_unfinished(out)
         truncate_after(out, origin.step)
     run_folder.drop_probes_after(out, origin.step)
     checked = progress.phase("engine warm-up and sync check", 1)
@@ -161,7 +163,7 @@ async def _train(
         )
     with RunLog(out, tensorboard=config.log.tensorboard) as log:
         await _repeat(parts, tokenizer, out, origin, progress, log)
-    with run_folder.writing(out):
+    with run_folder.convert_write_errors(out):
         learner.finish_saving()
         checkpoint.prune(out, config.checkpoint.keep)
         return _finish(config, out, origin)
@@ -171,7 +173,7 @@ async def _repeat(
     parts: Components,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
-    origin: Origin,
+    origin: RunOrigin,
     progress: Progress,
     log: RunLog,
 ) -> None:
@@ -179,29 +181,31 @@ async def _repeat(
     config, learner = parts.config, parts.learner
     if config.eval.every and not read_metrics(out):
         evaluated = await _evaluate(parts, progress)
-        with run_folder.writing(out):
+        with run_folder.convert_write_errors(out):
             log.write(origin.step, evaluated)
-    watch = Watch(config, out, progress.note)
-    async with _ahead(parts, origin.step) as ahead:
+    monitor = LearningMonitor(config, out, progress.note)
+    async with _prefetcher(parts, origin.step) as prefetcher:
         for step in range(origin.step, config.steps):
             done = step + 1
-            with run_folder.writing(out):
+            with run_folder.convert_write_errors(out):
                 write_text(out / BEGUN, str(done))
-            result = await _step(parts, ahead, step, progress)
+            result = await _step(parts, prefetcher, step, progress)
             if step == origin.step:
                 _look_for_bugs(result, progress)
             if _due(done, config.eval.every, config.steps):
-                result.metrics |= await _evaluate(parts, progress, ahead, done)
-            with run_folder.writing(out):
+                result.metrics |= await _evaluate(parts, progress, prefetcher, done)
+            with run_folder.convert_write_errors(out):
                 log.write(done, result.metrics)
                 _write_samples(log, parts, result, tokenizer, done)
-                if is_probe(config, step):
+                if is_counterfactual_step(config, step):
                     path = out / run_folder.PROBES / f"step_{done:05d}.safetensors"
-                    save_probe(path, result.batch, result.without_replay, learner.fingerprint)
+                    save_counterfactual(
+                        path, result.batch, result.without_replay, learner.fingerprint
+                    )
             progress.step(done, result.metrics)
-            watch.after(done, result.metrics)
+            monitor.after_step(done, result.metrics)
             if _due(done, config.checkpoint.every, config.steps):
-                with run_folder.writing(out):
+                with run_folder.convert_write_errors(out):
                     log.sync()  # a checkpoint never outlives the rows before it
                     save = partial(
                         checkpoint.save,
@@ -211,31 +215,33 @@ async def _repeat(
                         step=done,
                         extra={"parent": origin.parent},
                     )
-                    if ahead is None:
+                    if prefetcher is None:
                         save()
                     else:  # episodes are in play, and need the event loop
                         await asyncio.to_thread(save)
                     checkpoint.prune(out, config.checkpoint.keep)
 
 
-def _ahead(parts: Components, first: int) -> AbstractAsyncContextManager[Ahead | None]:
+def _prefetcher(
+    parts: Components, first: int
+) -> AbstractAsyncContextManager[RolloutPrefetcher | None]:
     """Plays episodes ahead of the learner, if rollout.max_staleness asks for it."""
     if parts.config.rollout.max_staleness is None:
         return nullcontext()
-    from onepolicy.run.async_rollouts import Ahead
+    from onepolicy.run.async_rollouts import RolloutPrefetcher
 
-    return Ahead(parts, first)
+    return RolloutPrefetcher(parts, first)
 
 
 async def _step(
-    parts: Components, ahead: Ahead | None, step: int, progress: Progress
+    parts: Components, prefetcher: RolloutPrefetcher | None, step: int, progress: Progress
 ) -> StepResult:
     """One after the other, or with episodes that are played ahead."""
     rollout = parts.config.rollout
     advance = progress.phase("rollout", rollout.prompts_per_step * rollout.group_size)
-    if ahead is None:
+    if prefetcher is None:
         return await rl_step(parts, step, advance=advance)
-    return await ahead.step(step, advance=advance)
+    return await prefetcher.run_step(step, advance=advance)
 
 
 def _look_for_bugs(result: StepResult, progress: Progress) -> None:
@@ -250,9 +256,12 @@ def _look_for_bugs(result: StepResult, progress: Progress) -> None:
 
 
 async def _evaluate(
-    parts: Components, progress: Progress, ahead: Ahead | None = None, done: int = 0
+    parts: Components,
+    progress: Progress,
+    prefetcher: RolloutPrefetcher | None = None,
+    done: int = 0,
 ) -> dict[str, float]:
-    """ahead: plays the episodes of step `done` (from 0) and later ones meanwhile."""
+    """prefetcher: plays the episodes of step `done` (from 0) and later ones meanwhile."""
     config, engine = parts.config, parts.engine
     if parts.evaluator is not None:
         engine = parts.evaluator
@@ -265,13 +274,15 @@ async def _evaluate(
         stop=parts.stop,
         max_tokens=config.eval.max_tokens or config.rollout.sampling.max_tokens,
         solved_at=getattr(config.task, "threshold", 1.0),
-        advance=progress.phase("evaluation", attempts(config.eval)),
+        advance=progress.phase("evaluation", num_eval_episodes(config.eval)),
     )
-    metrics = await outlive(
-        parts, evaluation, nothing if ahead is None else partial(ahead.forget, done)
+    metrics = await retry_on_engine_loss(
+        parts,
+        evaluation,
+        do_nothing if prefetcher is None else partial(prefetcher.cancel_all, done),
     )
-    if ahead is None or ahead.resting or parts.evaluator is not None:
-        await outlive(
+    if prefetcher is None or prefetcher.idle or parts.evaluator is not None:
+        await retry_on_engine_loss(
             parts, engine.reset_cache
         )  # or rollouts would reuse prefixes that a resumed run does not have
     return metrics
@@ -283,7 +294,7 @@ def _finished(config: RunConfig, out: Path) -> bool:
     )
 
 
-def _finish(config: RunConfig, out: Path, origin: Origin) -> Json:
+def _finish(config: RunConfig, out: Path, origin: RunOrigin) -> Json:
     summary = summarise(config, read_metrics(out), out, origin.parent)
     write_text(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
     if config.log.report:

@@ -29,21 +29,21 @@ from onepolicy.config import UsageError
 from onepolicy.config.shapes import State, read_object
 from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER
-from onepolicy.train.state import SHARDS, Trained, moments, sharded_like
+from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
 
 FOLDER = "checkpoints"
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 CRITIC = "critic.safetensors"
 CRITIC_OPTIMIZER = "critic_optimizer.safetensors"
-SELF = "sha256 of the rest"  # field of state.json
+STATE_CHECKSUM = "sha256 of the rest"  # field of state.json
 HASHING = 4  # files at a time
 READ = ("*.safetensors", "*.index.json", "*.bin", "adapter_config.json")
 """Files that transformers, vLLM or SGLang would load weights from, whether they are listed or not."""
-MEND = "delete the folder to fall back to an older checkpoint"
+HINT = "delete the folder to fall back to an older checkpoint"
 
 
-def folder_of(run: Path, step: int) -> Path:
+def checkpoint_folder(run: Path, step: int) -> Path:
     return run / FOLDER / f"step_{step:05d}"
 
 
@@ -60,7 +60,7 @@ def save(
     Sharded learners write in the background: it is there once `learner.finish_saving()` has returned.
     """
     learner.finish_saving()
-    final = folder_of(run, step)
+    final = checkpoint_folder(run, step)
     if final.exists():
         verify(final)
         return final
@@ -85,7 +85,7 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     sums = dict(zip(names, _sums(written), strict=True))
     state = {**state, "files": files, "sha256": sums}
     (temporary / STATE).write_text(
-        json.dumps(state | {SELF: _own_sum(state)}, indent=1), encoding="utf-8"
+        json.dumps(state | {STATE_CHECKSUM: _own_sum(state)}, indent=1), encoding="utf-8"
     )
     for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
@@ -93,18 +93,18 @@ def _finish(temporary: Path, final: Path, state: dict[str, Any]) -> None:
     _sync(final.parent)
 
 
-def write(learner: Trained, folder: Path) -> None:
+def write_files(learner: CheckpointedLearner, folder: Path) -> None:
     """Weights in transformers' layout, optimiser and critic, of a learner that is not sharded."""
     learner.model.save_pretrained(folder)
     _write_index(folder)
     save_file(
-        {"rng": torch.get_rng_state()} | moments(learner.model, learner.optimizer),
+        {"rng": torch.get_rng_state()} | optimizer_moments(learner.model, learner.optimizer),
         folder / OPTIMIZER,
     )
     if learner.critic is not None:
         critic = learner.critic
         save_file(critic.values.state_dict(), folder / CRITIC)
-        save_file(moments(critic.values, critic.optimizer), folder / CRITIC_OPTIMIZER)
+        save_file(optimizer_moments(critic.values, critic.optimizer), folder / CRITIC_OPTIMIZER)
 
 
 def _write_index(folder: Path) -> None:
@@ -118,7 +118,7 @@ def _write_index(folder: Path) -> None:
 
 def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` complete checkpoints (0: keep all)."""
-    for path in complete(run)[:-keep] if keep else []:
+    for path in complete_checkpoints(run)[:-keep] if keep else []:
         doomed = path.with_name(
             f".{path.name}.deleting"
         )  # renamed first: a kill leaves no half checkpoint behind
@@ -126,7 +126,7 @@ def prune(run: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
-def sweep(run: Path) -> None:
+def remove_unfinished(run: Path) -> None:
     """Remove what a process left behind that was killed while it wrote or deleted a checkpoint."""
     for path in [*(run / FOLDER).glob(".step_*.writing"), *(run / FOLDER).glob(".step_*.deleting")]:
         _remove(path)
@@ -140,7 +140,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def complete(run: Path) -> list[Path]:
+def complete_checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first. Folders of an interrupted save carry another name."""
     folder = run / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
@@ -153,10 +153,10 @@ def complete(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def latest(run: Path) -> Path:
+def latest_checkpoint(run: Path) -> Path:
     if not run.is_dir():
         raise UsageError(f"{run}: no such run folder")
-    found = complete(run)
+    found = complete_checkpoints(run)
     if not found:
         raise UsageError(
             f"{run}: no complete checkpoint in {run / FOLDER}; start the run anew in another folder"
@@ -173,19 +173,19 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         there = ", ".join(sorted(each.name for each in checkpoint.parent.glob("step_*"))) or "none"
         raise UsageError(f"{checkpoint}: no such checkpoint; there is {there}")
     if not path.is_file():
-        raise UsageError(f"{checkpoint}: half written (no {STATE}); {MEND}")
-    state = read_object(path, State, MEND)
+        raise UsageError(f"{checkpoint}: half written (no {STATE}); {HINT}")
+    state = read_object(path, State, HINT)
     named = re.fullmatch("step_([0-9]+)", checkpoint.name)
     if named and int(named[1]) != state["step"]:
         raise UsageError(
-            f"{path}: step is {state['step']}, but the folder is {checkpoint.name}; {MEND}"
+            f"{path}: step is {state['step']}, but the folder is {checkpoint.name}; {HINT}"
         )
     for name in (*state["files"], *state.get("sha256", ())):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
-            raise UsageError(f"{path}: names {name!r}, which is not in this folder; {MEND}")
-    own = state.pop(SELF, None)
+            raise UsageError(f"{path}: names {name!r}, which is not in this folder; {HINT}")
+    own = state.pop(STATE_CHECKSUM, None)
     if own is not None and own != _own_sum(state):
-        raise UsageError(f"{path}: damaged, it is not what was written; {MEND}")
+        raise UsageError(f"{path}: damaged, it is not what was written; {HINT}")
     return state
 
 
@@ -206,17 +206,17 @@ def verify(checkpoint: Path) -> dict[str, Any]:
         )
     if unlisted := sorted(state.get("sha256", {}).keys() - state["files"].keys()):
         raise UsageError(
-            f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {MEND}"
+            f"{checkpoint / STATE}: has a checksum of {unlisted[0]}, which it does not list; {HINT}"
         )
     for name, size in state["files"].items():
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
-            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {MEND}")
+            raise UsageError(f"{checkpoint / name}: half written ({found} of {size} bytes); {HINT}")
     sums = state.get("sha256", {})
     for name, found in zip(sums, _sums([checkpoint / name for name in sums]), strict=True):
         if found != sums[name]:
             raise UsageError(
-                f"{checkpoint / name}: damaged, its bytes are not those that were written; {MEND}"
+                f"{checkpoint / name}: damaged, its bytes are not those that were written; {HINT}"
             )
     return state
 
@@ -236,7 +236,7 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def restore_optimizer(checkpoint: Path, learner: Trained) -> None:
+def restore_optimizer(checkpoint: Path, learner: CheckpointedLearner) -> None:
     """Optimiser moments, RNG and version as they were when the checkpoint was written; weights are loaded elsewhere.
 
     The critic's weights come from here; a fork of a run without one starts its critic anew.
@@ -255,7 +255,7 @@ def restore_optimizer(checkpoint: Path, learner: Trained) -> None:
     )
 
 
-def _restore_files(checkpoint: Path, learner: Trained) -> None:
+def _restore_files(checkpoint: Path, learner: CheckpointedLearner) -> None:
     tensors = load_file(checkpoint / OPTIMIZER)
     torch.set_rng_state(tensors.pop("rng"))
     _restore(tensors, learner.model, learner.optimizer, checkpoint / OPTIMIZER)

@@ -13,10 +13,10 @@ from onepolicy.config.model import OptimConfig
 from onepolicy.config.objective import CriticConfig
 from onepolicy.models.packed_attention import Packing
 from onepolicy.objective.gae import value_loss
-from onepolicy.train.extra import Extra, Micro
+from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.train.optim import adamw, clip_gradients
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.sharded.fsdp import Spread
+from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.state import sharded_like
 from onepolicy.types import TokenBatch
 
@@ -44,7 +44,7 @@ class ValueModel(nn.Module):
         return torch.where(micro.trainable, self.head(hidden)[:, 0].float(), 0.0)
 
 
-class Critic(Extra):
+class Critic(LearnerExtension):
     """`model`: a second copy of the policy, prepared for training; its language head is not used.
 
     protect: it learns from every trainable slot, also those that the correction rejects.
@@ -55,15 +55,15 @@ class Critic(Extra):
         model: PreTrainedModel,
         config: CriticConfig,
         optim: OptimConfig,
-        spread: Spread | None = None,
+        sharding: FSDPSharding | None = None,
         *,
         protect: bool = False,
     ) -> None:
         backbone = model.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.values = ValueModel(backbone)
-        if spread is not None:
-            spread.shard(self.values)
+        if sharding is not None:
+            sharding.shard(self.values)
         self.config, self.clip_norm, self.protect = config, optim.clip_norm, protect
         device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
@@ -71,10 +71,10 @@ class Critic(Extra):
     def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
         return batch.replace(value=scorer.per_slot(batch, self.values))
 
-    def learn(self, micro: Micro, slots: int, sums: Counter[str]) -> None:
+    def learn(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
         batch = micro.batch
         assert batch.value is not None, "score() fills value"
-        assert batch.value_target is not None, "credit() fills value_target"
+        assert batch.value_target is not None, "compute_advantages() fills value_target"
         assert batch.keep is not None
         mask = batch.trainable if self.protect else batch.keep
         loss, clipped = value_loss(

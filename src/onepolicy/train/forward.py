@@ -45,7 +45,7 @@ def forward(
     *,
     autocast: torch.dtype | None = None,
     entropy_graph: bool = False,
-    own_top: bool = False,
+    trainer_top: bool = False,
 ) -> Scored:
     """`batch` is on the model's device. Only trainable slots reach the vocabulary projection.
 
@@ -64,7 +64,7 @@ def forward(
     if batch.top_ids is not None:
         blank = zeros.new_zeros(batch.top_ids.shape)
         top = blank.index_copy(0, slots, logps.gather(-1, batch.top_ids[slots].long()))
-        if own_top:
+        if trainer_top:
             best, ids = logps.detach().topk(blank.shape[1], -1)
             own = blank.int().index_copy(0, slots, ids.int()), blank.index_copy(0, slots, best)
     return Scored(zeros.index_copy(0, slots, picked), zeros.index_copy(0, slots, entropy), top, own)

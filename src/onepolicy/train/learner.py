@@ -14,33 +14,37 @@ from pathlib import Path
 from torch import Tensor
 
 from onepolicy.interfaces import Update
-from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.checks import check_batch, refuse_randomness
-from onepolicy.train.extra import Extra, Micro
-from onepolicy.train.forwards import ReusedForward, TwoForwards, UpdateForward
+from onepolicy.train.extension import LearnerExtension, MicroBatch
+from onepolicy.train.old_policy_scoring import BypassScoring, ReusedScoring, SeparateScoring
 from onepolicy.train.optim import adamw, clip_gradients, learning_rate, may_skip, norm_metrics
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.state import Valued
+from onepolicy.train.state import CheckpointedCritic
 from onepolicy.types import TokenBatch
 
 
 class LocalLearner:
     """Learner of one process.
 
-    extras: what an update has beside the policy's own loss (build/learner.py). critic: the one of them that is saved.
+    extensions: what an update has beside the policy's own loss (build/learner.py). critic: the one of them that is saved.
     """
 
     def __init__(
-        self, scorer: PolicyScorer, *, extras: Sequence[Extra] = (), critic: Valued | None = None
+        self,
+        scorer: PolicyScorer,
+        *,
+        extensions: Sequence[LearnerExtension] = (),
+        critic: CheckpointedCritic | None = None,
     ) -> None:
         self.scorer, self.model, self.config = scorer, scorer.model, scorer.config
-        self.extras, self.critic = list(extras), critic
+        self.extensions, self.critic = list(extensions), critic
         self.updates = 0  # optimiser steps taken, by this run and those it was forked from
         self.skipped = 0  # optimiser steps in a row that were not taken, because their gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
-        self.forwards = forwards_of(scorer)
+        self.scoring = build_scoring(scorer)
         if self.config.train.activation_checkpointing:
             refuse_randomness(self.model)
             self.model.gradient_checkpointing_enable(
@@ -72,20 +76,20 @@ class LocalLearner:
     def step(self, batch: TokenBatch) -> Update:
         """One optimiser step per mini-step. Metrics are means over trainable slots; the norm is the largest."""
         sums: Counter[str] = Counter()
-        self.forwards.begin()
+        self.scoring.begin()
         norms = [
             self._optimise(part, part.num_trainable, i, sums)
-            for i, part in enumerate(self.mini_steps(batch))
+            for i, part in enumerate(self.minibatches(batch))
         ]
         self.version += 1
-        return Update(self.metrics(batch, sums, norms), self.forwards.scored)
+        return Update(self.metrics(batch, sums, norms), self.scoring.scored)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Everything that training goes on from into `folder`; then `finish`, which may be after this has returned."""
-        checkpoint.write(self, folder)
+        checkpoint.write_files(self, folder)
         finish()
 
     def finish_saving(self) -> None:
@@ -97,81 +101,83 @@ class LocalLearner:
 
     def _fill(self, batch: TokenBatch) -> TokenBatch:
         """Scored by the policy, then by every extra that scores."""
-        batch = self.forwards.score(batch)
-        for extra in self.extras:
-            batch = extra.fill(batch, self.scorer)
+        batch = self.scoring.score(batch)
+        for extension in self.extensions:
+            batch = extension.fill(batch, self.scorer)
         return batch
 
-    def mini_steps(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+    def minibatches(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """The samples of each optimiser step, with every slot's share in its loss."""
         batch = batch.replace(gate_mass=None)  # only measured
         most = self.config.rollout.sampling.max_tokens
-        for chosen in pack.mini_steps(batch, self.config.objective.mini_steps):
+        for chosen in pack.minibatches(batch, self.config.objective.mini_steps):
             part = batch.select(chosen)
-            yield part.replace(share=slot_shares(part, self.config.objective, max_tokens=most))
+            yield part.replace(
+                loss_weight=loss_weights(part, self.config.objective, max_tokens=most)
+            )
 
-    def _optimise(self, batch: TokenBatch, slots: int, mini_step: int, sums: Counter[str]) -> float:
+    def _optimise(self, batch: TokenBatch, slots: int, minibatch: int, sums: Counter[str]) -> float:
         """One optimiser step of samples with their share; slots: trainable ones of all ranks. Returns the norm."""
-        self.forwards.begin_mini_step(batch)
+        self.scoring.begin_minibatch(batch)
         for chosen in self.scorer.micro_batches(batch):
             on_device = batch.select(chosen).to(self.scorer.device)
-            with self.forwards(chosen, on_device) as scored:
-                micro = Micro(on_device, scored)
-                for extra in self.extras:
-                    extra.weigh(micro)
+            with self.scoring(chosen, on_device) as scored:
+                micro = MicroBatch(on_device, scored)
+                for extension in self.extensions:
+                    extension.weigh(micro)
                 loss, parts = self._loss(micro)
                 loss.backward()  # inside the replay context: recompute routes like the forward did
             sums.update(
                 {"loss": loss.item() * slots}
                 | {name: value.item() for name, value in parts.items()}
             )
-            for extra in self.extras:
-                extra.learn(micro, slots, sums)
-        self.forwards.end_mini_step()
-        return self._update(mini_step)
+            for extension in self.extensions:
+                extension.learn(micro, slots, sums)
+        self.scoring.end_minibatch()
+        return self._update(minibatch)
 
-    def _loss(self, micro: Micro) -> tuple[Tensor, dict[str, Tensor]]:
-        batch, centre = micro.batch, micro.centre
+    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        batch, score_baseline = micro.batch, micro.score_baseline
         loss, sums = policy_loss(
             micro.scored.logp,
             batch,
             config=self.config.objective,
-            anchor=None if self.config.scores_old else batch.logp_rollout,
+            logp_behaviour=None if self.config.scores_old else batch.logp_rollout,
             entropy=micro.scored.entropy,
-            centre=centre,
+            score_baseline=score_baseline,
             protect=self.config.correction.protect,
         )
         assert batch.keep is not None
         sums["kept"] = batch.keep.sum()
-        if centre is not None and batch.top_logp_rollout is not None:
+        if score_baseline is not None and batch.top_logp_rollout is not None:
             sums["head_mass"] = batch.top_logp_rollout[batch.trainable].exp().sum()
         return loss, sums
 
-    def _update(self, mini_step: int) -> float:
+    def _update(self, minibatch: int) -> float:
         """One optimiser step with the gradients there are, or none if they are not finite. Returns the norm."""
         norms = [clip_gradients(self.model, self.config.optim.clip_norm)]
-        norms += [norm for extra in self.extras for norm in extra.clip()]
+        norms += [norm for extension in self.extensions for norm in extension.clip()]
         bad = [norm for norm in norms if not norm < math.inf]
         if bad:
             self.skipped = may_skip(
                 self.skipped, self.config.optim.max_skipped, norms, self.version + 1
             )
         else:
-            self._take_step(mini_step)
+            self._take_step(minibatch)
         self.optimizer.zero_grad(set_to_none=True)
-        for extra in self.extras:
-            extra.zero_grad()
+        for extension in self.extensions:
+            extension.zero_grad()
         return bad[0] if bad else norms[0]
 
-    def _take_step(self, mini_step: int) -> None:
+    def _take_step(self, minibatch: int) -> None:
         parts = self.config.objective.mini_steps
-        done = (self.version * parts + mini_step) / (self.config.steps * parts)
+        done = (self.version * parts + minibatch) / (self.config.steps * parts)
         rate = learning_rate(self.config.optim, self.updates, done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        for extra in self.extras:
-            extra.step(rate / self.config.optim.lr)
+        for extension in self.extensions:
+            extension.step(rate / self.config.optim.lr)
         self.updates += 1
         self.skipped = 0
 
@@ -185,16 +191,18 @@ class LocalLearner:
             if name != "kept"
         }
         metrics |= self.scorer.mode.metrics()
-        for extra in self.extras:
-            metrics |= extra.metrics(batch, sums)
-        metrics |= self.forwards.metrics() | norm_metrics(norms, self.config.optim.max_skipped)
+        for extension in self.extensions:
+            metrics |= extension.metrics(batch, sums)
+        metrics |= self.scoring.metrics() | norm_metrics(norms, self.config.optim.max_skipped)
         return metrics | {"train/lr": self.optimizer.param_groups[0]["lr"]}
 
 
-def forwards_of(scorer: PolicyScorer) -> TwoForwards:
+def build_scoring(scorer: PolicyScorer) -> SeparateScoring:
     """How the run's settings have the old policy scored."""
     if not scorer.config.scores_old:
-        return UpdateForward(scorer)
+        return BypassScoring(scorer)
     return (
-        ReusedForward(scorer) if scorer.config.train.reuse_scoring_forward else TwoForwards(scorer)
+        ReusedScoring(scorer)
+        if scorer.config.train.reuse_scoring_forward
+        else SeparateScoring(scorer)
     )

@@ -76,7 +76,7 @@ def _joined(rows: list[Tensor | None]) -> Tensor | None:
 
 
 def _outcome(value: float | None) -> float:
-    assert value is not None, "objective.outcomes runs before pack"
+    assert value is not None, "compute_outcomes runs before pack"
     return value
 
 
@@ -99,7 +99,7 @@ def micro_batches(batch: TokenBatch, budget: int) -> list[list[int]]:
     return [sorted(chosen) for chosen in bins]
 
 
-def mini_steps(batch: TokenBatch, parts: int) -> list[list[int]]:
+def minibatches(batch: TokenBatch, parts: int) -> list[list[int]]:
     """Sample indices of each optimiser step: whole groups, dealt in order into `parts` equal runs."""
     groups = batch.group.unique_consecutive().tolist()
     parts = min(parts, len(groups))  # dynamic sampling may find fewer groups than asked for

@@ -21,7 +21,7 @@ from onepolicy.train.pack import micro_batches
 from onepolicy.train.replay_mode import ReplayMode, replay_mode
 from onepolicy.types import RoutingTrace, TokenBatch
 
-TOP = ("top_logp_old", "own_ids", "own_logp")  # fields of the batch
+TOP = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # fields of the batch
 Keep = Callable[[list[int], Scored], None]
 
 
@@ -78,7 +78,7 @@ class PolicyScorer:
 
     def fill(self, batch: TokenBatch, *, replay: bool, keep: Keep | None = None) -> TokenBatch:
         """`score` without its check. keep: takes each micro-batch's samples and its scoring, which then has a graph."""
-        scores, replay = Scores(batch), replay and self.mode.in_scoring
+        scores, replay = ScoreBuffer(batch), replay and self.mode.in_scoring
         entropy_graph = keep is not None and self.config.objective.entropy_coef > 0
         for chosen in self.micro_batches(batch):
             micro = batch.select(chosen).to(self.device)
@@ -86,7 +86,7 @@ class PolicyScorer:
                 torch.set_grad_enabled(keep is not None),
                 self.routing(micro, native=True, replay=replay) as tape,
             ):
-                scored = self.forward(micro, entropy_graph=entropy_graph, own_top=True)
+                scored = self.forward(micro, entropy_graph=entropy_graph, trainer_top=True)
                 if keep is not None:
                     self.mode.saw(tape)
                     keep(chosen, scored)
@@ -133,7 +133,7 @@ class PolicyScorer:
         return check_routes(scored, self.config.replay, self.version)
 
 
-class Scores:
+class ScoreBuffer:
     """What the forwards of a batch's micro-batches found, back in the order of the batch, on the CPU."""
 
     def __init__(self, batch: TokenBatch) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 SHARDS = "shards"  # folder of a checkpoint that several ranks wrote
 
 
-class Valued(Protocol):
+class CheckpointedCritic(Protocol):
     """A critic, as a checkpoint holds it."""
 
     @property
@@ -22,7 +22,7 @@ class Valued(Protocol):
     def load(self, weights: dict[str, Tensor], path: str) -> None: ...
 
 
-class Trained(Protocol):
+class CheckpointedLearner(Protocol):
     """A learner, as a checkpoint holds it."""
 
     model: PreTrainedModel
@@ -33,10 +33,10 @@ class Trained(Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
     @property
-    def critic(self) -> Valued | None: ...
+    def critic(self) -> CheckpointedCritic | None: ...
 
 
-def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{key}/{name}": value.contiguous()
         for name, parameter in model.named_parameters()

@@ -18,7 +18,7 @@ def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
     whole = request.getfixturevalue("whole_on_ranks" if ranks else "whole")
     out = shutil.copytree(whole, tmp_path / "run")
     (out / "summary.json").unlink()
-    newest = checkpoint.folder_of(out, 6)
+    newest = checkpoint.checkpoint_folder(out, 6)
     log = (out / "metrics.jsonl").read_bytes()
     resume = ["train", "--resume", str(out), "steps=7"]
 

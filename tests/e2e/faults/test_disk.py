@@ -35,7 +35,7 @@ def size_of(folder):
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
     whole = request.getfixturevalue("whole_on_ranks" if ranks else "whole")
-    size = size_of(checkpoint.folder_of(whole, 6))
+    size = size_of(checkpoint.checkpoint_folder(whole, 6))
     with small_disk(tmp_path / "disk", mib=max(1, int(1.6 * size / 2**20))) as (disk, grow):
         out = disk / "run"
         errors = finished(start(recipe, f"out={out}", f"train.ranks={ranks}"), status=1)
@@ -43,8 +43,8 @@ def test_full_in_the_middle_of_a_checkpoint(ranks, recipe, request, tmp_path):
             FULL, errors
         )  # ranks save in the background, so the log's next row may be the first to fail
         assert "--resume" in errors
-        assert [p.name for p in checkpoint.complete(out)] == ["step_00002"]
-        checkpoint.verify(checkpoint.latest(out))
+        assert [p.name for p in checkpoint.complete_checkpoints(out)] == ["step_00002"]
+        checkpoint.verify(checkpoint.latest_checkpoint(out))
         fault = Fault(out)
         grow(int(8 * size / 2**20) + 8)
         fault.resumed()

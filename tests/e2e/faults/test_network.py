@@ -18,7 +18,7 @@ from onepolicy.config import TrainingError, load
 from onepolicy.launch.launcher import Launcher
 from onepolicy.launch.ranks import launch_local_ranks
 from onepolicy.run import train
-from onepolicy.train.sharded.channel import advertised, read_advertised
+from onepolicy.train.sharded.channel import decode_address, encode_address
 from support.faulty_runs import (
     FAR_LINK,
     LINK,
@@ -119,8 +119,8 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
             with launch_local_ranks(config) as launched:
 
                 def publish_address(where):
-                    relay.target, token = read_advertised(where)
-                    launched.publish_address(advertised(relay.address, token))
+                    relay.target, token = decode_address(where)
+                    launched.publish_address(encode_address(relay.address, token))
 
                 yield replace(launched, publish_address=publish_address)
 
@@ -128,7 +128,7 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
         with pytest.raises(
             TrainingError, match=r"train.rank_timeout|the ranks cannot go on together"
         ):
-            train.start(config, stalling, launcher=Launcher(launch))
+            train.start_run(config, stalling, launcher=Launcher(launch))
         stalling.fault.ended()
     stalling.fault.resumed()
     assert_complete(out, 6)

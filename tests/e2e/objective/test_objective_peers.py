@@ -17,9 +17,9 @@ from torch import Tensor
 
 from onepolicy.config import ObjectiveConfig
 from onepolicy.config.objective import KLConfig
-from onepolicy.objective.advantages import compare, credit
+from onepolicy.objective.advantages import apply_group_baseline, compute_advantages
 from onepolicy.objective.gae import value_loss
-from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.objective.surrogate import kl_estimate
 from onepolicy.types import TokenBatch
 from support.oracle.venv import PYTHON, SCRIPTS
@@ -102,8 +102,8 @@ def ours(config: ObjectiveConfig, *, weighted: bool = False) -> tuple[Tensor, Te
     if weighted:
         batch = batch.replace(weight=given()["weight"].flatten())
     leaf = given()["new"].requires_grad_()
-    share = slot_shares(batch, config, max_tokens=LENGTH)
-    loss, _ = policy_loss(leaf.flatten(), batch.replace(share=share), config=config)
+    loss_weight = loss_weights(batch, config, max_tokens=LENGTH)
+    loss, _ = policy_loss(leaf.flatten(), batch.replace(loss_weight=loss_weight), config=config)
     loss.backward()
     assert leaf.grad is not None
     return loss.detach(), leaf.grad
@@ -221,8 +221,8 @@ ALONE = slice(8, 9)  # the sample that is alone in its group
 
 def advantages(config: ObjectiveConfig, rows: slice = slice(None)) -> TokenBatch:
     x, batch = given(), packed()
-    score = compare(x["score"].double(), x["group"], config).float()
-    return credit(
+    score = apply_group_baseline(x["score"].double(), x["group"], config).float()
+    return compute_advantages(
         batch.replace(outcome=score, value=x["value"].flatten()).select(list(range(ROWS))[rows]),
         config,
     )

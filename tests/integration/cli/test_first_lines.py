@@ -173,7 +173,7 @@ def test_a_full_disk_before_the_first_checkpoint_is_reported(tmp_path, parent, m
     monkeypatch.setattr(run_folder, "read_parent", lambda run: parent)
 
     def fill():
-        with run_folder.writing(tmp_path):
+        with run_folder.convert_write_errors(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     start = "step 0" if parent is None else "step 7 of runs/a"
@@ -182,7 +182,7 @@ def test_a_full_disk_before_the_first_checkpoint_is_reported(tmp_path, parent, m
         match=rf"--resume .*`, which starts again from {start}: no checkpoint exists yet",
     ):
         fill()
-    monkeypatch.setattr(run_folder.checkpoint, "complete", lambda run: [tmp_path])
+    monkeypatch.setattr(run_folder.checkpoint, "complete_checkpoints", lambda run: [tmp_path])
     with pytest.raises(TrainingError, match=r"--resume \S+`$"):
         fill()
 

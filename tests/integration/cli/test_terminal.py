@@ -289,7 +289,8 @@ def test_a_starting_run_holds_its_folder(tmp_path, monkeypatch, capsys, restarts
         raise UsageError("enough")
 
     monkeypatch.setattr(
-        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start", start
+        "onepolicy.launch.restarts.supervise" if restarts else "onepolicy.run.train.start_run",
+        start,
     )
     assert main(["train", str(recipe), *restarts]) == 2
     assert starts == ["r", "r-2", "r-3"]

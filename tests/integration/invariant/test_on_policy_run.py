@@ -82,9 +82,9 @@ def test_every_step_is_exactly_on_policy(train):
         both = probe.metadata()
         assert json.loads(both["rollout"]) == [both["fingerprint"]]
         assert json.loads(both["fingerprint"]) == about["fingerprint"]
-    assert run_folder.other_build(run, json.dumps(about["fingerprint"])) is None
+    assert run_folder.build_difference(run, json.dumps(about["fingerprint"])) is None
     assert (
-        run_folder.other_build(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
+        run_folder.build_difference(run, json.dumps(about["fingerprint"] | {"cuda": "x"}))
         == "cuda: x, unset"
     )
     assert "To the bit: 0 of" in bitwise(run)

@@ -274,7 +274,7 @@ def test_a_server_that_is_not_up_yet_has_its_own_exit_status(monkeypatch, capsys
         with (client := EngineClient(url, retries=0, server="the server")).starting():
             asyncio.run(client.get("/health"))
 
-    monkeypatch.setattr(loop_run, "start", start)
+    monkeypatch.setattr(loop_run, "start_run", start)
     text = 'out = "x"\nsteps = 1\nmodel.path = "org/m"\ntask.kind = "chain"'
     (tmp_path / "recipe.toml").write_text(text)
     assert main(["train", str(tmp_path / "recipe.toml")]) == supervise.NotThere.EXIT == 75

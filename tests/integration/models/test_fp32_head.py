@@ -13,7 +13,7 @@ from onepolicy.build.components import build_parts
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
 from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.rollout.collect import collect
 from onepolicy.rollout.copies import load_copy
 from onepolicy.rollout.hf.engine import HFEngine
@@ -155,7 +155,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
             seed=0,
             routes=parts.routes,
         )
-        return pack(outcomes(groups, parts.config.objective))
+        return pack(compute_outcomes(groups, parts.config.objective))
 
     exact = parts.learner.scorer.score(asyncio.run(sampled()), replay=False)
     gaps = []

@@ -22,14 +22,15 @@ def test_ppo_with_a_critic_trains_and_resumes_to_the_bit(train):
     assert list(map(timeless, rows(whole))) == list(map(timeless, rows(part)))
     for name in ("model", "critic", "critic_optimizer"):
         one, other = (
-            load_file(checkpoint.folder_of(run, 3) / f"{name}.safetensors") for run in (whole, part)
+            load_file(checkpoint.checkpoint_folder(run, 3) / f"{name}.safetensors")
+            for run in (whole, part)
         )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one), name
     losses = [row["train/value_loss"] for row in rows(whole)]
     assert losses[0] > 0
     before, after = (
-        load_file(checkpoint.folder_of(whole, s) / "critic.safetensors") for s in (1, 3)
+        load_file(checkpoint.checkpoint_folder(whole, s) / "critic.safetensors") for s in (1, 3)
     )
     assert not torch.equal(before["head.weight"], after["head.weight"])
     assert all(not torch.equal(before[k], after[k]) for k in before if k.endswith("q_proj.weight"))

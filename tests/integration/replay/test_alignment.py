@@ -19,14 +19,19 @@ from onepolicy import bind_routers
 from onepolicy.build.components import Components, build_parts
 from onepolicy.config import UsageError, resolve
 from onepolicy.divergence.routing import routing_agreement
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay import RoutingError
 from onepolicy.replay.alignment import check_alignment, window_starts
 from onepolicy.replay.checks import constant_layers
 from onepolicy.rollout.collect import collect
 from onepolicy.run.log import is_known
 from onepolicy.run.step import rl_step
-from onepolicy.run.step_metrics import measure, per_layer, repeat, variation
+from onepolicy.run.step_metrics import (
+    compare_scorings,
+    metrics_per_layer,
+    mismatch_metrics,
+    repeat_metrics,
+)
 from onepolicy.sync.check import push_weights
 from onepolicy.train.checks import _warn_of_collapse, check_routes
 from onepolicy.train.pack import pack
@@ -68,7 +73,7 @@ def rollout(parts: Components, step: int = 0) -> TokenBatch:
         )
 
     groups, _ = asyncio.run(play())
-    return pack(outcomes(groups, parts.config.objective))
+    return pack(compute_outcomes(groups, parts.config.objective))
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +147,8 @@ def test_clean_routes_pass_with_room(parts, batch) -> None:
     scored = parts.learner.score(batch)
     agreement = routing_agreement(scored.routing, scored.routing_native)
     assert agreement.mean(0).min() > 0.95
-    assert 0 < measure(scored)["routing/routers"] < 0.1  # bf16 does differ from fp32
-    assert measure(scored)["replay/gate_mass"] > 0.99
+    assert 0 < mismatch_metrics(scored)["routing/routers"] < 0.1  # bf16 does differ from fp32
+    assert mismatch_metrics(scored)["replay/gate_mass"] > 0.99
 
 
 @pytest.mark.parametrize("how", MISALIGNED)
@@ -164,7 +169,7 @@ def test_rows_not_valid_are_not_compared(parts, batch) -> None:
     parts.learner.score(with_ids(batch, ids, valid))
     nothing = parts.learner.score(with_ids(batch, ids, torch.zeros_like(valid)))
     assert torch.equal(nothing.logp_old, parts.learner.scorer.score(batch, replay=False).logp_old)
-    metrics = measure(nothing) | per_layer(nothing)
+    metrics = mismatch_metrics(nothing) | metrics_per_layer(nothing)
     assert metrics["replay/missing_samples"] == batch.num_samples
     assert metrics["replay/native_rows"] == 1
     assert not [name for name in metrics if name.startswith("routing/")]
@@ -391,7 +396,7 @@ def test_routes_dropped_after_collecting_are_errors(parts, batch) -> None:
 
 def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     scored = parts.learner.score(batch)
-    assert variation(scored, scored) == {
+    assert compare_scorings(scored, scored) == {
         "repeat/k3": 0.0,
         "repeat/max_dlogp": 0.0,
         "repeat/routers": 0.0,
@@ -402,12 +407,14 @@ def test_variation_by_hand_and_of_a_real_batch(parts, batch) -> None:
     )
     moved.logp_old[slot] += 0.1
     moved.routing_native.ids[slot, 1] = (moved.routing_native.ids[slot, 1] + 5) % 16
-    found = variation(scored, moved)
+    found = compare_scorings(scored, moved)
     slots, trained = batch.num_slots, int(batch.trainable.sum())
     assert found["repeat/max_dlogp"] == pytest.approx(0.1, rel=1e-5)
     assert found["repeat/k3"] == pytest.approx((0.1051709 - 0.1) / trained, rel=1e-4)
     assert found["repeat/routers"] == pytest.approx(1 / (3 * slots))
-    again = repeat(parts.learner.scorer, scored, parts.learner.scorer.score(batch, replay=False))
+    again = repeat_metrics(
+        parts.learner.scorer, scored, parts.learner.scorer.score(batch, replay=False)
+    )
     assert again["repeat/max_dlogp"] < 1e-4  # fp32: rounding only
     assert again["repeat/routers"] < 0.01
 

@@ -15,7 +15,7 @@ SHORT = ("steps=4", "eval.every=0", "log.counterfactual_every=0", "log.report=tr
 def graded(monkeypatch):
     """Return graded(reward of the i-th answer of a group), a grader that does not read the
     answers."""
-    outcomes = stepping.outcomes
+    compute_outcomes = stepping.compute_outcomes
 
     def use(reward):
         def with_rewards(groups, *arguments, **settings):
@@ -29,9 +29,9 @@ def graded(monkeypatch):
             groups = [
                 dataclasses.replace(g, samples=tuple(s)) for g, s in zip(groups, new, strict=True)
             ]
-            return outcomes(groups, *arguments, **settings)
+            return compute_outcomes(groups, *arguments, **settings)
 
-        monkeypatch.setattr(stepping, "outcomes", with_rewards)
+        monkeypatch.setattr(stepping, "compute_outcomes", with_rewards)
 
     return use
 

@@ -13,8 +13,8 @@ from onepolicy.config import TrainingError, resolve
 from onepolicy.rollout.collect import together
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.run import async_rollouts, recovery, run_folder, train
-from onepolicy.run.async_rollouts import Ahead
-from onepolicy.run.recovery import outlive, wait_for_server
+from onepolicy.run.async_rollouts import RolloutPrefetcher
+from onepolicy.run.recovery import retry_on_engine_loss, wait_for_server
 from onepolicy.run.result import Rollouts
 from onepolicy.sync.check import adopt
 from onepolicy.train.learner import LocalLearner
@@ -101,7 +101,7 @@ def clock(monkeypatch):
 def test_a_restarted_server_samples_the_same_batch(parts, fake):
     expected = asyncio.run(batch(parts.engine))
     fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
-    same(asyncio.run(outlive(parts, lambda: batch(parts.engine))), expected)
+    same(asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine))), expected)
     assert fake.weights.endswith("-3")
     assert fake.probe is not None  # the next run can check its reload
 
@@ -118,14 +118,18 @@ def test_an_unnoticed_restart_is_found_before_the_batch_counts(parts, fake):
         times.append(1)
         return found + (await batch(parts.engine))[2:]
 
-    same(asyncio.run(outlive(parts, unseen)), expected)
+    same(asyncio.run(retry_on_engine_loss(parts, unseen)), expected)
     assert len(times) == 2
 
 
 def test_a_server_restarted_during_an_update_gets_the_new_weights(parts, fake):
     restart(fake)
     parts.learner.version = 4
-    asyncio.run(outlive(parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)))
+    asyncio.run(
+        retry_on_engine_loss(
+            parts, lambda: parts.engine.load_weights(parts.learner.named_weights(), 4)
+        )
+    )
     assert fake.weights.endswith("-4")
     assert parts.engine.version == 4
 
@@ -142,9 +146,9 @@ def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
         finally:
             ended.append(step)
 
-    monkeypatch.setattr(async_rollouts, "sample", play)
+    monkeypatch.setattr(async_rollouts, "sample_rollouts", play)
     monkeypatch.setattr(
-        async_rollouts, "versions", lambda done: torch.cat([each.version for each in done])
+        async_rollouts, "token_versions", lambda done: torch.cat([each.version for each in done])
     )
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"max_staleness": 1})}
@@ -153,19 +157,19 @@ def test_episodes_of_later_steps_are_started_again(parts, fake, monkeypatch):
     async def main():
         expected = await batch(parts.engine)
         fake.spoil[GENERATE] = lambda reply, number: down(fake, 20) or Reply(hang_up=True)
-        async with Ahead(parts, 3) as ahead:
+        async with RolloutPrefetcher(parts, 3) as prefetcher:
 
             async def episodes():
-                ahead.begin(3)
-                return await ahead.take(3)
+                prefetcher.schedule(3)
+                return await prefetcher.get(3)
 
             async def forget():
-                await ahead.forget(3)
-                assert (began, sorted(ended), ahead.resting) == ([3, 4], [3, 4], True)
+                await prefetcher.cancel_all(3)
+                assert (began, sorted(ended), prefetcher.idle) == ([3, 4], [3, 4], True)
 
-            same((await outlive(parts, episodes, forget)).groups, expected)
+            same((await retry_on_engine_loss(parts, episodes, forget)).groups, expected)
             assert began == [3, 4, 3, 4]
-            same((await ahead.take(4)).groups, expected)
+            same((await prefetcher.get(4)).groups, expected)
 
     asyncio.run(main())
 
@@ -180,7 +184,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
     )
     asked = len(fake.server.asked)
     with pytest.raises(EngineLost, match=r"/generate, 2 times; got RemoteProtocolError.*--resume"):
-        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+        asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
     assert 30 <= clock[0] < 40
     assert len(fake.server.asked) - asked > 20
 
@@ -191,10 +195,10 @@ def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
     )
-    assert len(asyncio.run(outlive(parts, lambda: batch(parts.engine)))) == 4
+    assert len(asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))) == 4
     restart(fake)
     with pytest.raises(EngineLost, match="holds weights 'default'"):
-        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+        asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
 
 
 def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
@@ -205,7 +209,7 @@ def test_a_server_lost_again_and_again_ends_the_run(parts, fake):
         raise EngineLost("gone")
 
     with pytest.raises(EngineLost, match="gone"):
-        asyncio.run(outlive(parts, work))
+        asyncio.run(retry_on_engine_loss(parts, work))
     assert len(tries) == recovery.TIMES + 1
 
 
@@ -215,7 +219,7 @@ def test_one_that_comes_back_as_another_is_refused(parts, fake):
     with pytest.raises(
         TrainingError, match=r"came back as one this run cannot use: .*runs bfloat16"
     ):
-        asyncio.run(outlive(parts, lambda: batch(parts.engine)))
+        asyncio.run(retry_on_engine_loss(parts, lambda: batch(parts.engine)))
 
 
 def test_no_request_of_a_failed_batch_continues():
@@ -269,19 +273,23 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
 
     monkeypatch.setattr(components, "build_parts", built)
     with Server({"GET /health": health}) as server:
-        run_folder.create(tmp_path / "run", run_of(server.url), run_folder.START, "{}")
+        run_folder.create_run_folder(
+            tmp_path / "run", run_of(server.url), run_folder.FROM_SCRATCH, "{}"
+        )
         progress = SimpleNamespace(note=notes.append)
         with pytest.raises(TrainingError, match="built after 5"):
-            train.resume(tmp_path / "run", progress)
+            train.resume_run(tmp_path / "run", progress)
     assert len(notes) == 1
     assert notes[0].endswith("Waiting up to 300 s for it")
 
 
 def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys):
-    run_folder.create(tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.START, "{}")
+    run_folder.create_run_folder(
+        tmp_path / "run", run_of("http://127.0.0.1:1"), run_folder.FROM_SCRATCH, "{}"
+    )
     moved = []
     monkeypatch.setattr(
-        train, "resume", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
+        train, "resume_run", lambda *arguments: moved.append(arguments[-1]) or {"steps": 9}
     )
     settings = ["rollout.engine.url=https://elsewhere:8000", "rollout.engine.token_env=TOKEN"]
     assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0

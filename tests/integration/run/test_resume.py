@@ -119,16 +119,18 @@ def test_killed_before_its_summary_gets_it_on_resume(train, capsys):
 
 def test_two_processes_cannot_train_in_one_folder(train, capsys):
     run = train("run", "steps=1", "eval.every=0")
-    with run_folder.held(run):
+    with run_folder.lock_run(run):
         assert main(["train", "--resume", str(run), "steps=2"]) == 2
     assert "another process" in capsys.readouterr().err
 
 
 def test_resume_drops_later_scores_and_ignores_unfinished_files(train):
     run = train("run", "steps=2", "eval.every=0", "log.counterfactual_every=1")
-    shutil.rmtree(checkpoint.folder_of(run, 2))
+    shutil.rmtree(checkpoint.checkpoint_folder(run, 2))
     train_to_one = train("one", "steps=1", "eval.every=0", "log.counterfactual_every=1")
-    shutil.copytree(checkpoint.folder_of(train_to_one, 1), checkpoint.folder_of(run, 1))
+    shutil.copytree(
+        checkpoint.checkpoint_folder(train_to_one, 1), checkpoint.checkpoint_folder(run, 1)
+    )
     (run / "probes" / "step_00002.writing").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "train/rew')

@@ -65,13 +65,13 @@ def test_an_interrupted_save_leaves_the_last_one(saved, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={})
     monkeypatch.undo()
-    assert checkpoint.latest(run) == path
+    assert checkpoint.latest_checkpoint(run) == path
     assert (
         checkpoint.save(run, learner, make_tokenizer("abc"), step=2, extra={}).name == "step_00002"
     )
-    assert [p.name for p in checkpoint.complete(run)] == ["step_00001", "step_00002"]
+    assert [p.name for p in checkpoint.complete_checkpoints(run)] == ["step_00001", "step_00002"]
     checkpoint.prune(run, 1)
-    assert [p.name for p in checkpoint.complete(run)] == ["step_00002"]
+    assert [p.name for p in checkpoint.complete_checkpoints(run)] == ["step_00002"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_damage_is_named(saved, tmp_path, damage, words):
     shutil.copytree(saved[1], copy)
     damage(copy)
     with pytest.raises(UsageError, match=words):
-        checkpoint.verify(checkpoint.latest(tmp_path))
+        checkpoint.verify(checkpoint.latest_checkpoint(tmp_path))
 
 
 def test_every_byte_of_every_file_counts(saved, tmp_path):
@@ -158,7 +158,7 @@ def test_what_a_killed_process_left_is_swept_away(saved, tmp_path):
     copy = shutil.copytree(saved[1], tmp_path / "checkpoints" / "step_00001")
     for name in (".step_00000.deleting", ".step_00002.writing"):
         shutil.copytree(copy, copy.with_name(name))
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_unfinished(tmp_path)
     assert list(copy.parent.iterdir()) == [copy]
 
 
@@ -174,9 +174,9 @@ def test_a_save_that_fails_gives_the_room_back(saved, tmp_path, monkeypatch):
 
 def test_no_run_no_checkpoint(tmp_path):
     with pytest.raises(UsageError, match="no such run folder"):
-        checkpoint.latest(tmp_path / "nowhere")
+        checkpoint.latest_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="no complete checkpoint"):
-        checkpoint.latest(tmp_path)
+        checkpoint.latest_checkpoint(tmp_path)
 
 
 def test_wrong_model_is_refused(saved):

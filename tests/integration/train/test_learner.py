@@ -10,7 +10,7 @@ import torch
 from onepolicy.config import UsageError, resolve
 from onepolicy.correct.weights import reweight
 from onepolicy.models.prepare import prepare_for_training
-from onepolicy.objective.advantages import credit
+from onepolicy.objective.advantages import compute_advantages
 from onepolicy.replay.checks import RoutingError
 from onepolicy.train.critic import explained_variance
 from onepolicy.train.learner import LocalLearner
@@ -272,7 +272,7 @@ def test_live_corrections_equal_fixed_ones_before_the_policy_moves(live, fixed):
     after = []
     for overrides in (live, [*fixed, "objective.preset=reinforce"], ["objective.preset=reinforce"]):
         learner = learner_of(*overrides)
-        batch = credit(learner.score(batch_of()), learner.config.objective)
+        batch = compute_advantages(learner.score(batch_of()), learner.config.objective)
         old = batch.logp_rollout if batch.logp_old is None else batch.logp_old
         applied = reweight(
             old,
@@ -327,7 +327,7 @@ def test_scoring_returns_the_likeliest_tokens_of_both_sides():
     """It does so only if the batch has top_ids; compared with the stock model's whole
     distribution."""
     batch = batch_of(temperature=0.7).replace(routing=None)
-    assert learner_of("replay.mode=off").score(batch).own_ids is None
+    assert learner_of("replay.mode=off").score(batch).trainer_top_ids is None
     ids = torch.randint(
         0,
         VOCAB,
@@ -343,12 +343,19 @@ def test_scoring_returns_the_likeliest_tokens_of_both_sides():
             model(input_ids=batch.input_ids[None, a:b], use_cache=False).logits[0] / 0.7
         ).log_softmax(-1)
         mask = batch.trainable[a:b]
-        own_ids, own_logp = scored.own_ids[a:b][mask].long(), scored.own_logp[a:b][mask]
-        torch.testing.assert_close(own_logp, logp.topk(5).values[mask], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(own_logp, logp[mask].gather(-1, own_ids), atol=1e-5, rtol=1e-5)
+        trainer_top_ids, trainer_top_logp = (
+            scored.trainer_top_ids[a:b][mask].long(),
+            scored.trainer_top_logp[a:b][mask],
+        )
+        torch.testing.assert_close(
+            trainer_top_logp, logp.topk(5).values[mask], atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            trainer_top_logp, logp[mask].gather(-1, trainer_top_ids), atol=1e-5, rtol=1e-5
+        )
         expected = logp.gather(-1, ids[a:b].long())[mask]
         torch.testing.assert_close(scored.top_logp_old[a:b][mask], expected, atol=1e-5, rtol=1e-5)
-    assert scored.own_ids.dtype == torch.int32
+    assert scored.trainer_top_ids.dtype == torch.int32
     assert (scored.top_logp_old[~batch.trainable] == 0).all()
 
 

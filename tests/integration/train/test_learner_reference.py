@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from onepolicy.objective.advantages import credit
+from onepolicy.objective.advantages import compute_advantages
 from support.learner_steps import batch_of, learner_of
 from support.models import make
 
@@ -44,7 +44,7 @@ def stepped(learner):
     batch = batch.replace(logp_old=torch.where(batch.trainable, batch.logp_old + noise(0.3), 0.0))
     if learner.critic is not None:
         batch = batch.replace(value=torch.where(batch.trainable, noise(0.5), 0.0))
-    batch = credit(batch, learner.config.objective)
+    batch = compute_advantages(batch, learner.config.objective)
     batch = batch.replace(weight=torch.ones(batch.num_slots), keep=batch.trainable)
     found = captured(learner)
     learner.step(batch)

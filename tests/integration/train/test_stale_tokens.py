@@ -9,11 +9,11 @@ import torch
 from onepolicy.build.components import build_parts
 from onepolicy.config import ModelConfig, load
 from onepolicy.models.load import load_model
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.routers import bind_routers
-from onepolicy.run.result import Clock
-from onepolicy.run.step import learn, sample
+from onepolicy.run.result import StepTimer
+from onepolicy.run.step import sample_rollouts, train_on_rollouts
 from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 
@@ -41,7 +41,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
 
     async def play():
         await push_weights(learner, parts.engine)
-        return await sample(parts, 1)
+        return await sample_rollouts(parts, 1)
 
     rollouts = asyncio.run(play())
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
     learner.version = 1
     weights = {name: tensor.clone() for name, tensor in learner.named_weights()}
 
-    def keep_gradients(mini_step):
+    def keep_gradients(minibatch):
         found.update(
             {
                 name: p.grad.clone()
@@ -62,7 +62,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
         return 0.0
 
     monkeypatch.setattr(learner, "_update", keep_gradients)
-    metrics = learn(parts, 1, rollouts, Clock()).metrics
+    metrics = train_on_rollouts(parts, 1, rollouts, StepTimer()).metrics
     model = load_model(ModelConfig(path=str(policy)), torch.float32, torch.device("cpu"))
     model.load_state_dict(weights)
     rhos = by_hand(model, rollouts.groups, most)
@@ -108,9 +108,9 @@ def test_routes_without_agreement_may_be_wrong_or_old(recipe):
 
     async def play():
         await push_weights(parts.learner, parts.engine)
-        return await sample(parts, 0)
+        return await sample_rollouts(parts, 0)
 
-    batch = pack(outcomes(asyncio.run(play()).groups, config.objective))
+    batch = pack(compute_outcomes(asyncio.run(play()).groups, config.objective))
     batch = batch.replace(routing=batch.routing.at(torch.arange(batch.num_slots).roll(1)))
     for version in (0, 3):
         parts.learner.version = version

@@ -114,7 +114,7 @@ def test_a_run_says_so_before_it_loads_anything(
     for name, expected in (("trl-default", 1), ("tis", 0)):
         notes = Notes()
         with pytest.raises(TypeError):  # build_parts returned nothing to train
-            train.start(
+            train.start_run(
                 resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]),
                 notes,
             )

@@ -103,19 +103,21 @@ def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:
     logits = P.log().requires_grad_()
     logp = logits.log_softmax(-1)
     trainable = torch.ones(actions, dtype=torch.bool)
-    micro = batch([actions], trainable, [0.0], logp_rollout=Q.log(), share=Q, advantage=advantage)
+    micro = batch(
+        [actions], trainable, [0.0], logp_rollout=Q.log(), loss_weight=Q, advantage=advantage
+    )
     live = live_weights(logp, micro.logp_rollout, trainable, config, segment=micro.segment)
-    centre = None
+    score_baseline = None
     if config.centering != "none":
-        centre = torch.where(
+        score_baseline = torch.where(
             live.centred, centered_score(logp.expand(actions, -1), Q.log(), config), 0.0
         )
     loss, _ = policy_loss(
         logp,
         micro.replace(weight=live.weight, keep=live.keep),
         config=ObjectiveConfig(preset="reinforce"),
-        anchor=micro.logp_rollout,
-        centre=centre,
+        logp_behaviour=micro.logp_rollout,
+        score_baseline=score_baseline,
     )
     loss.backward()
     assert logits.grad is not None

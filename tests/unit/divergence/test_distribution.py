@@ -15,8 +15,8 @@ def of(p, q, top):
     """Compute the distance. p: trainer, q: rollout, each [V] or [n, V]."""
     p, q = (torch.atleast_2d(torch.tensor(x, dtype=torch.float64)) for x in (p, q))
     logp_rollout, ids = q.log().topk(top)
-    own_logp, own_ids = p.log().topk(top)
-    return distances(ids, logp_rollout, p.log().gather(-1, ids), own_ids, own_logp)
+    trainer_top_logp, trainer_top_ids = p.log().topk(top)
+    return distances(ids, logp_rollout, p.log().gather(-1, ids), trainer_top_ids, trainer_top_logp)
 
 
 def test_by_hand():

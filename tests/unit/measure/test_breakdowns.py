@@ -6,7 +6,7 @@ import torch
 from onepolicy.config import ObjectiveConfig
 from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.measure.breakdowns import where
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample
 from support.scripted_engine import make_tokenizer
@@ -38,7 +38,7 @@ def two_turns():
 @pytest.fixture(scope="module")
 def found():
     batch = pack(
-        outcomes(
+        compute_outcomes(
             [Group(0, (two_turns(),))],
             ObjectiveConfig(baseline="none", normalise="none"),
             max_tokens=20,

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from onepolicy.config import ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import Problem
-from onepolicy.objective.advantages import compare, credit, has_signal, outcomes, overlong, whiten
+from onepolicy.objective.advantages import (
+    apply_group_baseline,
+    compute_advantages,
+    compute_outcomes,
+    has_signal,
+    overlong_reward,
+    whiten,
+)
 from onepolicy.objective.gae import gae, returns_to_go, value_loss
 from onepolicy.rollout import collect as collecting
 from onepolicy.run.step import rollout_metrics
@@ -32,14 +39,14 @@ def values(groups: list[Group]) -> list[float | None]:
 
 def test_leave_one_out_by_hand() -> None:
     """Rewards 0, 0, 1, 3: the others' means are 4/3, 4/3, 1, 1/3."""
-    assert values(outcomes([group([0, 0, 1, 3])], RLOO)) == pytest.approx(
+    assert values(compute_outcomes([group([0, 0, 1, 3])], RLOO)) == pytest.approx(
         [-4 / 3, -4 / 3, 0, 8 / 3]
     )
 
 
 def test_without_a_baseline_the_outcome_is_the_reward() -> None:
     config = ObjectiveConfig(baseline="none", normalise="none")
-    assert values(outcomes([group([2, 2]), group([1])], config)) == [2, 2, 1]
+    assert values(compute_outcomes([group([2, 2]), group([1])], config)) == [2, 2, 1]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
@@ -47,8 +54,8 @@ def test_without_a_baseline_the_outcome_is_the_reward() -> None:
 def test_leave_one_out_is_the_group_mean_scaled(rewards: list[float]) -> None:
     reward, n = torch.tensor(rewards, dtype=torch.float64), len(rewards)
     unit = torch.zeros(n, dtype=torch.int64)
-    scaled = compare(reward, unit, ObjectiveConfig(normalise="none")) * n / (n - 1)
-    torch.testing.assert_close(compare(reward, unit, RLOO), scaled)
+    scaled = apply_group_baseline(reward, unit, ObjectiveConfig(normalise="none")) * n / (n - 1)
+    torch.testing.assert_close(apply_group_baseline(reward, unit, RLOO), scaled)
 
 
 def test_whitening_by_hand() -> None:
@@ -61,9 +68,11 @@ def test_whitening_by_hand() -> None:
 def test_reinforce_plus_plus_baseline_is_group_mean_then_whitening() -> None:
     """Outcomes 1, -1 on three and one slots have mean .5 and variance 1."""
     config = ObjectiveConfig(preset="reinforce++-baseline")
-    (made,) = outcomes([group([3, 1])], config)
+    (made,) = compute_outcomes([group([3, 1])], config)
     assert values([made]) == [1, -1]
-    found = credit(batch([3, 1], torch.ones(4, dtype=torch.bool), [1.0, -1.0]), config).advantage
+    found = compute_advantages(
+        batch([3, 1], torch.ones(4, dtype=torch.bool), [1.0, -1.0]), config
+    ).advantage
     assert found is not None
     assert found.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5])
 
@@ -76,7 +85,7 @@ def test_kl_in_the_reward_of_a_response() -> None:
         logp_old=logp, logp_ref=logp - torch.tensor([0.1, 0.3, 0.2])
     )
     kl = {"coef": 2.0, "where": "reward", "estimator": "k1"}
-    alone = credit(
+    alone = compute_advantages(
         made, ObjectiveConfig.model_validate({"baseline": "none", "normalise": "none", "kl": kl})
     )
     assert alone.advantage is not None
@@ -84,8 +93,13 @@ def test_kl_in_the_reward_of_a_response() -> None:
     config = ObjectiveConfig.model_validate(
         {"baseline": "leave-one-out", "normalise": "none", "kl": kl}
     )
-    assert values(outcomes([group([1, 0])], config)) == [1, 0]  # credit compares
-    compared = credit(made.replace(group=torch.zeros(2, dtype=torch.int64)), config).advantage
+    assert values(compute_outcomes([group([1, 0])], config)) == [
+        1,
+        0,
+    ]  # compute_advantages compares
+    compared = compute_advantages(
+        made.replace(group=torch.zeros(2, dtype=torch.int64)), config
+    ).advantage
     assert compared is not None
     assert compared.tolist() == pytest.approx([0.6, 0.6, -0.6])  # 1 - .8 against 0 - .4
 
@@ -154,7 +168,7 @@ def test_critic_credit_whitens_the_advantage_and_not_the_return() -> None:
         value=torch.tensor([0.5, 0.4, 0.2])
     )
     config = ObjectiveConfig(preset="ppo", gamma=0.9, lam=0.5)
-    found = credit(made, config)
+    found = compute_advantages(made, config)
     assert found.advantage is not None
     assert found.value_target is not None
     raw = torch.tensor([-0.077, 0.14, 0.8])
@@ -192,12 +206,12 @@ def test_value_clip_by_hand(new: float, loss: float, slope: float, clipped: bool
 
 def test_overlong_shaping_by_hand() -> None:
     lengths = torch.tensor([3, 16, 18, 20, 25])
-    assert overlong(lengths, max_tokens=20, buffer=4).tolist() == [0, 0, -0.5, -1, -1]
+    assert overlong_reward(lengths, max_tokens=20, buffer=4).tolist() == [0, 0, -0.5, -1, -1]
 
 
 def test_overlong_rewards_change_the_outcome_and_not_the_reward() -> None:
     config = ObjectiveConfig(normalise="none", overlong_buffer=0.5, overlong_penalty=2.0)
-    (made,) = outcomes(
+    (made,) = compute_outcomes(
         [group([1, 0], slots=(2, 1))], config, max_tokens=2
     )  # falls from 1 token on: -2, 0
     assert [s.outcome for s in made.samples] == [-0.5, 0.5]
@@ -282,7 +296,7 @@ APART = [[0.0, 1.0], [1.0, 1.00001], [1e6, 1e6 + 1], [0.0, 1e-9], [-1e-6, 1e-6],
 def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], preset: str) -> None:
     made = group(rewards)
     assert not has_signal(made)
-    assert values(outcomes([made], ObjectiveConfig(preset=preset))) == [0.0] * len(rewards)
+    assert values(compute_outcomes([made], ObjectiveConfig(preset=preset))) == [0.0] * len(rewards)
     assert rollout_metrics([made])["train/groups_without_signal"] == 1
     assert not whiten(
         torch.tensor(rewards, dtype=torch.float64), torch.ones(len(rewards), dtype=torch.bool)
@@ -293,7 +307,7 @@ def test_rewards_that_differ_by_rounding_are_no_signal(rewards: list[float], pre
 def test_rewards_that_differ_by_more_are_a_signal(rewards: list[float]) -> None:
     made = group(rewards)
     assert has_signal(made)
-    assert any(values(outcomes([made], ObjectiveConfig(preset="dr-grpo"))))
+    assert any(values(compute_outcomes([made], ObjectiveConfig(preset="dr-grpo"))))
     metrics = rollout_metrics([made, group([2.0, 2.0])])
     assert metrics["train/groups_without_signal"] == 0.5
     assert metrics["train/reward_min"] == min(*rewards, 2.0)
@@ -304,4 +318,4 @@ def test_rewards_that_differ_by_more_are_a_signal(rewards: list[float]) -> None:
 def test_an_infinite_reward_is_not_passed_over_as_equal(rewards: list[float]) -> None:
     assert has_signal(group(rewards))
     with pytest.raises(ValueError, match="must return a finite number"):
-        outcomes([group(rewards)], ObjectiveConfig())
+        compute_outcomes([group(rewards)], ObjectiveConfig())

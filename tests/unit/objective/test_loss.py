@@ -14,8 +14,8 @@ from torch import Tensor
 from onepolicy.config import ObjectiveConfig, UsageError
 from onepolicy.correct.presets import preset
 from onepolicy.correct.weights import reweight
-from onepolicy.objective.advantages import credit, outcomes
-from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.advantages import compute_advantages, compute_outcomes
+from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.types import TokenBatch
 from support.objective_batches import batch, group, random_batch
 
@@ -26,7 +26,9 @@ def grad_of(
     logp_new: Tensor, made: TokenBatch, denominator: int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     logp_new = logp_new.clone().requires_grad_()
-    made = made.replace(share=torch.full(logp_new.shape, 1 / denominator, dtype=logp_new.dtype))
+    made = made.replace(
+        loss_weight=torch.full(logp_new.shape, 1 / denominator, dtype=logp_new.dtype)
+    )
     loss, metrics = policy_loss(logp_new, made, config=CONFIG)
     loss.backward()
     assert logp_new.grad is not None
@@ -38,42 +40,42 @@ def grad_of(
 
 def test_outcomes_by_hand() -> None:
     """Rewards 0, 0, 1, 3: mean 1, deviations -1 -1 0 2, sample variance 6 / 3."""
-    (made,) = outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="std"))
+    (made,) = compute_outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="std"))
     assert [s.outcome for s in made.samples] == pytest.approx(
         [-1 / math.sqrt(2), -1 / math.sqrt(2), 0, math.sqrt(2)], abs=2e-6
     )
-    (centred,) = outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="none"))
+    (centred,) = compute_outcomes([group([0, 0, 1, 3])], ObjectiveConfig(normalise="none"))
     assert [s.outcome for s in centred.samples] == [-1, -1, 0, 2]
 
 
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [1.0] * 8, [0.0] * 3, [0.7]])
 @pytest.mark.parametrize("normalise", ["std", "none"])
 def test_equal_rewards_give_exactly_zero(rewards: list[float], normalise: str) -> None:
-    (made,) = outcomes([group(rewards)], ObjectiveConfig(normalise=normalise))
+    (made,) = compute_outcomes([group(rewards)], ObjectiveConfig(normalise=normalise))
     assert [s.outcome for s in made.samples] == [0.0] * len(rewards)
 
 
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=2, max_size=6), min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
 def test_outcomes_are_centred_within_their_own_group(rewards: list[list[float]]) -> None:
-    together = outcomes([group(r, i) for i, r in enumerate(rewards)], CONFIG)
+    together = compute_outcomes([group(r, i) for i, r in enumerate(rewards)], CONFIG)
     for index, (made, own) in enumerate(zip(together, rewards, strict=True)):
         assert made.problem_id == index
         values = [s.outcome for s in made.samples]
-        assert values == [s.outcome for s in outcomes([group(own)], CONFIG)[0].samples]
+        assert values == [s.outcome for s in compute_outcomes([group(own)], CONFIG)[0].samples]
         assert sum(v for v in values if v is not None) == pytest.approx(0, abs=1e-8)
         assert [s.reward for s in made.samples] == own
 
 
 def test_a_reward_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(UsageError, match="problem 17, sample 1: reward is nan"):
-        outcomes([group([0.0, math.nan], 17)], CONFIG)
+        compute_outcomes([group([0.0, math.nan], 17)], CONFIG)
 
 
 def test_credit() -> None:
     trainable = torch.tensor([False, True, True, False, True])
     made = batch([3, 2], trainable, [1.5, -0.5])
-    credited = credit(made, CONFIG)
+    credited = compute_advantages(made, CONFIG)
     assert credited.advantage is not None
     assert credited.advantage.tolist() == [0, 1.5, 1.5, 0, -0.5]
     assert made.advantage is None
@@ -94,7 +96,7 @@ def test_tis_scales_the_gradient_and_does_not_feed_the_clip(
     the PPO clip."""
     old = torch.tensor([-1.0])
     applied = reweight(old, old - math.log(rho), torch.tensor([True]), preset("tis"))
-    made = credit(batch([1], torch.tensor([True]), [advantage]), CONFIG)
+    made = compute_advantages(batch([1], torch.tensor([True]), [advantage]), CONFIG)
     made = made.replace(logp_old=old, weight=applied.weight, keep=applied.keep)
     _, metrics, grad = grad_of(old, made, applied.denominator)
     assert grad.item() == pytest.approx(-coefficient * advantage)
@@ -106,7 +108,7 @@ def test_token_mean_of_tis_weights() -> None:
     the weights."""
     ratios = torch.tensor([1, 4, 1 / 4, 1, 2, 2, 9, 9])
     trainable = torch.arange(8) < 6
-    made = credit(batch([4, 4], trainable, [-1.0, -1.0]), CONFIG)
+    made = compute_advantages(batch([4, 4], trainable, [-1.0, -1.0]), CONFIG)
     applied = reweight(ratios.log(), torch.zeros(8), trainable, preset("tis"))
     made = made.replace(logp_old=ratios.log(), weight=applied.weight, keep=applied.keep)
     loss, _, _ = grad_of(ratios.log(), made, applied.denominator)
@@ -116,7 +118,7 @@ def test_token_mean_of_tis_weights() -> None:
 def test_loss_metrics_and_gradient_by_hand() -> None:
     ratios = torch.tensor([1.1, 1.5, 0.5, 0.5, 7.0, 7.0])  # the last two: rejected, not trainable
     trainable = torch.tensor([True, True, True, True, True, False])
-    made = credit(batch([2, 4], trainable, [1.0, -1.0]), CONFIG).replace(
+    made = compute_advantages(batch([2, 4], trainable, [1.0, -1.0]), CONFIG).replace(
         logp_old=torch.full((6,), -2.0),
         weight=torch.tensor([2.0, 1.0, 0.5, 1.0, 1.0, 1.0]),
         keep=torch.arange(6) < 4,
@@ -194,4 +196,4 @@ def test_rejecting_a_slot_does_not_change_the_others() -> None:
 def test_a_step_without_slots_is_refused() -> None:
     _, made = random_batch(0)
     with pytest.raises(UsageError, match="no trainable slot"):
-        slot_shares(made.replace(trainable=torch.zeros_like(made.trainable)), CONFIG, max_tokens=9)
+        loss_weights(made.replace(trainable=torch.zeros_like(made.trainable)), CONFIG, max_tokens=9)

@@ -16,7 +16,7 @@ from onepolicy.config import ObjectiveConfig, UsageError, resolve
 from onepolicy.config.objective import objective_presets
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.weights import reweight
-from onepolicy.objective.loss import policy_loss, slot_shares
+from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.types import TokenBatch
 from support.objective_batches import batch, random_batch
 
@@ -39,7 +39,7 @@ def made_of(name: str, seed: int, **settings: Any) -> tuple[ObjectiveConfig, Ten
     return (
         config,
         logp_new,
-        made.replace(share=slot_shares(made, config, max_tokens=MAX_TOKENS).double()),
+        made.replace(loss_weight=loss_weights(made, config, max_tokens=MAX_TOKENS).double()),
     )
 
 
@@ -69,7 +69,7 @@ def run(
 def test_shares_by_hand(reduction: Any, shares: list[float]) -> None:
     made = batch([3, 1, 1], torch.tensor([True, False, True, True, True]), [0.0, 0, 0])
     config = ObjectiveConfig(reduction=reduction)
-    assert slot_shares(made, config, max_tokens=MAX_TOKENS).tolist() == pytest.approx(shares)
+    assert loss_weights(made, config, max_tokens=MAX_TOKENS).tolist() == pytest.approx(shares)
 
 
 def test_an_episode_of_several_samples_counts_once() -> None:
@@ -78,14 +78,14 @@ def test_an_episode_of_several_samples_counts_once() -> None:
     made = batch(
         [2, 1, 1, 1], torch.ones(5, dtype=torch.bool), [0.0] * 4, episode=torch.tensor([0, 0, 0, 1])
     )
-    shares = slot_shares(made, ObjectiveConfig(reduction="episode-mean"), max_tokens=MAX_TOKENS)
+    shares = loss_weights(made, ObjectiveConfig(reduction="episode-mean"), max_tokens=MAX_TOKENS)
     assert shares.tolist() == pytest.approx([1 / 9, 1 / 9, 1 / 9, 1 / 3, 1 / 3])
 
 
 def test_the_constant_may_be_set() -> None:
     made = batch([2], torch.tensor([True, True]), [0.0])
     config = ObjectiveConfig(reduction="sequence-mean-token-constant", reduction_length=4)
-    assert slot_shares(made, config, max_tokens=MAX_TOKENS).tolist() == [0.25, 0.25]
+    assert loss_weights(made, config, max_tokens=MAX_TOKENS).tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_rejected_slot_stays_in_the_ratio_of_its_sample() -> None:
         advantage=torch.ones(2),
         weight=torch.ones(2),
         keep=torch.tensor([False, True]),
-        share=torch.full((2,), 0.5),
+        loss_weight=torch.full((2,), 0.5),
     )
     leaf = torch.full((2,), -1.0, requires_grad=True)
     loss, _ = policy_loss(leaf, made, config=ObjectiveConfig(ratio_level="sequence"))
@@ -175,7 +175,7 @@ def test_a_rejected_slot_is_clipped_by_the_sign_of_its_sample() -> None:
         advantage=torch.ones(2),
         weight=torch.ones(2),
         keep=torch.tensor([False, True]),
-        share=torch.full((2,), 0.5),
+        loss_weight=torch.full((2,), 0.5),
     )
     leaf = torch.full((2,), -1.0, requires_grad=True)
     loss, _ = policy_loss(
@@ -197,7 +197,7 @@ def test_kl_and_entropy_by_hand() -> None:
         advantage=torch.zeros(1),
         weight=torch.full((1,), 9.0),  # not for these terms
         keep=torch.tensor([True]),
-        share=torch.ones(1),
+        loss_weight=torch.ones(1),
     )
     config = ObjectiveConfig.model_validate(
         {"kl": {"coef": 3.0, "importance": "rollout"}, "entropy_coef": 5.0}
@@ -232,7 +232,7 @@ def test_every_objective_runs_with_every_correction_or_is_refused(
     config, part = run_config.objective, run_config.correction
     logp_new, made = random_batch(3, 6, config)
     assert made.logp_old is not None
-    made = made.replace(share=slot_shares(made, config, max_tokens=MAX_TOKENS).double())
+    made = made.replace(loss_weight=loss_weights(made, config, max_tokens=MAX_TOKENS).double())
     fixed = reweight(
         made.logp_old if run_config.scores_old else made.logp_rollout,
         made.logp_rollout,
@@ -254,8 +254,10 @@ def test_every_objective_runs_with_every_correction_or_is_refused(
         weight, keep = weight * live.weight, keep & live.keep
     made = made.replace(weight=weight, keep=keep)
     leaf = logp_new.clone().requires_grad_()
-    anchor = None if run_config.scores_old else made.logp_rollout
-    loss, _ = policy_loss(leaf, made, config=config, anchor=anchor, protect=part.protect)
+    logp_behaviour = None if run_config.scores_old else made.logp_rollout
+    loss, _ = policy_loss(
+        leaf, made, config=config, logp_behaviour=logp_behaviour, protect=part.protect
+    )
     loss.backward()
     assert leaf.grad is not None
     assert loss.isfinite()
@@ -280,11 +282,13 @@ def test_bypass_takes_the_mismatch_for_the_policy_ratio(
             advantage=torch.tensor([advantage]),
             weight=torch.ones(1),
             keep=torch.tensor([True]),
-            share=torch.ones(1),
+            loss_weight=torch.ones(1),
         )
         leaf = torch.tensor([-1.0], requires_grad=True)
         config = ObjectiveConfig(clip_high=0.2)
-        loss, _ = policy_loss(leaf, made, config=config, anchor=torch.tensor([-1 - math.log(rho)]))
+        loss, _ = policy_loss(
+            leaf, made, config=config, logp_behaviour=torch.tensor([-1 - math.log(rho)])
+        )
         loss.backward()
         assert leaf.grad is not None
         assert -leaf.grad.item() == pytest.approx(expected)
@@ -305,7 +309,7 @@ def test_decoupled_form_has_three_policies() -> None:
         advantage=torch.tensor([2.0]),
         weight=applied.weight,
         keep=applied.keep,
-        share=torch.ones(1),
+        loss_weight=torch.ones(1),
     )
     loss, _ = policy_loss(old + math.log(1.1), made, config=ObjectiveConfig())
     assert loss.item() == pytest.approx(-1.5 * 1.1 * 2)

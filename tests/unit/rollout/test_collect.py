@@ -11,7 +11,7 @@ import torch
 
 from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
 from onepolicy.interfaces import EpisodeError, Problem
-from onepolicy.objective.advantages import compare, outcomes
+from onepolicy.objective.advantages import apply_group_baseline, compute_outcomes
 from onepolicy.rollout.collect import collect, seed_of
 from onepolicy.run.evaluate import evaluate
 from onepolicy.train.pack import pack
@@ -113,15 +113,17 @@ def test_samples_of_one_episode_count_once_in_the_baseline():
     """Rewards 1 (twice: a forked history), 0, 0: the mean is 1/3, not 1/2, and the deviation is
     that of three episodes."""
     made = forked([1, 1, 0, 0], [0, 0, 1, 2])
-    mean = [s.outcome for s in outcomes([made], ObjectiveConfig(normalise="none"))[0].samples]
+    mean = [
+        s.outcome for s in compute_outcomes([made], ObjectiveConfig(normalise="none"))[0].samples
+    ]
     assert mean == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
-    std = [s.outcome for s in outcomes([made], ObjectiveConfig())[0].samples]
+    std = [s.outcome for s in compute_outcomes([made], ObjectiveConfig())[0].samples]
     assert std == pytest.approx([x / ((1 / 3) ** 0.5 + 1e-6) for x in mean])
     loo = [
         s.outcome
-        for s in outcomes([made], ObjectiveConfig(baseline="leave-one-out", normalise="none"))[
-            0
-        ].samples
+        for s in compute_outcomes(
+            [made], ObjectiveConfig(baseline="leave-one-out", normalise="none")
+        )[0].samples
     ]
     assert loo == pytest.approx([1, 1, -0.5, -0.5])
 
@@ -130,13 +132,13 @@ def test_without_forks_episodes_change_nothing():
     reward, unit = torch.tensor([1.0, 0.0, 3.0, 3.0]).double(), torch.tensor([0, 0, 4, 4])
     episode = torch.tensor([1, 0, 0, 1])
     assert torch.equal(
-        compare(reward, unit, ObjectiveConfig()),
-        compare(reward, unit, ObjectiveConfig(), episode=episode),
+        apply_group_baseline(reward, unit, ObjectiveConfig()),
+        apply_group_baseline(reward, unit, ObjectiveConfig(), episode=episode),
     )
 
 
 def test_a_batch_knows_its_episodes():
-    groups = outcomes(
+    groups = compute_outcomes(
         [forked([1, 1, 0], [0, 0, 2]), group([1, 0], problem_id=1)], ObjectiveConfig()
     )
     batch = pack(groups)

@@ -10,9 +10,9 @@ import torch
 from onepolicy.build import learner
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.run import async_rollouts
-from onepolicy.run.async_rollouts import Ahead, staleness
+from onepolicy.run.async_rollouts import RolloutPrefetcher, staleness_metrics
 from onepolicy.run.result import Rollouts
-from onepolicy.run.step_metrics import per_staleness
+from onepolicy.run.step_metrics import metrics_per_staleness
 from onepolicy.types import Group, Sample
 
 
@@ -40,7 +40,7 @@ class Play:
 
     def __init__(self, monkeypatch):
         self.began, self.gates, self.version = [], {}, None
-        monkeypatch.setattr(async_rollouts, "sample", self)
+        monkeypatch.setattr(async_rollouts, "sample_rollouts", self)
 
     async def __call__(self, parts, step, advance):
         self.began.append(step)
@@ -66,26 +66,26 @@ async def settle():
 def test_steps_begin_as_far_ahead_as_allowed(monkeypatch):
     async def main():
         play = Play(monkeypatch)
-        async with Ahead(parts(2, steps=7), first=3) as ahead:
-            assert ahead.resting
-            ahead.begin(3)
+        async with RolloutPrefetcher(parts(2, steps=7), first=3) as prefetcher:
+            assert prefetcher.idle
+            prefetcher.schedule(3)
             await settle()
-            assert (play.began, ahead.resting) == ([3, 4, 5], False)
-            ahead.begin(3)
+            assert (play.began, prefetcher.idle) == ([3, 4, 5], False)
+            prefetcher.schedule(3)
             await settle()
             assert play.began == [3, 4, 5]
             for step in (4, 3, 5):  # the later one ends first; it waits
                 play.gates[step].set()
             ended = []
-            assert (await ahead.take(3, lambda: ended.append(3))).groups[0].problem_id == 3
+            assert (await prefetcher.get(3, lambda: ended.append(3))).groups[0].problem_id == 3
             assert ended == [3]
-            ahead.begin(4)
+            prefetcher.schedule(4)
             await settle()
             assert play.began == [3, 4, 5, 6]
-            ahead.begin(5)
+            prefetcher.schedule(5)
             await settle()
             assert play.began == [3, 4, 5, 6]
-            assert [(await ahead.take(step)).groups[0].problem_id for step in (4, 5)] == [4, 5]
+            assert [(await prefetcher.get(step)).groups[0].problem_id for step in (4, 5)] == [4, 5]
 
     asyncio.run(main())
 
@@ -93,15 +93,15 @@ def test_steps_begin_as_far_ahead_as_allowed(monkeypatch):
 def test_staleness_zero_begins_one_step_at_a_time(monkeypatch):
     async def main():
         play = Play(monkeypatch)
-        async with Ahead(parts(0), first=0) as ahead:
+        async with RolloutPrefetcher(parts(0), first=0) as prefetcher:
             for step in range(3):
-                ahead.begin(step)
+                prefetcher.schedule(step)
                 await settle()
                 assert play.began == list(range(step + 1))
                 play.gates[step].set()
-                await ahead.take(step)
+                await prefetcher.get(step)
                 await settle()
-                assert ahead.resting
+                assert prefetcher.idle
 
     asyncio.run(main())
 
@@ -112,12 +112,12 @@ def test_a_token_that_is_too_old_is_never_trained_on(monkeypatch):
     async def main():
         play = Play(monkeypatch)
         play.version = 0
-        async with Ahead(parts(1), first=0) as ahead:
+        async with RolloutPrefetcher(parts(1), first=0) as prefetcher:
             for step in range(3):
-                ahead.begin(step)
+                prefetcher.schedule(step)
                 await settle()
                 play.gates[step].set()
-                await ahead.take(step)
+                await prefetcher.get(step)
 
     with pytest.raises(
         TrainingError, match="version 0 sampled a token of step 3, whose weights are of version 2"
@@ -134,11 +134,11 @@ def test_an_error_is_raised_at_its_own_step_and_the_rest_is_ended(monkeypatch):
         return Rollouts([Group(step, (sample(step),))], {})
 
     async def main():
-        monkeypatch.setattr(async_rollouts, "sample", broken)
-        async with Ahead(parts(2), first=0) as ahead:
-            ahead.begin(0)
-            await ahead.take(0)
-            await ahead.take(1)
+        monkeypatch.setattr(async_rollouts, "sample_rollouts", broken)
+        async with RolloutPrefetcher(parts(2), first=0) as prefetcher:
+            prefetcher.schedule(0)
+            await prefetcher.get(0)
+            await prefetcher.get(1)
 
     with pytest.raises(UsageError, match="routes of problem 7"):
         asyncio.run(asyncio.wait_for(main(), timeout=60))
@@ -153,11 +153,11 @@ def test_an_interrupt_during_an_update_explains_the_wait(monkeypatch, caplog):
 
     async def main():
         play = Play(monkeypatch)
-        monkeypatch.setattr(async_rollouts, "learn", learn)
+        monkeypatch.setattr(async_rollouts, "train_on_rollouts", learn)
         run = parts(1)
         run.config.rollout.engine, run.engine = None, None
-        async with Ahead(run, first=0) as ahead:
-            step = asyncio.create_task(ahead.step(0))
+        async with RolloutPrefetcher(run, first=0) as prefetcher:
+            step = asyncio.create_task(prefetcher.run_step(0))
             await settle()
             play.gates[0].set()
             await asyncio.to_thread(learning.wait, 60)
@@ -172,7 +172,7 @@ def test_an_interrupt_during_an_update_explains_the_wait(monkeypatch, caplog):
 
 def test_staleness_by_hand():
     groups = [Group(0, (sample(-1, 5, 5, 4), sample(5, 5))), Group(1, (sample(3), sample(5, 5)))]
-    assert staleness(groups, 5) == pytest.approx(
+    assert staleness_metrics(groups, 5) == pytest.approx(
         {
             "staleness/mean": 3 / 8,
             "staleness/max": 2,
@@ -191,7 +191,7 @@ def test_k3_by_staleness_by_hand():
         logp_rollout=torch.tensor([-1.0, -2.0, 0.0, -1.0, -1.0]),
         logp_old=torch.tensor([-1.0, -2.0 + 0.6931471805599453, 9.0, -1.0, -1.0]),
     )
-    assert per_staleness(batch, 7) == pytest.approx(
+    assert metrics_per_staleness(batch, 7) == pytest.approx(
         {
             "mismatch/k3_staleness@0": 0,
             "mismatch/k3_staleness@2": (1 - 0.6931471805599453) / 2,

@@ -11,7 +11,7 @@ from onepolicy.config import resolve
 from onepolicy.report.html import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import unlearnt
-from onepolicy.run.learning_check import EXCERPT, PATIENCE, Watch, nothing_learnt
+from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt
 from onepolicy.run.progress import terminal_progress
 from onepolicy.run.summary import summarise
 from support.report_run import make_fixture_run
@@ -242,9 +242,9 @@ def test_the_first_sample_is_quoted_on_one_harmless_line(tmp_path):
 
 def watched(tmp_path, rows, *overrides):
     said = []
-    watch = Watch(config_of(*overrides), tmp_path, said.append)
+    watch = LearningMonitor(config_of(*overrides), tmp_path, said.append)
     for each in rows:
-        watch.after(each["step"], {k: v for k, v in each.items() if k != "step"})
+        watch.after_step(each["step"], {k: v for k, v in each.items() if k != "step"})
     return said
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onepolicy.run.log import is_known
-from onepolicy.run.step_metrics import per_turn
+from onepolicy.run.step_metrics import metrics_per_turn
 from support.objective_batches import batch
 
 
@@ -25,7 +25,7 @@ def k3(x: float) -> float:
 
 
 def test_k3_of_each_turn():
-    found = per_turn(scored([-1, 0, 0, -1, 1], [9.0, 0.1, 0.3, 9.0, -0.2]))
+    found = metrics_per_turn(scored([-1, 0, 0, -1, 1], [9.0, 0.1, 0.3, 9.0, -0.2]))
     means = {"mismatch/k3_turn@0": (k3(0.1) + k3(0.3)) / 2, "mismatch/k3_turn@1": k3(-0.2)}
     assert found == pytest.approx(
         means | {"train/tokens_turn@0": 2, "train/tokens_turn@1": 1}, rel=1e-6
@@ -33,7 +33,7 @@ def test_k3_of_each_turn():
 
 
 def test_late_turns_share_bins_that_double():
-    found = per_turn(scored([0, 7, 8, 15, 16, 40], [0.1, 0.2, 0.3, 0.5, 0.7, 0.9]))
+    found = metrics_per_turn(scored([0, 7, 8, 15, 16, 40], [0.1, 0.2, 0.3, 0.5, 0.7, 0.9]))
     expected = {0: k3(0.1), 7: k3(0.2), 8: (k3(0.3) + k3(0.5)) / 2, 16: k3(0.7), 32: k3(0.9)}
     means = {f"mismatch/k3_turn@{k}": value for k, value in expected.items()}
     counts = {f"train/tokens_turn@{k}": 1 + (k == 8) for k in expected}
@@ -43,4 +43,4 @@ def test_late_turns_share_bins_that_double():
 
 
 def test_single_turns_have_no_such_measure():
-    assert per_turn(scored([-1, 0, 0], [0.0, 0.1, 0.2])) == {}
+    assert metrics_per_turn(scored([-1, 0, 0], [0.0, 0.1, 0.2])) == {}

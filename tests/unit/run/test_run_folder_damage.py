@@ -68,7 +68,7 @@ def run(tmp_path_factory):
         "k3_cuts": [1.0, 2.0],
     }
     (path / "summary.json").write_text(json.dumps(summary))
-    saved = checkpoint.folder_of(path, 12)
+    saved = checkpoint.checkpoint_folder(path, 12)
     saved.mkdir(parents=True)
     (saved / "weights").write_text("weights")
     state = {"step": 12, "updates": 12, "skipped": 0, "files": {"weights": 7}, "parent": None}
@@ -142,14 +142,14 @@ def read_rows(run):
 
 
 def read_state(run):
-    state = checkpoint.verify(checkpoint.latest(run))
+    state = checkpoint.verify(checkpoint.latest_checkpoint(run))
     assert type(state["step"]) is type(state["updates"]) is int
     assert state["updates"] >= 0
 
 
 def read_about(run):
     run_folder.resume_origin(run)
-    run_folder.other_build(run, json.dumps({"numerics": "fast"}))
+    run_folder.build_difference(run, json.dumps({"numerics": "fast"}))
 
 
 def read_dump(run):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
-from onepolicy.train.pack import micro_batches, mini_steps, pack
+from onepolicy.train.pack import micro_batches, minibatches, pack
 from onepolicy.types import Group, RoutingTrace, Sample
 
 
@@ -93,11 +93,11 @@ def test_mini_steps_keep_groups_whole(parts, groups_per_part, size):
         Group(g, tuple(sample(3, routed=False) for _ in range(size)))
         for g in range(parts * groups_per_part)
     ]
-    chosen = mini_steps(pack(groups), parts)
+    chosen = minibatches(pack(groups), parts)
     assert [s for part in chosen for s in part] == list(range(len(groups) * size))
     assert all(len(part) == groups_per_part * size for part in chosen)
 
 
 def test_fewer_groups_than_mini_steps_take_fewer():
     groups = [Group(g, (sample(3, routed=False),)) for g in range(2)]
-    assert mini_steps(pack(groups), 3) == [[0], [1]]
+    assert minibatches(pack(groups), 3) == [[0], [1]]

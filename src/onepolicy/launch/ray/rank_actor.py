@@ -43,7 +43,7 @@ class RankProcess:
         """Run this rank until the run ends.
 
         store: host and port of the store that the ranks share. driver: address and token of the
-        driver (channel.advertised).
+        driver (channel.encode_address).
         """
         from onepolicy.launch.rank_info import RankInfo
         from onepolicy.launch.rank_main import JOIN_TIMEOUT_S, run_rank

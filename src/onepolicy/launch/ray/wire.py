@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
 from onepolicy.sync.messages import read_as
-from onepolicy.train.sharded.team import ERRORS, Failed
-from onepolicy.train.sharded.wire import Message, TraceAbout, kind_of, trace_of
+from onepolicy.train.sharded.rank_group import ERRORS, ErrorReport
+from onepolicy.train.sharded.wire import Message, TraceHeader, number_kind, trace_from_tensors
 from onepolicy.types import (
     Completion,
     Finish,
@@ -81,7 +81,7 @@ def decode_requests(data: bytes) -> dict[int, GenerateRequest]:
     for header in headers:
         number = header["number"]
         prompt = message.tensors.get(str(number))
-        is_prompt = prompt is not None and prompt.dim() == 1 and kind_of(prompt) == "int"
+        is_prompt = prompt is not None and prompt.dim() == 1 and number_kind(prompt) == "int"
         if not is_prompt or header["sampling"].keys() != SAMPLING_FIELDS:
             raise TrainingError(
                 f"request {number} is malformed: its prompt or its sampling is missing or wrong"
@@ -127,7 +127,7 @@ class CompletionHeader(TypedDict):
     finish: Finish
     first_slot: int
     fingerprint: str | None
-    trace: NotRequired[TraceAbout]
+    trace: NotRequired[TraceHeader]
     spans: NotRequired[list[tuple[int, int, RouteSource, int]]]
 
 
@@ -138,7 +138,9 @@ def decode_replies(data: bytes) -> dict[int, Completion | Exception]:
     """
     message = Message.decode(data)
     headers = read_as(
-        dict[str, Failed | CompletionHeader], message.header.get("answers"), "a batch of answers"
+        dict[str, ErrorReport | CompletionHeader],
+        message.header.get("answers"),
+        "a batch of answers",
     )
     replies: dict[int, Completion | Exception] = {}
     for number, header in headers.items():
@@ -175,7 +177,7 @@ def _check_completion_tensors(number: str, parts: dict[str, Tensor | None]) -> N
         if part is None:
             fits = not expected.required
         else:
-            kind, dims = kind_of(part), part.dim()
+            kind, dims = number_kind(part), part.dim()
             fits = (kind, dims) == (expected.kind, expected.dims) and len(part) == rows
         if not fits:
             raise TrainingError(
@@ -189,7 +191,7 @@ def _decode_trace(
     if "trace" not in header:
         return None
     spans = tuple(RouteSpan(*span) for span in header.get("spans", ()))
-    routing = trace_of(tensors, f"{number}.trace", header["trace"], spans)
+    routing = trace_from_tensors(tensors, f"{number}.trace", header["trace"], spans)
     for span in spans:
         if span.start < 0 or span.length < 0 or span.start + span.length > len(routing):
             raise TrainingError(

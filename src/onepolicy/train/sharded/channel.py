@@ -40,7 +40,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4, "TCP_USE
 without a limit after a minute."""
 
 
-class Cause(IntEnum):
+class FailureCause(IntEnum):
     """How sure it is that this rank is the one that failed first."""
 
     SILENT = 0  # for too long
@@ -48,7 +48,7 @@ class Cause(IntEnum):
     GONE = 2  # ended without a word
 
 
-class RankAbout(TypedDict):
+class RankGreeting(TypedDict):
     """What a rank says of itself when it comes."""
 
     rank: int
@@ -56,13 +56,13 @@ class RankAbout(TypedDict):
     host: str
 
 
-Advertised: TypeAlias = tuple[str, int, str]
+DriverAddress: TypeAlias = tuple[str, int, str]
 
 
 class RankLost(TrainingError):
     """A rank has ended or is silent for too long."""
 
-    def __init__(self, text: str, cause: Cause = Cause.GONE) -> None:
+    def __init__(self, text: str, cause: FailureCause = FailureCause.GONE) -> None:
         super().__init__(text)
         self.cause = cause
 
@@ -87,7 +87,8 @@ class Channel:
             self.connection.sendall(data)
         except TimeoutError:
             raise RankLost(
-                f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT
+                f"{self.peer} took nothing for {limit:g} s (train.rank_timeout)",
+                FailureCause.SILENT,
             ) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
@@ -112,7 +113,8 @@ class Channel:
                 filled += got
         except TimeoutError:
             raise RankLost(
-                f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)", Cause.SILENT
+                f"{self.peer} has sent nothing for {limit:g} s (train.rank_timeout)",
+                FailureCause.SILENT,
             ) from None
         except OSError as error:
             raise RankLost(f"{self.peer} has ended: {error.strerror or error}") from None
@@ -122,7 +124,7 @@ class Channel:
         self.connection.close()
 
 
-class Arrival:
+class PendingConnection:
     """A connection that has not yet said all of who it is. Never waits."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -165,7 +167,7 @@ class Arrival:
             raise RankLost(f"a connection has ended: {error}") from None
 
 
-class Listener:
+class RankListener:
     """Where the ranks find the driver. Who does not know the token is hung up on before a message is read.
 
     host: what this machine is called by theirs.
@@ -183,7 +185,7 @@ class Listener:
         All who come are listened to at the same time, so that silent strangers cost the ranks nothing.
         """
         found: dict[int, Channel] = {}
-        pending: list[Arrival] = []
+        pending: list[PendingConnection] = []
         end = time.monotonic() + limit
         try:
             while len(found) < ranks - 1:
@@ -208,25 +210,25 @@ class Listener:
                 each.connection.close()
         return found
 
-    def _wait(self, pending: list[Arrival]) -> None:
+    def _wait(self, pending: list[PendingConnection]) -> None:
         """Until somebody comes or says something, but not long."""
         with selectors.DefaultSelector() as selector:
             for each in (self.socket, *(arrival.connection for arrival in pending)):
                 selector.register(each, selectors.EVENT_READ)
             selector.select(POLL_S)
 
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[PendingConnection]:
         """Who waits, up to as many as are listened to."""
-        arrived: list[Arrival] = []
+        arrived: list[PendingConnection] = []
         while len(arrived) < MOST_PENDING:
             try:
                 connection, _ = self.socket.accept()
             except OSError:  # nobody (any more)
                 break
-            arrived.append(Arrival(connection))
+            arrived.append(PendingConnection(connection))
         return arrived
 
-    def _settled(self, arrival: Arrival, ranks: int, found: dict[int, Channel]) -> bool:
+    def _settled(self, arrival: PendingConnection, ranks: int, found: dict[int, Channel]) -> bool:
         """Whether it is no longer waited for: it is a rank, now among those found, or was hung up on."""
         try:
             greeting = arrival.greeting(self.token)
@@ -238,7 +240,7 @@ class Listener:
                 return False
             arrival.connection.close()
             return True
-        about = read_as(RankAbout, greeting.header, "a rank's greeting")
+        about = read_as(RankGreeting, greeting.header, "a rank's greeting")
         if not 0 < about["rank"] < ranks or about["rank"] in found:
             raise TrainingError(
                 f"a second rank {about['rank']}, or one that this run has not, greets the driver"
@@ -260,7 +262,7 @@ def _own_address(host: str) -> str:
     return "" if everywhere else address
 
 
-def connect(address: tuple[str, int], token: bytes, rank: int, limit: float) -> Channel:
+def connect_to_driver(address: tuple[str, int], token: bytes, rank: int, limit: float) -> Channel:
     """To the driver."""
     try:
         connection = socket.create_connection(address, timeout=limit)
@@ -270,20 +272,20 @@ def connect(address: tuple[str, int], token: bytes, rank: int, limit: float) -> 
             f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}"
         ) from None
     channel = Channel(connection, "the driver (rank 0)")
-    about: RankAbout = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+    about: RankGreeting = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
     channel.send(Message({**about}), limit)
     return channel
 
 
-def advertised(address: tuple[str, int], token: bytes) -> str:
+def encode_address(address: tuple[str, int], token: bytes) -> str:
     """Address and token as text, for the ranks' rendezvous."""
     return json.dumps([*address, token.hex()])
 
 
-def read_advertised(text: str) -> tuple[tuple[str, int], bytes]:
+def decode_address(text: str) -> tuple[tuple[str, int], bytes]:
     """TrainingError for what is no such text."""
     try:
-        host, port, token = read_as(Advertised, json.loads(text), "the driver's address")
+        host, port, token = read_as(DriverAddress, json.loads(text), "the driver's address")
         return (host, port), bytes.fromhex(token)
     except ValueError:
         raise TrainingError(

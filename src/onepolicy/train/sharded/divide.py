@@ -11,7 +11,7 @@ from onepolicy.types import RoutingTrace, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankBatch:
     """One rank's samples of a batch. Every rank has the same number of rounds, because FSDP2 gathers in step."""
 
     samples: list[int]  # of the whole batch, in this order
@@ -25,16 +25,16 @@ class Part:
         return self.batch.num_samples > len(self.samples)
 
 
-def divide(batch: TokenBatch, budget: int, ranks: int) -> list[Part]:
+def divide_batch(batch: TokenBatch, budget: int, ranks: int) -> list[RankBatch]:
     """The batch over `ranks`: as few rounds as `budget` slots per micro-batch allow, balanced by slots in each round.
 
     A rank with nothing to do in a round computes an idle sample, which has no trainable slot and no route.
     """
-    rounds = deal(batch, budget, ranks)
+    rounds = assign_micro_batches(batch, budget, ranks)
     return [_part(batch, mine) for mine in rounds]
 
 
-def deal(batch: TokenBatch, budget: int, ranks: int) -> list[list[list[int]]]:
+def assign_micro_batches(batch: TokenBatch, budget: int, ranks: int) -> list[list[list[int]]]:
     """[ranks][rounds]: sample indices of each micro-batch; [] where a rank is idle. One rank: as `micro_batches`."""
     packed = micro_batches(batch, budget)
     if ranks == 1:
@@ -71,14 +71,14 @@ def _spread(lengths: list[int], count: int, budget: int) -> list[list[int]] | No
     return [sorted(chosen) for chosen in bins]
 
 
-def _part(batch: TokenBatch, mine: list[list[int]]) -> Part:
+def _part(batch: TokenBatch, mine: list[list[int]]) -> RankBatch:
     samples = [sample for chosen in mine for sample in chosen]
     place = {sample: i for i, sample in enumerate(samples)}
     rounds = [[place[s] for s in chosen] if chosen else [len(samples)] for chosen in mine]
     if all(mine):
-        return Part(samples, rounds, batch.select(samples))
+        return RankBatch(samples, rounds, batch.select(samples))
     shortest = int(batch.cu_seqlens.diff().argmin())
-    return Part(samples, rounds, _idle_last(batch.select([*samples, shortest])))
+    return RankBatch(samples, rounds, _idle_last(batch.select([*samples, shortest])))
 
 
 def _idle_last(batch: TokenBatch) -> TokenBatch:
@@ -87,8 +87,8 @@ def _idle_last(batch: TokenBatch) -> TokenBatch:
     changed: dict[str, object] = {"trainable": batch.trainable & real}
     if batch.keep is not None:
         changed["keep"] = batch.keep & real
-    if batch.share is not None:
-        changed["share"] = torch.where(real, batch.share, 0.0)
+    if batch.loss_weight is not None:
+        changed["loss_weight"] = torch.where(real, batch.loss_weight, 0.0)
     for name in ("routing", "routing_native"):
         if (trace := getattr(batch, name)) is not None:
             changed[name] = _without(trace, real)

@@ -17,7 +17,7 @@ from onepolicy.config import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class FSDPSharding:
     """Over which ranks, and in which dtype parameters are gathered (None: their own)."""
 
     mesh: DeviceMesh

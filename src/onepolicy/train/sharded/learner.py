@@ -27,10 +27,10 @@ from onepolicy.replay.routers import Routers
 from onepolicy.sync.messages import read_as
 from onepolicy.train.checks import check_batch, check_routes
 from onepolicy.train.pack import micro_batches
-from onepolicy.train.sharded.divide import Part, divide
-from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner, Updated
+from onepolicy.train.sharded.divide import RankBatch, divide_batch
+from onepolicy.train.sharded.rank import NATIVE, REPLACED, SCORED, RankLearner, UpdateReply
+from onepolicy.train.sharded.rank_group import RankGroup
 from onepolicy.train.sharded.shards import MODEL, SHARDS, WEIGHTS, read, sizes_in
-from onepolicy.train.sharded.team import Team
 from onepolicy.train.sharded.wire import Message, batch_message
 from onepolicy.types import RoutingTrace, TokenBatch
 
@@ -38,7 +38,7 @@ FILE_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
 
 
-def export(folder: Path, like: PreTrainedModel) -> None:
+def export_model(folder: Path, like: PreTrainedModel) -> None:
     """Write model-*.safetensors, their index and the config; then the sharded weights go, which are the same.
 
     like: the model on the meta device, with the config to be written.
@@ -48,7 +48,7 @@ def export(folder: Path, like: PreTrainedModel) -> None:
         n.removeprefix(start): about for n, about in sizes_in(folder).items() if n.startswith(start)
     }
     places: dict[str, str] = {}
-    for number, names in enumerate(groups(weights), start=1):
+    for number, names in enumerate(file_groups(weights), start=1):
         tensors = {
             start + n: torch.empty(weights[n].size, dtype=weights[n].properties.dtype)
             for n in names
@@ -72,7 +72,7 @@ def export(folder: Path, like: PreTrainedModel) -> None:
         written.unlink()
 
 
-def groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
+def file_groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
     """Names for files of about FILE_BYTES; a layer's tensors stay together, because some are saved as parts of one."""
     layers: dict[str, list[str]] = {}
     for name in weights:
@@ -91,39 +91,43 @@ def groups(weights: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
         yield group
 
 
-class AllRanks:
+class RankDispatcher:
     """This process's own rank and the others, which do the same commands at the same time."""
 
-    def __init__(self, own: RankLearner, team: Team) -> None:
-        self.own, self.team = own, team
+    def __init__(self, own: RankLearner, rank_group: RankGroup) -> None:
+        self.own, self.rank_group = own, rank_group
 
-    def divide(self, batch: TokenBatch) -> list[Part]:
-        return divide(batch, self.own.config.train.tokens_per_micro_batch, self.team.ranks)
+    def divide_batch(self, batch: TokenBatch) -> list[RankBatch]:
+        return divide_batch(
+            batch, self.own.config.train.tokens_per_micro_batch, self.rank_group.ranks
+        )
 
-    def do(self, command: str, parts: list[Part], about: dict[str, Any]) -> list[Message]:
+    def do(self, command: str, parts: list[RankBatch], about: dict[str, Any]) -> list[Message]:
         """Every rank's answer, in the order of the ranks."""
         messages = [
             batch_message({"do": command, "rounds": part.rounds, **about}, part.batch)
             for part in parts
         ]
-        self.team.tell(messages[1:])
-        with self.team.blaming():
-            return [self.own.handle(messages[0]), *self.team.hear()]
+        self.rank_group.send(messages[1:])
+        with self.rank_group.attribute_failures():
+            return [self.own.handle(messages[0]), *self.rank_group.recv()]
 
     def do_in(self, command: str, folder: Path) -> None:
         """A command about a checkpoint's folder."""
         message = Message({"do": command, "folder": str(folder)})
-        self.team.tell_all(message)
-        with self.team.blaming():
+        self.rank_group.broadcast(message)
+        with self.rank_group.attribute_failures():
             self.own.handle(message)
-            self.team.hear()
+            self.rank_group.recv()
 
     def score(self, batch: TokenBatch, how: str) -> TokenBatch:
         """how: see `rank.Score`."""
-        parts = self.divide(batch)
+        parts = self.divide_batch(batch)
         return self.merged(batch, parts, self.do("score", parts, {"how": how}))
 
-    def merged(self, batch: TokenBatch, parts: list[Part], answers: list[Message]) -> TokenBatch:
+    def merged(
+        self, batch: TokenBatch, parts: list[RankBatch], answers: list[Message]
+    ) -> TokenBatch:
         """The batch with what the ranks found on its slots."""
         whole: dict[str, Tensor] = {}
         batch = batch.replace(gate_mass=None)  # of an earlier scoring; without replay there is none
@@ -151,10 +155,10 @@ class AllRanks:
         return batch.replace(**whole)
 
 
-class RankedScorer:
+class ShardedScorer:
     """The Scorer of a run on several ranks."""
 
-    def __init__(self, ranks: AllRanks) -> None:
+    def __init__(self, ranks: RankDispatcher) -> None:
         self._ranks, self._own = ranks, ranks.own.scorer
         self.fingerprint, self.vocabulary = self._own.fingerprint, self._own.vocabulary
         self.contract, self.device, self.routers = (
@@ -178,20 +182,20 @@ class RankedScorer:
         return micro_batches(batch, self._own.config.train.tokens_per_micro_batch)
 
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
-        team = self._ranks.team
-        team.tell_all(batch_message({"do": "logits"}, micro))
-        with team.blaming():
+        rank_group = self._ranks.rank_group
+        rank_group.broadcast(batch_message({"do": "logits"}, micro))
+        with rank_group.attribute_failures():
             found = self._own.logits(micro, slots)
-            team.hear()
+            rank_group.recv()
         return found
 
 
-class RankedLearner:
+class ShardedLearner:
     """The Learner of a run on several ranks."""
 
-    def __init__(self, own: RankLearner, team: Team) -> None:
-        self.own, self.ranks = own, AllRanks(own, team)
-        self.scorer = RankedScorer(self.ranks)
+    def __init__(self, own: RankLearner, rank_group: RankGroup) -> None:
+        self.own, self.ranks = own, RankDispatcher(own, rank_group)
+        self.scorer = ShardedScorer(self.ranks)
         self.fingerprint = own.fingerprint
 
     @property
@@ -228,12 +232,12 @@ class RankedLearner:
         sums: Counter[str] = Counter()
         scored: TokenBatch | None = None
         seconds, norms = 0.0, []
-        own.forwards.begin()
-        for index, whole in enumerate(own.mini_steps(batch)):
-            parts = self.ranks.divide(_for_update(whole, native=isinstance(replay, R2)))
-            about = {"mini_step": index, "slots": whole.num_trainable, "version": self.version}
+        own.scoring.begin()
+        for index, whole in enumerate(own.minibatches(batch)):
+            parts = self.ranks.divide_batch(_for_update(whole, native=isinstance(replay, R2)))
+            about = {"minibatch": index, "slots": whole.num_trainable, "version": self.version}
             answers = self.ranks.do("optimise", parts, about)
-            told = [read_as(Updated, answer.header, "a rank's answer") for answer in answers]
+            told = [read_as(UpdateReply, answer.header, "a rank's answer") for answer in answers]
             norms.append(told[0]["norm"])
             for each in told:
                 sums.update(each["sums"])
@@ -243,23 +247,23 @@ class RankedLearner:
                 scored = check_routes(
                     self.ranks.merged(whole, parts, answers), replay, self.version
                 )
-        own.forwards.seconds = seconds
+        own.scoring.seconds = seconds
         own.version += 1
         return Update(own.metrics(batch, sums, norms), scored)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor at a time: the next is gathered when it is asked for."""
-        team = self.ranks.team
-        team.tell_all(Message({"do": "weights"}))
+        rank_group = self.ranks.rank_group
+        rank_group.broadcast(Message({"do": "weights"}))
         gathered = self.own.named_weights()
         try:
             for item in gathered:  # noqa: UP028 - `yield from` would close it for who stops early
                 yield item
         finally:
-            with team.blaming():
+            with rank_group.attribute_failures():
                 for _ in gathered:  # the other ranks gather them all
                     pass
-                team.hear()
+                rank_group.recv()
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
         """Into `folder`, in the background; `finish` is called there once everything is written."""
@@ -276,22 +280,22 @@ class RankedLearner:
         self.ranks.do_in("restore", folder)
 
     def _take(self, tensors: list[dict[str, Tensor]]) -> None:
-        """What modes and extras counted on the ranks."""
+        """What modes and extensions counted on the ranks."""
         for each in tensors:
             for row in each.get(REPLACED, ()):
                 if row.isfinite().all():  # NaN where a micro-batch had no routes
                     self.own.scorer.mode.add(row)
-        for extra in self.own.extras:
-            extra.add(tensors)
+        for extension in self.own.extensions:
+            extension.add(tensors)
 
     def _export(self, folder: Path, finish: Callable[[], None]) -> None:
-        export(folder, self.own.like)
+        export_model(folder, self.own.like)
         finish()
 
 
 def _for_update(batch: TokenBatch, *, native: bool) -> TokenBatch:
     """Without what an update does not read. native: it replays the trainer's own routes."""
-    unread = {"entropy", "own_ids", "own_logp", "top_logp_old"} | (
+    unread = {"entropy", "trainer_top_ids", "trainer_top_logp", "top_logp_old"} | (
         set() if native else {"routing_native"}
     )
     return batch.replace(**dict.fromkeys(unread))

@@ -26,7 +26,7 @@ from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.fsdp import whole
-from onepolicy.train.sharded.wire import Message, batch_of
+from onepolicy.train.sharded.wire import Message, batch_from_message
 from onepolicy.types import TokenBatch
 
 SCORED = (
@@ -34,8 +34,8 @@ SCORED = (
     "entropy",
     "gate_mass",
     "top_logp_old",
-    "own_ids",
-    "own_logp",
+    "trainer_top_ids",
+    "trainer_top_logp",
     "logp_ref",
     "value",
 )
@@ -60,7 +60,7 @@ class Score(Batched):
 class Optimise(Batched):
     do: Literal["optimise"]
     rounds: list[list[NonNegativeInt]]
-    mini_step: int
+    minibatch: int
     slots: int
     version: int
 
@@ -85,7 +85,7 @@ Command: TypeAlias = Annotated[
 ]
 
 
-class Updated(TypedDict):
+class UpdateReply(TypedDict):
     """A rank's answer to `optimise`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
@@ -111,7 +111,7 @@ class RankScorer(PolicyScorer):
 
 
 class RankLearner(LocalLearner):
-    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.Spread`)."""
+    """The learner of one rank: models of a LocalLearner, sharded (`fsdp.FSDPSharding`)."""
 
     scorer: RankScorer
 
@@ -121,18 +121,18 @@ class RankLearner(LocalLearner):
         self.like = like
         timeout = timedelta(seconds=scorer.config.train.rank_timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.saving: shards.Saving | None = None
+        self.saving: shards.PendingSave | None = None
 
     def handle(self, message: Message) -> Message:
         about = read_as(Command, message.header, "the driver's command")
         self.scorer.rounds = about.get("rounds", [])
         match about["do"]:
             case "score":
-                return answer_of(self._score_as(about["how"], batch_of(message)))
+                return answer_of(self._score_as(about["how"], batch_from_message(message)))
             case "optimise":
-                return self._update_on(batch_of(message), about)
+                return self._update_on(batch_from_message(message), about)
             case "logits":
-                micro = batch_of(message).to(self.scorer.device)
+                micro = batch_from_message(message).to(self.scorer.device)
                 self.scorer.logits(micro, micro.trainable.nonzero()[:, 0])
             case "weights":
                 for _ in self.named_weights():
@@ -150,7 +150,7 @@ class RankLearner(LocalLearner):
         for name, tensor in self.model.state_dict().items():
             yield name, whole(tensor)
 
-    def start_saving(self, folder: Path) -> shards.Saving:
+    def start_saving(self, folder: Path) -> shards.PendingSave:
         """Once this returns the weights may change; the files are written in the background."""
         if self.saving is not None:
             self.saving.wait()
@@ -171,23 +171,21 @@ class RankLearner(LocalLearner):
     def _update_on(self, batch: TokenBatch, about: dict[str, Any]) -> Message:
         """One optimiser step. Answers with what the driver adds up over the ranks."""
         self.version = about["version"]
-        first = about["mini_step"] == 0
+        first = about["minibatch"] == 0
         if first:
-            self.forwards.begin()
-        self.forwards.seconds = 0.0
+            self.scoring.begin()
+        self.scoring.seconds = 0.0
         sums: Counter[str] = Counter()
-        norm = self._optimise(batch, about["slots"], about["mini_step"], sums)
+        norm = self._optimise(batch, about["slots"], about["minibatch"], sums)
         answer = Message({})
-        if first and self.forwards.scored is not None:
-            answer = answer_of(self.forwards.scored)
+        if first and self.scoring.scored is not None:
+            answer = answer_of(self.scoring.scored)
         tensors = dict(answer.tensors)
         if replaced := self.scorer.mode.take():
             tensors[REPLACED] = torch.stack(replaced).cpu()
-        for extra in self.extras:
-            tensors |= extra.take()
-        return Message(
-            {"norm": norm, "sums": dict(sums), "seconds": self.forwards.seconds}, tensors
-        )
+        for extension in self.extensions:
+            tensors |= extension.take()
+        return Message({"norm": norm, "sums": dict(sums), "seconds": self.scoring.seconds}, tensors)
 
 
 def answer_of(scored: TokenBatch) -> Message:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.train.state import SHARDS, Trained, moments
+from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments
 
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
 """Names: model/NAME, exp_avg/NAME, ... of the policy; critic.model/NAME, critic.exp_avg/NAME, ...; rng."""
@@ -32,7 +32,7 @@ warnings.filterwarnings(
 )  # we know
 
 
-class Saving:
+class PendingSave:
     """A save in the background. Errors come out of `wait`."""
 
     def __init__(self, written: Future) -> None:
@@ -61,11 +61,11 @@ class Saving:
             ) from error
 
 
-def tensors_of(learner: Trained) -> dict:
+def tensors_of(learner: CheckpointedLearner) -> dict:
     """Everything a rank keeps; the random state of rank 0 only."""
-    found = _named(learner.model) | moments(learner.model, learner.optimizer)
+    found = _named(learner.model) | optimizer_moments(learner.model, learner.optimizer)
     if (critic := learner.critic) is not None:
-        own = _named(critic.values) | moments(critic.values, critic.optimizer)
+        own = _named(critic.values) | optimizer_moments(critic.values, critic.optimizer)
         found |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     return found | ({RNG: torch.get_rng_state()} if dist.get_rank() == 0 else {})
 
@@ -80,7 +80,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> Saving:
+def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> PendingSave:
     """Copies the tensors and writes the copies, all ranks into one folder. group: for this alone."""
     files = {name: WEIGHTS if name.startswith(f"{MODEL}/") else REST for name in tensors}
     writer = HuggingFaceStorageWriter(
@@ -88,10 +88,10 @@ def start_saving(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGr
     )
     future = dcp.async_save(tensors, storage_writer=writer, process_group=group)
     assert isinstance(future, Future)
-    return Saving(future)
+    return PendingSave(future)
 
 
-def restore(folder: Path, learner: Trained) -> None:
+def restore(folder: Path, learner: CheckpointedLearner) -> None:
     """Moments, critic and (on the driver) random state into `learner`, sharded or not. Weights are loaded elsewhere."""
     sizes = sizes_in(folder)
     critic = learner.critic

@@ -35,8 +35,8 @@ SLOT_FIELDS = {
     "gate_mass": ("float", 2),
     "logp_old": ("float", 1),
     "top_logp_old": ("float", 2),
-    "own_ids": ("int", 2),
-    "own_logp": ("float", 2),
+    "trainer_top_ids": ("int", 2),
+    "trainer_top_logp": ("float", 2),
     "logp_ref": ("float", 1),
     "value": ("float", 1),
     "value_target": ("float", 1),
@@ -44,7 +44,7 @@ SLOT_FIELDS = {
     "advantage": ("float", 1),
     "weight": ("float", 1),
     "keep": ("bool", 1),
-    "share": ("float", 1),
+    "loss_weight": ("float", 1),
 }
 """A TokenBatch's tensors with a row per slot: numbers and axes."""
 SAMPLE_FIELDS = {
@@ -106,7 +106,7 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
     return Message(header | {"traces": traces}, tensors)
 
 
-class TraceAbout(TypedDict):
+class TraceHeader(TypedDict):
     """What a message's header says of a routing trace beside its tensors."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
@@ -114,14 +114,14 @@ class TraceAbout(TypedDict):
     num_experts: int
 
 
-def batch_of(message: Message) -> TokenBatch:
+def batch_from_message(message: Message) -> TokenBatch:
     """TrainingError if the message holds no batch, or fields that do not belong together."""
-    traces = read_as(dict[Routes, TraceAbout], message.header.get("traces"), "a batch")
+    traces = read_as(dict[Routes, TraceHeader], message.header.get("traces"), "a batch")
     values: dict[str, Any] = {
         name: value for name, value in message.tensors.items() if "." not in name
     }
     for name, about in traces.items():
-        values[name] = trace_of(message.tensors, name, about)
+        values[name] = trace_from_tensors(message.tensors, name, about)
     unknown = values.keys() - {*SLOT_FIELDS, *SAMPLE_FIELDS, *traces, "cu_seqlens"}
     if unknown:
         raise TrainingError(f"a batch is malformed: it has no field {min(unknown)[:80]!r}")
@@ -132,8 +132,8 @@ def batch_of(message: Message) -> TokenBatch:
     return TokenBatch(**values)
 
 
-def trace_of(
-    tensors: Mapping[str, Tensor], name: str, about: TraceAbout, spans: tuple[RouteSpan, ...] = ()
+def trace_from_tensors(
+    tensors: Mapping[str, Tensor], name: str, about: TraceHeader, spans: tuple[RouteSpan, ...] = ()
 ) -> RoutingTrace:
     """The trace in these tensors, under this name. TrainingError if they are none."""
     try:
@@ -163,7 +163,7 @@ def _check_fields(values: Mapping[str, Any]) -> None:
             expected = {"cu_seqlens": samples + 1}.get(
                 name, samples if name in SAMPLE_FIELDS else slots
             )
-            right = kind == kind_of(value) and value.dim() == dims and len(value) == expected
+            right = kind == number_kind(value) and value.dim() == dims and len(value) == expected
         if not right:
             raise TrainingError(
                 f"a batch is malformed: {name} does not fit its {slots} slots and {samples} samples"
@@ -173,7 +173,7 @@ def _check_fields(values: Mapping[str, Any]) -> None:
         raise TrainingError("a batch is malformed: cu_seqlens are not the bounds of its samples")
 
 
-def kind_of(tensor: Tensor) -> str:
+def number_kind(tensor: Tensor) -> str:
     """bool, int or float"""
     if tensor.dtype == torch.bool:
         return "bool"

@@ -55,7 +55,7 @@ def assert_same_run(found, expected):
 
 
 def assert_same_weights(found, expected):
-    ours, theirs = (weights_of(checkpoint.latest(run)) for run in (found, expected))
+    ours, theirs = (weights_of(checkpoint.latest_checkpoint(run)) for run in (found, expected))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name

@@ -76,7 +76,7 @@ def test_replicas_sample_from_the_learners_weights(
         )  # float32 on both sides; weights of another step are 1e-5 and more away
         assert row["replay/missing_samples"] == row["replay/native_rows"] == 0
     assert list(answers) == list(range(STEPS + 1))
-    assert_as_fresh(answers, checkpoint.latest(out))
+    assert_as_fresh(answers, checkpoint.latest_checkpoint(out))
 
 
 def assert_as_fresh(answers, folder):

@@ -17,15 +17,15 @@ STEPS = 6
 @pytest.fixture
 def learned(monkeypatch):
     """Collect step -> (its initial weights, its groups) of a run that the test makes."""
-    taken, original = {}, async_rollouts.learn
+    taken, original = {}, async_rollouts.train_on_rollouts
 
-    def learn(parts, step, rollouts, clock, **more):
+    def train_on_rollouts(parts, step, rollouts, timer, **more):
         assert parts.learner.version == step
         weights = {name: tensor.clone() for name, tensor in parts.learner.named_weights()}
         taken[step] = (weights, rollouts.groups)
-        return original(parts, step, rollouts, clock, **more)
+        return original(parts, step, rollouts, timer, **more)
 
-    monkeypatch.setattr(async_rollouts, "learn", learn)
+    monkeypatch.setattr(async_rollouts, "train_on_rollouts", train_on_rollouts)
     return taken
 
 

@@ -15,7 +15,7 @@ import pytest
 from onepolicy.build.components import build_measure_parts
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.measure.engine_noise import sample, sample_again
-from onepolicy.objective.advantages import outcomes
+from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import mismatch_of
 
@@ -39,7 +39,7 @@ def test_vllm_repeats_itself_to_the_bit(capsys):
 
     async def compare():
         groups = await sample(dataclasses.replace(parts, top_logprobs=0))
-        batch = pack(outcomes(groups, parts.config.objective, max_tokens=96))
+        batch = pack(compute_outcomes(groups, parts.config.objective, max_tokens=96))
         return parts.scorer.score(batch, replay=False), await sample_again(
             parts, groups, batch, alone=True
         )

@@ -25,9 +25,9 @@ from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.sharded import learner as sharded
-from onepolicy.train.sharded.learner import export
+from onepolicy.train.sharded.learner import export_model
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.wire import batch_of as batch_in
+from onepolicy.train.sharded.wire import batch_from_message as batch_in
 from support.learner_steps import BASE
 from support.models import CONFIGS, make
 from support.rank_cases import (
@@ -70,8 +70,8 @@ def test_two_ranks_equal_one(case, two, folders):
 
 def test_a_rank_has_only_its_own_samples_and_routes(two, folders, monkeypatch):
     messages = []  # of rank 1, then of rank 0, for scoring and for the update
-    tell, handle = two.team.tell, RankLearner.handle
-    monkeypatch.setattr(two.team, "tell", lambda own: messages.extend(own) or tell(own))
+    send, handle = two.rank_group.send, RankLearner.handle
+    monkeypatch.setattr(two.rank_group, "send", lambda own: messages.extend(own) or send(own))
     monkeypatch.setattr(
         RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own)
     )
@@ -103,7 +103,9 @@ def samples_of(batch):
 
 def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folders, tmp_path, monkeypatch):
     stepped = threading.Event()
-    monkeypatch.setattr(sharded, "export", lambda *given: stepped.wait(60) and export(*given))
+    monkeypatch.setattr(
+        sharded, "export_model", lambda *given: stepped.wait(60) and export_model(*given)
+    )
     overrides = CASES["critic_kl_entropy"]
     ranked = learner_on(two, folders["qwen3_moe"], overrides)
     one_step(ranked, batch_for(ranked))
@@ -111,10 +113,10 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folders, tmp_p
     held = weights_of(ranked)
     _, expected, _ = one_step(ranked, batch_for(ranked))  # while the files are being written
     after = weights_of(ranked)
-    assert not checkpoint.complete(tmp_path)
+    assert not checkpoint.complete_checkpoints(tmp_path)
     stepped.set()
     ranked.finish_saving()
-    assert checkpoint.latest(tmp_path) == path
+    assert checkpoint.latest_checkpoint(tmp_path) == path
     assert json.loads((path / "state.json").read_text())["updates"] == 1
     assert not list(
         (path / "shards").glob("*model-00001-of-00002*")

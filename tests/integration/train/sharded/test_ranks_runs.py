@@ -36,7 +36,8 @@ def test_a_rank_killed_while_the_driver_is_busy_ends_the_run(request):
     def busy():
         with ranks.started_rank_processes(settings) as others:
             os.kill(
-                int(re.search(r"process (\d+)", others.team.channels[1].peer)[1]), signal.SIGKILL
+                int(re.search(r"process (\d+)", others.rank_group.channels[1].peer)[1]),
+                signal.SIGKILL,
             )
             asyncio.run(asyncio.sleep(LONG))
             pytest.fail("the driver slept through it")
@@ -78,7 +79,7 @@ def test_a_run_killed_in_the_middle_resumes_to_the_same_run(whom, staleness, rec
     whole, out = tmp_path / "whole", tmp_path / "killed"
     assert main(["train", str(recipe), f"out={whole}", *settings]) == 0
     run = start(recipe, f"out={out}", *settings)
-    wait_until(lambda: checkpoint.complete(out), process=run)
+    wait_until(lambda: checkpoint.complete_checkpoints(out), process=run)
     (child,) = children_of(run.pid)
     os.kill(child if whom == "rank" else run.pid, signal.SIGKILL)
     _, errors = run.communicate(timeout=LONG)

@@ -16,17 +16,17 @@ from onepolicy.launch.rank_info import apply_torchrun_ranks
 from onepolicy.train.sharded import channel
 from onepolicy.train.sharded.channel import (
     TOKEN_BYTES,
-    Cause,
     Channel,
-    Listener,
+    FailureCause,
+    RankListener,
     RankLost,
-    advertised,
-    connect,
-    read_advertised,
+    connect_to_driver,
+    decode_address,
+    encode_address,
 )
-from onepolicy.train.sharded.divide import deal, divide
-from onepolicy.train.sharded.team import Team, error_message
-from onepolicy.train.sharded.wire import Message, batch_message, batch_of
+from onepolicy.train.sharded.divide import assign_micro_batches, divide_batch
+from onepolicy.train.sharded.rank_group import RankGroup, error_message
+from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from support.token_batches import batch_with
 from support.waiting import LIMIT_S
 
@@ -35,15 +35,15 @@ def test_dealt_by_hand():
     """85 slots in micro-batches of at most 30: three would do, so two rounds of two ranks, about 21
     each."""
     lengths = [8, 13, 5, 22, 10, 7, 16, 4]
-    dealt = deal(batch_with(lengths), 30, 2)
+    dealt = assign_micro_batches(batch_with(lengths), 30, 2)
     slots = [[sum(lengths[s] for s in chosen) for chosen in rank] for rank in dealt]
     assert slots == [[22, 20], [22, 21]]
-    assert deal(batch_with([5]), 30, 3) == [[[0]], [[]], [[]]]
+    assert assign_micro_batches(batch_with([5]), 30, 3) == [[[0]], [[]], [[]]]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 60), st.integers(1, 5))
 def test_every_sample_is_dealt_once_within_the_budget(lengths, budget, ranks):
-    dealt = deal(batch_with(lengths), budget, ranks)
+    dealt = assign_micro_batches(batch_with(lengths), budget, ranks)
     assert len(dealt) == ranks
     assert len({len(rounds) for rounds in dealt}) == 1
     chosen = [part for rounds in dealt for part in rounds]
@@ -53,12 +53,12 @@ def test_every_sample_is_dealt_once_within_the_budget(lengths, budget, ranks):
 
 def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
     batch = batch_with([5, 3])
-    first, second, third = divide(batch, 100, 3)
+    first, second, third = divide_batch(batch, 100, 3)
     assert (first.samples, second.samples, third.samples) == ([0], [1], [])
     assert third.rounds == [[0]]
     idle = third.batch
     assert idle.num_slots == 3
-    for mine in (idle.trainable, idle.keep, idle.share, idle.routing.valid, idle.routing.ids):
+    for mine in (idle.trainable, idle.keep, idle.loss_weight, idle.routing.valid, idle.routing.ids):
         assert not mine.any()
     assert torch.equal(second.batch.routing.ids, batch.routing.ids[5:])
 
@@ -69,7 +69,7 @@ def test_a_batch_travels_unchanged():
         batch_message({"do": "score", "rounds": [[0], [1, 2]]}, batch).encode()
     )
     assert message.header["rounds"] == [[0], [1, 2]]
-    found = batch_of(message)
+    found = batch_from_message(message)
     for field in dataclasses.fields(batch):
         expected, value = getattr(batch, field.name), getattr(found, field.name)
         if isinstance(expected, torch.Tensor):
@@ -105,14 +105,14 @@ def test_silence_and_death_are_told_apart_and_named(pair):
     driver, rank = pair
     with pytest.raises(RankLost, match=r"rank 1 has sent nothing for 0.1 s") as silent:
         driver.receive(0.1)
-    assert silent.value.cause == Cause.SILENT
+    assert silent.value.cause == FailureCause.SILENT
     rank.connection.sendall((100).to_bytes(8, "little") + b"half")
     with pytest.raises(RankLost, match="sent nothing"):
         driver.receive(0.1)
     rank.close()
     with pytest.raises(RankLost, match="rank 1 has ended") as gone:
         driver.receive(LIMIT_S)
-    assert gone.value.cause == Cause.GONE
+    assert gone.value.cause == FailureCause.GONE
 
 
 def test_a_peer_that_takes_nothing_is_named(pair):
@@ -125,34 +125,36 @@ def test_the_first_failed_rank_is_named():
     reason."""
     server = socket.create_server(("127.0.0.1", 0))
     ends = [socket.create_connection(server.getsockname()) for _ in range(2)]
-    team = Team({r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=LIMIT_S)
+    rank_group = RankGroup(
+        {r: Channel(server.accept()[0], f"rank {r}") for r in (1, 2)}, limit=LIMIT_S
+    )
     first, second = (Channel(end, "driver") for end in ends)
     first.send(error_message(RuntimeError("connection closed by peer")), LIMIT_S)
     second.close()
     try:
         with pytest.raises(RankLost, match=r"rank 2 has ended$") as lost:
-            team.hear()
-        assert lost.value.cause == Cause.GONE
+            rank_group.recv()
+        assert lost.value.cause == FailureCause.GONE
     finally:
-        team.close()
+        rank_group.close()
         first.close()
         server.close()
 
 
 def test_a_rank_reports_its_own_kind_of_error(pair):
-    team = Team({1: pair[0]}, limit=LIMIT_S)
+    rank_group = RankGroup({1: pair[0]}, limit=LIMIT_S)
     try:
         pair[1].send(error_message(UsageError("model.path: gone")), LIMIT_S)
         with pytest.raises(UsageError, match=r"rank 1: model.path: gone"):
-            team.hear()
+            rank_group.recv()
     finally:
-        team.close()
+        rank_group.close()
 
 
 def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
     monkeypatch.setattr(channel, "GREETING_S", LIMIT_S)
-    listener = Listener("127.0.0.1")
-    address, token = read_advertised(advertised(listener.address, listener.token))
+    listener = RankListener("127.0.0.1")
+    address, token = decode_address(encode_address(listener.address, listener.token))
     found = {}
     waiting = threading.Thread(
         target=lambda: found.update(listener.accept(2, LIMIT_S, lambda: None))
@@ -161,7 +163,7 @@ def test_who_does_not_know_the_token_is_hung_up_on(monkeypatch):
     stranger = socket.create_connection(address)
     stranger.sendall(b"0" * TOKEN_BYTES)
     assert stranger.recv(1) == b""
-    ours = connect(address, token, 1, LIMIT_S)
+    ours = connect_to_driver(address, token, 1, LIMIT_S)
     waiting.join()
     assert list(found) == [1]
     assert "rank 1 (process" in found[1].peer
@@ -173,7 +175,7 @@ def test_a_slow_stranger_is_hung_up_on(monkeypatch):
     """A byte now and then is not enough: the whole greeting has one limit, and the ranks still get
     in."""
     monkeypatch.setattr(channel, "GREETING_S", 0.3)
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     stranger, stop, hung_up = (
         socket.create_connection(listener.address),
         threading.Event(),
@@ -224,11 +226,11 @@ def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
     """They came first, and this test never lets them end."""
     monkeypatch.setattr(channel, "GREETING_S", 1e9)
     monkeypatch.setattr(channel.Channel, "read", None)  # nothing is waited for
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     silent = [socket.create_connection(listener.address) for _ in range(strangers)]
     for each in silent[::2]:
         each.sendall(listener.token[:5])
-    ours = [connect(listener.address, listener.token, rank, 60.0) for rank in (2, 1)]
+    ours = [connect_to_driver(listener.address, listener.token, rank, 60.0) for rank in (2, 1)]
     more = [socket.create_connection(listener.address) for _ in range(strangers)]
     looks = []
     found = listener.accept(3, 60.0, lambda: looks.append(None))
@@ -240,7 +242,7 @@ def test_silent_strangers_cost_the_ranks_nothing(strangers, monkeypatch):
 
 
 def test_the_number_of_waiting_strangers_is_bounded():
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     silent = [socket.create_connection(listener.address) for _ in range(channel.MOST_PENDING + 5)]
     most = []
 
@@ -278,7 +280,7 @@ def is_open(connection):
     ],
 )
 def test_a_malformed_message_of_a_rank_is_our_error(about):
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     stranger = socket.create_connection(listener.address)
     data = Message(about).encode()
     stranger.sendall(listener.token + len(data).to_bytes(8, "little") + data)
@@ -289,8 +291,8 @@ def test_a_malformed_message_of_a_rank_is_our_error(about):
 
 
 def test_a_rank_that_comes_twice_or_announces_too_much_is_our_error(pair):
-    listener = Listener("127.0.0.1")
-    ours = [connect(listener.address, listener.token, 1, 5.0) for _ in range(2)]
+    listener = RankListener("127.0.0.1")
+    ours = [connect_to_driver(listener.address, listener.token, 1, 5.0) for _ in range(2)]
     with pytest.raises(TrainingError, match="a second rank 1"):
         listener.accept(3, 60.0, lambda: None)
     huge = socket.create_connection(listener.address)
@@ -318,14 +320,14 @@ def test_a_driver_whose_name_is_a_loopback_address_advertises_the_name(
 ):
     """Other machines resolve the name for themselves, so the driver sends them the name."""
     monkeypatch.setattr(channel.socket, "gethostbyname", lambda name: resolved)
-    listener = Listener(host)
+    listener = RankListener(host)
     assert listener.socket.getsockname()[0] == listens
-    assert read_advertised(advertised(listener.address, listener.token))[0][0] == host
+    assert decode_address(encode_address(listener.address, listener.token))[0][0] == host
     listener.close()
 
 
 def test_a_rank_that_does_not_come_is_named():
-    listener = Listener("127.0.0.1")
+    listener = RankListener("127.0.0.1")
     with pytest.raises(RankLost, match=r"rank 1 did not come within 0.1 s"):
         listener.accept(2, 0.1, lambda: None)
     listener.close()

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 import torch
 
 from onepolicy.train.forward import Scored
-from onepolicy.train.scorer import PolicyScorer, Scores
+from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.types import TokenBatch
 
 
-class TwoForwards:
+class SeparateScoring:
     """A scoring forward before the update, and another in it. The usual way."""
 
     def __init__(self, scorer: PolicyScorer) -> None:
         self.scorer = scorer
-        self.scored: TokenBatch | None = None  # what the update itself scored; see UpdateForward
+        self.scored: TokenBatch | None = None  # what the update itself scored; see BypassScoring
         self.seconds = 0.0  # of the update's forwards
 
     def score(self, batch: TokenBatch) -> TokenBatch:
@@ -30,7 +30,7 @@ class TwoForwards:
         """An RL step's update begins."""
         self.scored, self.seconds = None, 0.0
 
-    def begin_mini_step(self, batch: TokenBatch) -> None: ...
+    def begin_minibatch(self, batch: TokenBatch) -> None: ...
 
     @contextmanager
     def __call__(self, chosen: list[int], micro: TokenBatch) -> Iterator[Scored]:
@@ -41,7 +41,7 @@ class TwoForwards:
             self.scorer.mode.saw(tape)
             yield scored
 
-    def end_mini_step(self) -> None: ...
+    def end_minibatch(self) -> None: ...
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -52,7 +52,7 @@ class TwoForwards:
         )
 
 
-class ReusedForward(TwoForwards):
+class ReusedScoring(SeparateScoring):
     """train.reuse_scoring_forward: the scoring forwards keep their graphs, and the update takes those."""
 
     def __init__(self, scorer: PolicyScorer) -> None:
@@ -75,7 +75,7 @@ class ReusedForward(TwoForwards):
         yield scored
 
 
-class UpdateForward(TwoForwards):
+class BypassScoring(SeparateScoring):
     """correction.ratio = new/rollout: nobody scores the batch before the update.
 
     The forwards of the first mini-step see the weights of before it, so their log-probabilities stand in for that.
@@ -83,14 +83,14 @@ class UpdateForward(TwoForwards):
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)
-        self._scores: Scores | None = None
+        self._scores: ScoreBuffer | None = None
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
-    def begin_mini_step(self, batch: TokenBatch) -> None:
+    def begin_minibatch(self, batch: TokenBatch) -> None:
         """Of a step the first mini-step is kept: the later ones have other weights."""
-        self._scores = Scores(batch) if self.scored is None else None
+        self._scores = ScoreBuffer(batch) if self.scored is None else None
 
     @contextmanager
     def __call__(self, chosen: list[int], micro: TokenBatch) -> Iterator[Scored]:
@@ -105,7 +105,7 @@ class UpdateForward(TwoForwards):
                 self._scores.put(chosen, scored, tape)
             yield scored
 
-    def end_mini_step(self) -> None:
+    def end_minibatch(self) -> None:
         if self._scores is not None:
             self.scored = self.scorer.checked(self._scores.filled(self.scorer.routers))
 

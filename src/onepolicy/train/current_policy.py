@@ -12,19 +12,19 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, TrainingError
 from onepolicy.correct.current_policy import centered_score, live_weights
 from onepolicy.correct.report import Sums, combine, report
-from onepolicy.train.extra import Extra, Micro
+from onepolicy.train.extension import LearnerExtension, MicroBatch
 from onepolicy.types import TokenBatch
 
 PREFIX = "live."  # of tensors that ranks send
 
 
-class LiveCorrection(Extra):
+class CurrentPolicyCorrection(LearnerExtension):
     def __init__(self, config: CorrectionConfig, part: CorrectionConfig) -> None:
         """part: of `config`, what is evaluated with the new policy (`live_part`)."""
         self.config, self.part = config, part
         self._sums: list[Sums] = []  # per micro-batch
 
-    def weigh(self, micro: Micro) -> None:
+    def weigh(self, micro: MicroBatch) -> None:
         """Multiply the micro-batch's weights, add rejections, set the baseline of score centering."""
         batch, new = micro.batch, micro.scored
         live = live_weights(
@@ -40,17 +40,17 @@ class LiveCorrection(Extra):
         assert batch.keep is not None
         self._sums.append(live.sums)
         if self.config.centering != "none":
-            micro.centre = self._centre(micro, live.centred)
+            micro.score_baseline = self._score_baseline(micro, live.centred)
         micro.batch = batch.replace(weight=batch.weight * live.weight, keep=batch.keep & live.keep)
 
-    def _centre(self, micro: Micro, where: Tensor) -> Tensor:
+    def _score_baseline(self, micro: MicroBatch, where: Tensor) -> Tensor:
         """[T] float32: the value whose gradient is the rollout policy's mean score, 0 outside `where`."""
         new, rollout = micro.scored, micro.batch.top_logp_rollout
         assert new.top is not None, "collect() asks the engine for what score centering needs"
         assert rollout is not None
         slots = where.nonzero()[:, 0]
-        centre = centered_score(new.top[slots], rollout[slots], self.config)
-        return torch.zeros_like(new.logp).index_copy(0, slots, centre)
+        score_baseline = centered_score(new.top[slots], rollout[slots], self.config)
+        return torch.zeros_like(new.logp).index_copy(0, slots, score_baseline)
 
     def metrics(self, batch: TokenBatch, sums: Counter[str]) -> dict[str, float]:
         """All of the correction, or the gates it adds to what was fixed before."""

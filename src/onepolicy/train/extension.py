@@ -16,25 +16,25 @@ from onepolicy.types import TokenBatch
 
 
 @dataclass(slots=True)
-class Micro:
+class MicroBatch:
     """A micro-batch of an update after its forward."""
 
     batch: TokenBatch  # on the model's device
     scored: Scored
-    centre: Tensor | None = None  # [T] float32: score baseline of the policy loss
+    score_baseline: Tensor | None = None  # [T] float32: score baseline of the policy loss
 
 
-class Extra:
+class LearnerExtension:
     """Every method does nothing here. The learner calls them in the order in which they stand."""
 
     def fill(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
         """Before the update: fill per-slot fields of the batch."""
         return batch
 
-    def weigh(self, micro: Micro) -> None:
+    def weigh(self, micro: MicroBatch) -> None:
         """After a forward: change the micro-batch's weights, rejections or baseline."""
 
-    def learn(self, micro: Micro, slots: int, sums: Counter[str]) -> None:
+    def learn(self, micro: MicroBatch, slots: int, sums: Counter[str]) -> None:
         """After the policy's backward: own loss and backward. slots: trainable ones of the whole optimiser step."""
 
     def clip(self) -> list[float]:
@@ -58,7 +58,7 @@ class Extra:
         """taken: of every rank, together with what else it answered."""
 
 
-class Reference(Extra):
+class Reference(LearnerExtension):
     """The frozen model of objective.kl. It routes every token itself."""
 
     def __init__(self, model: PreTrainedModel) -> None:

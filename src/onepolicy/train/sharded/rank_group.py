@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.replay.checks import RoutingError
 from onepolicy.sync.messages import read_as
-from onepolicy.train.sharded.channel import Cause, Channel, RankLost
+from onepolicy.train.sharded.channel import Channel, FailureCause, RankLost
 from onepolicy.train.sharded.wire import Message
 
 ERRORS: dict[str, type[Exception]] = {
@@ -34,7 +34,7 @@ STUCK = 30.0
 HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
-class Failed(TypedDict):
+class ErrorReport(TypedDict):
     """What is told of an error."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
@@ -48,13 +48,13 @@ def error_message(error: Exception) -> Message:
     return Message({"error": str(error) or kind, "kind": kind})
 
 
-class Team:
+class RankGroup:
     """channels: of ranks 1..N-1, in order. limit: seconds to wait for any of them."""
 
     def __init__(self, channels: Mapping[int, Channel], *, limit: float) -> None:
         self.channels = dict(sorted(channels.items()))
         self.limit = limit
-        self.gone: RankLost | None = None
+        self.lost: RankLost | None = None
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="onepolicy-ranks")
         self._watcher.start()
@@ -63,15 +63,15 @@ class Team:
     def ranks(self) -> int:
         return len(self.channels) + 1
 
-    def tell(self, messages: Sequence[Message]) -> None:
+    def send(self, messages: Sequence[Message]) -> None:
         """messages[i] to rank i + 1."""
         for channel, message in zip(self.channels.values(), messages, strict=True):
             channel.send(message, self.limit)
 
-    def tell_all(self, message: Message) -> None:
-        self.tell([message] * len(self.channels))
+    def broadcast(self, message: Message) -> None:
+        self.send([message] * len(self.channels))
 
-    def hear(self) -> list[Message]:
+    def recv(self) -> list[Message]:
         """One answer of each rank, in their order; the error of the rank that failed first, if one has."""
         answers, failed = self._listen(self.limit)
         if failed is not None:
@@ -79,7 +79,7 @@ class Team:
         return answers
 
     @contextmanager
-    def blaming(self) -> Iterator[None]:
+    def attribute_failures(self) -> Iterator[None]:
         """Around collectives: one that fails here does so because another rank failed; raises that one's error."""
         try:
             yield
@@ -87,7 +87,7 @@ class Team:
             raise
         except RuntimeError as error:  # the only kind torch's collectives raise
             _, failed = self._listen(LAST_WORDS)
-            if failed is not None and failed.cause != Cause.SILENT:
+            if failed is not None and failed.cause != FailureCause.SILENT:
                 raise failed from error
             raise TrainingError(
                 f"the ranks cannot go on together: {str(error).splitlines()[0]}"
@@ -115,9 +115,11 @@ class Team:
     def _checked(self, channel: Channel, answer: Message) -> Message:
         if "error" not in answer.header:
             return answer
-        told = read_as(Failed, answer.header, f"the error of {channel.peer}")
+        told = read_as(ErrorReport, answer.header, f"the error of {channel.peer}")
         if (kind := ERRORS.get(told["kind"])) is None:
-            raise RankLost(f"{channel.peer} has ended: {told['kind']}: {told['error']}", Cause.TOLD)
+            raise RankLost(
+                f"{channel.peer} has ended: {told['kind']}: {told['error']}", FailureCause.TOLD
+            )
         raise kind(f"{channel.peer}: {told['error']}")
 
     def _watch(self) -> None:
@@ -131,21 +133,21 @@ class Team:
             if self._closed.wait(0.2):
                 return
             found = poll.poll(0)
-        self.gone = RankLost(
+        self.lost = RankLost(
             f"{of[found[0][0]].peer} has ended; `--resume` continues after the last checkpoint"
         )
         if self._closed.wait(LAST_WORDS):
             return
         signal.pthread_kill(threading.main_thread().ident or 0, WAKE)
         if not self._closed.wait(STUCK):
-            print(f"onepolicy: {self.gone}", file=sys.stderr, flush=True)
+            print(f"onepolicy: {self.lost}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class DistributedContext:
     """What this process has of a run's ranks."""
 
     device: torch.device  # its own
     mesh: DeviceMesh
-    team: Team | None  # the other ranks; None: this is one of those
+    rank_group: RankGroup | None  # the other ranks; None: this is one of those
