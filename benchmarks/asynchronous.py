@@ -38,9 +38,9 @@ from typing import Any
 import torch
 from turn_tables import markdown
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_components
 from onepolicy.config import load
-from onepolicy.interfaces import RolloutEngine, Weights
+from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.log import read_metrics
 from onepolicy.run.step import rl_step
@@ -194,7 +194,7 @@ class Elsewhere:
             tokens, torch.full((count,), -2.0), torch.full_like(tokens, version), "length"
         )
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         self.version = version
 
     async def reset_cache(self) -> None: ...
@@ -204,7 +204,7 @@ async def elsewhere(seconds: float, rounds: int) -> dict[str, list[Row]]:
     """Return name -> metrics of the counted steps. The loops take turns."""
     tiny = ("rollout.prompts_per_step=2", "replay.mode=off", "correction.preset=recompute")
     config = load(RECIPE, ["out=unused", "steps=1000", *SMALL, *tiny])
-    parts, _ = build_parts(config)
+    parts, _ = build_components(config)
     parts = dataclasses.replace(parts, engine=Elsewhere(parts.engine, seconds))
     found: dict[str, list[Row]] = {}
     step = 0

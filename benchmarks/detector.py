@@ -51,7 +51,7 @@ import torch  # noqa: E402
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from onepolicy import bind_routers  # noqa: E402
-from onepolicy.build.components import build_parts  # noqa: E402
+from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import ModelConfig, resolve  # noqa: E402
 from onepolicy.divergence.routing import routing_agreement  # noqa: E402
@@ -162,7 +162,7 @@ def agreement() -> None:
         "log": {"report": False, "tensorboard": False},
     }
     recipe["rollout"]["engine"] = {"kind": args.kind, "dtype": args.engine}
-    parts, _ = build_parts(resolve(recipe))
+    parts, _ = build_components(resolve(recipe))
 
     async def play(step: int):
         await push_weights(parts.learner, parts.engine)

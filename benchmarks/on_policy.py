@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from onepolicy.build.components import Components, build_parts
+from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.run.step import rl_step
 from onepolicy.sync.check import push_weights
@@ -46,7 +46,7 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
         "train": {"threads": args.threads},
         "log": {"counterfactual_every": 0},
     }
-    parts, _ = build_parts(resolve(settings))
+    parts, _ = build_components(resolve(settings))
     asyncio.run(push_weights(parts.learner, parts.engine))
     return parts
 

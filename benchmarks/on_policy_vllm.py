@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from onepolicy.build.components import MeasureComponents, build_measure_parts
+from onepolicy.build.components import MeasureComponents, build_measure_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.measure.engine_noise import sample, sample_again
@@ -32,7 +32,7 @@ def parts_of(model: str, dtype: str) -> MeasureComponents:
         "sampling": {"max_tokens": 80},
     }
     tree = {"model": {"path": model, "dtype": dtype}, "train": {"threads": 1}, "rollout": rollout}
-    return build_measure_parts(measure_config(tree, [], None))[0]
+    return build_measure_components(measure_config(tree, [], None))[0]
 
 
 def show(what: str, batch: TokenBatch) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from gym_curves import ROOT, train
 
-from onepolicy.build.calibrate import FILE, calibrate, play_episodes
-from onepolicy.build.components import open_environment, resolve_model
+from onepolicy.build.calibrate import CALIBRATION_FILE, calibrate, play_episodes
+from onepolicy.build.components import build_environment, resolve_model
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, RunConfig, load
 from onepolicy.config.policy import PolicyConfig
@@ -70,7 +70,7 @@ def main() -> None:
         "| weights | relative change | drift, mean | drift, largest | clipped |\n|" + " --- |" * 5
     )
     for name, path in trained.items():
-        found = staleness(config, path, run / FILE)
+        found = staleness(config, path, run / CALIBRATION_FILE)
         numbers = (found[f"quant/{key}"] for key in ("drift_mean", "drift_max", "clipped"))
         mean, largest, clipped = numbers
         print(
@@ -96,7 +96,7 @@ def fine_tune(start: ModelConfig, path: Path, lr: float, steps: int) -> None:
 def staleness(config: RunConfig, path: Path, scales: Path) -> dict[str, float]:
     """Return the staleness of the weights in `path` under the first policy's scales."""
     model, quant = ModelConfig(path=str(path)), config.rollout.quant
-    environment, tokenizer, max_len = open_environment(config, model)
+    environment, tokenizer, max_len = build_environment(config, model)
     device, stop = torch.device("cpu"), (tokenizer.eos_token_id,)
     engine = build_engine(EngineSpec(model, config.rollout.engine, device, max_len, quant=quant))
     assert isinstance(engine, HFEngine)

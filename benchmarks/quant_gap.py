@@ -13,7 +13,7 @@ import argparse
 import asyncio
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.correct.predict import predict
 from onepolicy.measure.measure import look
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 async def gap(settings: list[str], model: str) -> tuple[str, ...]:
-    parts, _ = build_parts(measure_config({}, settings, model))
+    parts, _ = build_components(measure_config({}, settings, model))
     await calibrate(parts.config, parts.engine, parts.environment, parts.stop, None)
     seen = await look(parts, parts.learner)
     found = seen.found

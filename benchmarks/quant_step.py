@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from sync import big_model
 
-from onepolicy.build.components import Components, build_parts
+from onepolicy.build.components import Components, build_components
 from onepolicy.config import resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.warmup.examples import alphabet
@@ -89,7 +89,7 @@ def build(folder: Path, quant: str, steps: int, length: int) -> Components:
         "log": {"tensorboard": False, "report": False, "counterfactual_every": 0},
         "train": {"threads": 1},
     }
-    parts, _ = build_parts(resolve(tree, []))
+    parts, _ = build_components(resolve(tree, []))
     return parts
 
 

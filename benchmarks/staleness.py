@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from turn_tables import markdown
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_components
 from onepolicy.config import load
-from onepolicy.interfaces import RolloutEngine, Weights
+from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LogScale, Look, axis, line
 from onepolicy.report.png import write_figures
@@ -120,7 +120,7 @@ class Aged:
     ) -> Completion:
         return await self.engine.generate(prompt_ids, sampling, seed=seed)
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         self._kept.append((version, [(name, tensor.detach().clone()) for name, tensor in weights]))
         old, tensors = self._kept[0]
         await self.engine.load_weights(tensors, old)
@@ -147,7 +147,7 @@ async def aged(arm: Arm, seed: int, steps: int) -> Row:
         f"correction.preset={CORRECTIONS[arm.correction]}",
     ]
     config = load(RECIPE, settings)
-    parts, _ = build_parts(config)
+    parts, _ = build_components(config)
     parts = dataclasses.replace(parts, engine=Aged(parts.engine, arm.age))
     await push_weights(parts.learner, parts.engine)
     rows = []

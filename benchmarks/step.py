@@ -45,7 +45,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from onepolicy.build.components import build_parts  # noqa: E402
+from onepolicy.build.components import build_components  # noqa: E402
 from onepolicy.build.learner import resolve_model  # noqa: E402
 from onepolicy.config import resolve  # noqa: E402
 from onepolicy.run.step import rl_step  # noqa: E402
@@ -101,7 +101,7 @@ def main() -> None:
             "log": {"counterfactual_every": 0},
         }
     )
-    parts, tokenizer = build_parts(config)
+    parts, tokenizer = build_components(config)
     asyncio.run(push_weights(parts.learner, parts.engine))
     problems = [parts.environment.train_problem(i) for i in range(PROBLEMS * (args.steps + 1))]
     answers = {problem.prompt: problem.answer for problem in problems}

@@ -33,7 +33,7 @@ from turn_task import (
     search,
 )
 
-from onepolicy.build.components import build_pair
+from onepolicy.build.components import build_engine_and_scorer
 from onepolicy.config import load
 from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
 from onepolicy.divergence.routing import routing_disagreement
@@ -61,7 +61,10 @@ def main() -> None:
     make = make_policy if options.short else make_long_policy
     path = f"model.path={make(options.out)}"
     config = load(RECIPE, [path, *(f"{key}={value}" for key, value in SETTINGS.items())])
-    pair, tokenizer = build_pair(config, config.model, MAX_LEN), load_tokenizer(config.model)
+    pair, tokenizer = (
+        build_engine_and_scorer(config, config.model, MAX_LEN),
+        load_tokenizer(config.model),
+    )
     drawn = []
     for turns in options.turns:
         batch, right = asyncio.run(play(pair.engine, tokenizer, turns, options.episodes))

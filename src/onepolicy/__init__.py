@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from onepolicy.no_statistics import turn_off
+from onepolicy.telemetry import disable_telemetry
 
-turn_off()
+disable_telemetry()
 
 __version__ = "0.1.0"
 

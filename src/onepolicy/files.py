@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` once the block has written it.
 
     `path` keeps its old content if the block raises or the process is killed. The directory must exist.
@@ -21,6 +21,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> Path:
     """Write `text` as UTF-8. A lone surrogate, which UTF-8 cannot hold, is written as its escape."""
-    with replaced(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepolicy.types import Completion, NumericsContract, Sample, Sampling, TokenBatch
 
-Weights = Iterable[tuple[str, Tensor]]
+NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SampleFn(Protocol):
@@ -49,9 +49,9 @@ class StaticScales(Protocol):
 class EngineCaps:
     """What an engine can do, so that a setting it cannot honour is refused before work starts."""
 
-    routing: bool  # returns the experts each token was routed to
+    returns_routes: bool  # returns the experts each token was routed to
     max_len: int  # prompt + completion tokens
-    routing_weights: bool = False  # and the combine weights of those experts
+    returns_combine_weights: bool = False  # and the combine weights of those experts
     top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
     seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
     contract: NumericsContract | None = (
@@ -60,7 +60,7 @@ class EngineCaps:
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
 
 
-class HasWeights(Protocol):
+class WeightSource(Protocol):
     """Whose weights are given to engines."""
 
     @property
@@ -71,12 +71,12 @@ class HasWeights(Protocol):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-class HoldsWeights(Protocol):
+class WeightTarget(Protocol):
     """Has a copy of the policy's weights that follows the learner's."""
 
     version: int
 
-    async def load_weights(self, weights: Weights, version: int) -> None: ...
+    async def load_weights(self, weights: NamedWeights, version: int) -> None: ...
 
 
 class RolloutEngine(Protocol):
@@ -89,7 +89,7 @@ class RolloutEngine(Protocol):
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion: ...
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors (transformers names) and forget all cached keys, values and routes.
 
         Requests that are running go on from their tokens, with the new weights; each token's version says which sampled
@@ -103,7 +103,7 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class Metered(Protocol):
+class MetricsSource(Protocol):
     """An engine with numbers of its own for the run's log."""
 
     def take_metrics(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Metered(Protocol):
 
 
 @runtime_checkable
-class Calibrated(Protocol):
+class CalibratedEngine(Protocol):
     """An engine whose activations may have static scales."""
 
     @property
@@ -120,7 +120,7 @@ class Calibrated(Protocol):
 
 
 @runtime_checkable
-class LastingEngine(RolloutEngine, Metered, Protocol):
+class PersistentEngine(RolloutEngine, MetricsSource, Protocol):
     """An engine in a process of its own, which serves one run after another and keeps the weights of the last."""
 
     async def connect(self) -> None:
@@ -131,17 +131,17 @@ class LastingEngine(RolloutEngine, Metered, Protocol):
         """TrainingError if it holds other weights than it was given last: it was restarted, or another run uses it."""
         ...
 
-    def holds(self, path: str) -> bool:
+    def has_initial_checkpoint(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
         ...
 
-    def first_probe(self) -> list[float] | None:
+    def initial_canary(self) -> list[float] | None:
         """What `remember` was given since it started. UsageError if it is too late to make one."""
         ...
 
-    async def remember(self, first_probe: list[float]) -> None: ...
+    async def store_initial_canary(self, canary: list[float]) -> None: ...
 
-    async def load_folder(self, path: str | None, version: int) -> None:
+    async def load_checkpoint(self, path: str | None, version: int) -> None:
         """Take over a checkpoint, None: the one it was started with, and forget what is cached."""
         ...
 

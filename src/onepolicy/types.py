@@ -18,13 +18,13 @@ from torch import Tensor
 
 from onepolicy.config.base import UsageError
 
-Finish = Literal["stop", "length", "aborted", "turns", "time"]
-LARGEST_LOGP = 1e-3  # what is more is no log-probability; rounding may leave a little more than 0
+FinishReason = Literal["stop", "length", "aborted", "turns", "time"]
+MAX_LOGP = 1e-3  # what is more is no log-probability; rounding may leave a little more than 0
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
 _CHOSEN = ", rows chosen"
 
 
-def shown(value: object) -> str:
+def describe_argument(value: object) -> str:
     """An argument, for an error: a tensor's dtype and shape, or the type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -46,7 +46,7 @@ class RouteSpan:
     version: int
 
 
-def spans_of(
+def route_spans(
     cached: int, prompt: int, fed: int, version: int, *, start: int = 0
 ) -> tuple[RouteSpan, ...]:
     """Of one request's rows [start, fed): the first `cached` came from the cache, those of the other prompt tokens from
@@ -61,7 +61,7 @@ def spans_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TraceOrigin:
     """How a trace came about, which decides what replay asks of it."""
 
     source: str = (
@@ -88,8 +88,8 @@ class RoutingTrace:
     weights: Tensor | None = (
         None  # [T, L, K] floating, the router's own output: what each expert was multiplied by
     )
-    made: Made = field(
-        default=Made(), init=False, repr=False
+    origin: TraceOrigin = field(
+        default=TraceOrigin(), init=False, repr=False
     )  # not copied by dataclasses.replace: that makes a new one
 
     def __post_init__(self) -> None:
@@ -149,10 +149,10 @@ class RoutingTrace:
     def __hash__(self) -> int:
         return hash((self.layers, self.num_experts, self.ids.shape))
 
-    def made_by(self, made: Made) -> RoutingTrace:
+    def with_origin(self, origin: TraceOrigin) -> RoutingTrace:
         """This trace, made in that way."""
         trace = dataclasses.replace(self)
-        object.__setattr__(trace, "made", made)
+        object.__setattr__(trace, "origin", origin)
         return trace
 
     @property
@@ -165,7 +165,7 @@ class RoutingTrace:
         moved = dataclasses.replace(
             self, ids=self.ids.to(device), valid=self.valid.to(device), weights=weights
         )
-        return moved.made_by(self.made)
+        return moved.with_origin(self.origin)
 
     def at(self, slots: Tensor | slice) -> RoutingTrace:
         """These rows (index [n] int64 or slice), without spans."""
@@ -173,8 +173,10 @@ class RoutingTrace:
         taken = dataclasses.replace(
             self, ids=self.ids[slots], valid=self.valid[slots], weights=weights, spans=()
         )
-        source = self.made.source.removesuffix(_CHOSEN)
-        return taken.made_by(Made(source if isinstance(slots, slice) else source + _CHOSEN))
+        source = self.origin.source.removesuffix(_CHOSEN)
+        return taken.with_origin(
+            TraceOrigin(source if isinstance(slots, slice) else source + _CHOSEN)
+        )
 
     def rows(self, start: int, stop: int) -> RoutingTrace:
         """Rows [start, stop) as a trace of their own; spans are cut and shifted to match."""
@@ -184,7 +186,7 @@ class RoutingTrace:
             if first < last:
                 cut.append(RouteSpan(first - start, last - first, span.source, span.version))
         taken = self.at(slice(start, stop))
-        return dataclasses.replace(taken, spans=tuple(cut)).made_by(taken.made)
+        return dataclasses.replace(taken, spans=tuple(cut)).with_origin(taken.origin)
 
     @classmethod
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -222,9 +224,11 @@ class RoutingTrace:
             if first.weights is None
             else torch.cat([t.weights for t in traces if t.weights is not None]),
         )
-        sources = sorted({t.made.source for t in traces})
-        return joined.made_by(
-            Made(" and ".join(sources), next((t.made.steps for t in traces if t.made.steps), ()))
+        sources = sorted({t.origin.source for t in traces})
+        return joined.with_origin(
+            TraceOrigin(
+                " and ".join(sources), next((t.origin.steps for t in traces if t.origin.steps), ())
+            )
         )
 
 
@@ -254,7 +258,7 @@ class Sampling:
     routes_from: int = (
         0  # first slot whose route is wanted; an engine may return earlier ones as well
     )
-    first_prompt: int = (
+    initial_prompt_len: int = (
         0  # tokens at the prompt's beginning that its episode began with; 0 = all of them
     )
 
@@ -266,7 +270,7 @@ class Completion:
     token_ids: Tensor  # [n] int32
     logp: Tensor  # [n] float32, under the distribution actually sampled from
     version: Tensor  # [n] int32, weight version that sampled each token
-    finish: Finish
+    finish: FinishReason
     routing: RoutingTrace | None = (
         None  # rows of the path prompt + completion, from slot `first_slot` on
     )
@@ -282,7 +286,7 @@ class Completion:
     )
 
 
-def all_known(fingerprints: list[frozenset[str]]) -> frozenset[str]:
+def merge_fingerprints(fingerprints: list[frozenset[str]]) -> frozenset[str]:
     """Of several rollouts together: empty if it is of one of them."""
     return frozenset().union(*fingerprints) if all(fingerprints) else frozenset()
 
@@ -298,7 +302,7 @@ class Sample:
     turn: Tensor  # [T] int32, index of the model turn; -1 where not trainable
     temperature: float
     reward: float
-    finish: Finish
+    finish: FinishReason
     routing: RoutingTrace | None = None
     events: tuple[
         str, ...

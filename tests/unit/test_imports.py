@@ -31,7 +31,7 @@ divergence correct objective
 interfaces layout
 types
 config files
-no_statistics
+telemetry
 """
 RANK = {
     room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()

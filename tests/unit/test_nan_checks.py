@@ -88,12 +88,14 @@ def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     async def probe(engine, vocab):
         return next(rest)
 
-    async def load_folder(*_):
+    async def load_checkpoint(*_):
         return None
 
     monkeypatch.setattr(sync_check, "probe", probe)
     with pytest.raises(UsageError, match="wrong after a reload"):
-        asyncio.run(sync_check._check_reload(SimpleNamespace(load_folder=load_folder), [-5.0], 8))
+        asyncio.run(
+            sync_check._check_reload(SimpleNamespace(load_checkpoint=load_checkpoint), [-5.0], 8)
+        )
 
 
 def test_the_limit_of_an_engines_distance_stays_finite(monkeypatch):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.files import write_text
-from onepolicy.interfaces import Calibrated, Environment, RolloutEngine
+from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine
 from onepolicy.rollout.collect import play, seed_of
 from onepolicy.types import Sampling
 
-FILE = "calibration.json"
-EPISODES = 32
+CALIBRATION_FILE = "calibration.json"
+CALIBRATION_EPISODES = 32
 
 
 async def calibrate(
@@ -26,12 +26,12 @@ async def calibrate(
 ) -> None:
     """Give the engine's static activations their scales, if it has any: those of the run folder, or new ones.
 
-    New ones are the largest values while the first EPISODES training problems are sampled with a scale per token.
+    New ones are the largest values while the first CALIBRATION_EPISODES training problems are sampled with a scale per token.
     """
-    scales = engine.static_scales if isinstance(engine, Calibrated) else None
+    scales = engine.static_scales if isinstance(engine, CalibratedEngine) else None
     if scales is None:
         return
-    path = None if run is None else run / FILE
+    path = None if run is None else run / CALIBRATION_FILE
     if path is not None and path.exists():
         try:
             scales.use_scales(json.loads(path.read_text(encoding="utf-8")))
@@ -48,7 +48,7 @@ async def calibrate(
 async def play_episodes(
     config: RunConfig, engine: RolloutEngine, environment: Environment, stop: tuple[int, ...]
 ) -> None:
-    """The first EPISODES training problems, for what the engine notes meanwhile."""
+    """The first CALIBRATION_EPISODES training problems, for what the engine notes meanwhile."""
     sampling = Sampling(
         config.rollout.sampling.temperature, config.rollout.sampling.max_tokens, stop=stop
     )
@@ -63,4 +63,4 @@ async def play_episodes(
             functools.partial(seed_of, config.seed, problem.id, -2, 0),
         )
 
-    await asyncio.gather(*map(episode, range(EPISODES)))
+    await asyncio.gather(*map(episode, range(CALIBRATION_EPISODES)))

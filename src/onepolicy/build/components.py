@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.engines import BuildEngine, build_engine, check_engine
+from onepolicy.build.engines import BuildEngine, build_engine, check_engine_capabilities
 from onepolicy.build.learner import build_learner, build_scorer, resolve_model
 from onepolicy.config import (
     FromRollout,
@@ -26,7 +26,7 @@ from onepolicy.config import (
 )
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import build
-from onepolicy.interfaces import Environment, HoldsWeights, Learner, RolloutEngine
+from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
 from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.models.load import (
     context_length,
@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 
-def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTokenizerBase, int]:
+def load_tokenizer_and_max_len(
+    config: RunConfig, model: ModelConfig
+) -> tuple[PreTrainedTokenizerBase, int]:
     """Tokenizer, and the longest sequence allowed."""
     context = context_length(read_config(model))
     reserved = SGLangConfig.reserved if isinstance(config.rollout.engine, SGLangConfig) else 0
@@ -61,11 +63,11 @@ def open_tokenizer(config: RunConfig, model: ModelConfig) -> tuple[PreTrainedTok
     return load_tokenizer(model), max_len
 
 
-def open_environment(
+def build_environment(
     config: RunConfig, model: ModelConfig
 ) -> tuple[Environment, PreTrainedTokenizerBase, int]:
     """Tokenizer, task and the longest sequence allowed, all checked against each other."""
-    tokenizer, max_len = open_tokenizer(config, model)
+    tokenizer, max_len = load_tokenizer_and_max_len(config, model)
     rows = config.replay.rows if isinstance(config.replay, FromRollout) else "as-sampled"
     environment = build(config.task, tokenizer, max_len=max_len, rows=rows)
     for max_tokens in {
@@ -91,7 +93,7 @@ class SamplingComponents:
     top_logprobs: int = 0  # of the rollout's likeliest tokens, that the correction needs
 
     @property
-    def samplers(self) -> list[HoldsWeights]:
+    def samplers(self) -> list[WeightTarget]:
         """Everything that has to follow the trainer's weights."""
         return [self.engine] if self.reprefill is None else [self.engine, self.reprefill]
 
@@ -114,7 +116,7 @@ class MeasureComponents(SamplingComponents):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class EngineAndScorer:
     """The engine that samples and the scorer of the trainer."""
 
     config: RunConfig
@@ -123,7 +125,7 @@ class Pair:
     routes: RouteSpec | None  # what the engine's routes must be; None for a dense model
 
 
-def build_parts(
+def build_components(
     config: RunConfig,
     weights: Path | None = None,
     ranks: DistributedContext | None = None,
@@ -139,12 +141,12 @@ def build_parts(
         if weights is None
         else config.model.model_copy(update={"path": str(weights)})
     )
-    refuse_unreplayable(config, model)
-    environment, tokenizer, max_len = open_environment(config, model)
-    _refuse_elsewhere(config, ranks, engine_builder)
-    refuse_quant(config)
+    check_replayable(config, model)
+    environment, tokenizer, max_len = build_environment(config, model)
+    _refuse_distributed(config, ranks, engine_builder)
+    check_quant_support(config)
     learner = build_learner(config, model, ranks)
-    engine, routes = _engine_of(
+    engine, routes = _build_engine_for(
         config, model, max_len, learner.scorer, engine_builder or build_engine
     )
     evaluator = build_evaluator(config, model, learner.scorer.device, max_len)
@@ -154,12 +156,14 @@ def build_parts(
     ), tokenizer
 
 
-def build_measure_parts(config: RunConfig) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
+def build_measure_components(
+    config: RunConfig,
+) -> tuple[MeasureComponents, PreTrainedTokenizerBase]:
     """The same in this process, without anything that only an update needs."""
     model = resolve_model(config.model)
-    refuse_unreplayable(config, model)
-    environment, tokenizer, max_len = open_environment(config, model)
-    pair = build_pair(config, model, max_len)
+    check_replayable(config, model)
+    environment, tokenizer, max_len = build_environment(config, model)
+    pair = build_engine_and_scorer(config, model, max_len)
     make = partial(MeasureComponents, scorer=pair.scorer)
     return _with_sampling(
         make, config, model, environment, tokenizer, pair.engine, pair.routes, pair.scorer
@@ -178,14 +182,14 @@ def _with_sampling(
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
     top_logprobs = config.correction.top_logprobs(scorer.vocabulary)
-    check_engine(config, engine.caps, top_logprobs)
+    check_engine_capabilities(config, engine.caps, top_logprobs)
     return make(
         config=config,
         engine=engine,
         environment=environment,
         stop=(tokenizer.eos_token_id,),
         routes=routes,
-        reprefill=build_reprefill(config, model, scorer.device) if from_reprefill(config) else None,
+        reprefill=build_reprefill(config, model, scorer.device) if uses_reprefill(config) else None,
         top_logprobs=top_logprobs,
     )
 
@@ -206,10 +210,10 @@ def build_evaluator(
     """An embedded engine with unquantised weights, if evaluations need one."""
     if config.rollout.quant is None or config.eval.quantised or not config.eval.every:
         return None
-    return build_unquantised(config, model, device, max_len)
+    return build_unquantised_engine(config, model, device, max_len)
 
 
-def build_unquantised(
+def build_unquantised_engine(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine:
     """An embedded engine with the settings of the run's engine, but for rollout.quant."""
@@ -220,16 +224,16 @@ def build_unquantised(
     return build_engine(EngineSpec(model, own, device, max_len))
 
 
-def build_pair(config: RunConfig, model: ModelConfig, max_len: int) -> Pair:
+def build_engine_and_scorer(config: RunConfig, model: ModelConfig, max_len: int) -> EngineAndScorer:
     """Both with the weights of `model`, in this process."""
-    _refuse_elsewhere(config, None, None)
-    refuse_quant(config)
+    _refuse_distributed(config, None, None)
+    check_quant_support(config)
     scorer = build_scorer(config, model)
-    engine, routes = _engine_of(config, model, max_len, scorer, build_engine)
-    return Pair(config, engine, scorer, routes)
+    engine, routes = _build_engine_for(config, model, max_len, scorer, build_engine)
+    return EngineAndScorer(config, engine, scorer, routes)
 
 
-def _refuse_elsewhere(
+def _refuse_distributed(
     config: RunConfig, ranks: DistributedContext | None, engine_builder: BuildEngine | None
 ) -> None:
     """UsageError for settings that only `onepolicy train` can follow: it starts the processes."""
@@ -244,7 +248,7 @@ def _refuse_elsewhere(
         )
 
 
-def _engine_of(
+def _build_engine_for(
     config: RunConfig,
     model: ModelConfig,
     max_len: int,
@@ -258,7 +262,7 @@ def _engine_of(
         config.rollout.engine,
         scorer.device,
         max_len,
-        routes=None if from_reprefill(config) else rules,
+        routes=None if uses_reprefill(config) else rules,
         combine_weights=isinstance(config.replay, WeightsReplay),
         numerics=config.numerics,
         quant=config.rollout.quant,
@@ -270,14 +274,14 @@ def _engine_of(
     return engine, rules
 
 
-def refuse_unreplayable(config: RunConfig, model: ModelConfig) -> None:
+def check_replayable(config: RunConfig, model: ModelConfig) -> None:
     hf_config = read_config(model)
     if config.replay.mode != "off":
         require_moe(hf_config, config.replay.mode)
     refuse_router_loss(hf_config)
 
 
-def refuse_quant(config: RunConfig) -> None:
+def check_quant_support(config: RunConfig) -> None:
     """UsageError if the engine cannot run rollout.quant on this machine."""
     quant, device = config.rollout.quant, parse_device(config.train.device)
     if quant is None:
@@ -292,7 +296,7 @@ def refuse_quant(config: RunConfig) -> None:
         check(quant, cpu=device.type == "cpu")
 
 
-def from_reprefill(config: RunConfig) -> bool:
+def uses_reprefill(config: RunConfig) -> bool:
     return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 
 

@@ -26,7 +26,7 @@ def build_engine(spec: EngineSpec) -> RolloutEngine:
     return build(spec)
 
 
-def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
+def check_engine_capabilities(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None:
     """Does the engine return what replay.mode replays and the correction needs?"""
     if top_logprobs > caps.top_logprobs:
         correction = config.correction
@@ -48,12 +48,12 @@ def check_engine(config: RunConfig, caps: EngineCaps, top_logprobs: int) -> None
     mode = config.replay.mode
     if not isinstance(config.replay, FromRollout) or config.replay.source == "reprefill":
         return
-    if not caps.routing:
+    if not caps.returns_routes:
         raise UsageError(
             f"replay.mode: {mode} needs the rollout's routes, which this engine does not return; set it to off or "
             "record them by a second forward (replay.source=reprefill)"
         )
-    if isinstance(config.replay, WeightsReplay) and not caps.routing_weights:
+    if isinstance(config.replay, WeightsReplay) and not caps.returns_combine_weights:
         raise UsageError(
             "replay.mode: weights needs the combine weights, which this engine does not return; use r3"
         )

@@ -69,8 +69,8 @@ def build_scorer(config: RunConfig, model: ModelConfig) -> PolicyScorer:
     torch.manual_seed(
         config.seed
     )  # nothing here draws from it; models with code of their own might
-    use_threads(config)
-    trained = load_trained(model, parse_device(config.train.device))
+    set_num_threads(config)
+    trained = load_training_model(model, parse_device(config.train.device))
     return PolicyScorer(
         trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
     )
@@ -84,9 +84,9 @@ def build_rank_learner(
     from onepolicy.train.sharded.rank import RankLearner, RankScorer
 
     torch.manual_seed(config.seed)
-    use_threads(config)
+    set_num_threads(config)
     sharding = FSDPSharding(ranks.mesh, compute_dtype(config))
-    trained = load_trained(model, ranks.device, sharding)
+    trained = load_training_model(model, ranks.device, sharding)
     scorer = RankScorer(
         trained, config, routers=bind_routers(trained) if is_moe(read_config(model)) else None
     )
@@ -114,7 +114,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype | None:
     return None if config.train.compute == "same" else DTYPES[config.train.compute]
 
 
-def use_threads(config: RunConfig) -> None:
+def set_num_threads(config: RunConfig) -> None:
     """train.threads for the trainer and every engine in this process, each of them if they compute at the same time."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -150,7 +150,7 @@ def build_reference(
         raise UsageError(
             f"objective.kl.reference: {model_config.path} has {own} tokens, the policy {vocabulary}"
         )
-    reference = load_trained(model_config, device, sharding).requires_grad_(False)
+    reference = load_training_model(model_config, device, sharding).requires_grad_(False)
     if config.numerics == ON_POLICY:
         from onepolicy.invariant.enable import enable_invariant
 
@@ -158,7 +158,7 @@ def build_reference(
     return reference
 
 
-def load_trained(
+def load_training_model(
     model: ModelConfig, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel:
     """The model as the trainer computes it: in its dtype, its lm_head too, ready for packed samples, on all ranks."""
@@ -188,6 +188,6 @@ def build_critic(
         return None
     from onepolicy.train.critic import Critic
 
-    own = load_trained(model.model_copy(update={"lm_head": "same"}), device)
+    own = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
     return Critic(own, config.objective.critic, config.optim, sharding, protect=protect)

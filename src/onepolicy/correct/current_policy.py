@@ -16,7 +16,7 @@ from onepolicy.correct.report import Sums
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.statistics import inside
 from onepolicy.correct.weights import evaluate
-from onepolicy.layout import Layout, restore
+from onepolicy.layout import Layout, restore_layout
 
 Shape = TypeVar("Shape")
 
@@ -85,7 +85,7 @@ def live_weights(
         config, Fields.of("live_weights", given, segment=segment, turn=turn, advantage=advantage)
     )
     weight, keep, centred = (
-        restore(flat, mask) for flat in (found.weight, found.keep, found.passed)
+        restore_layout(flat, mask) for flat in (found.weight, found.keep, found.passed)
     )
     return Live(weight, keep, centred, found.sums)
 

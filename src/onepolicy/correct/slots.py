@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.layout import Layout, arguments
+from onepolicy.layout import Layout, flatten_arguments
 
 LOG_RATIO_LIMIT = 80.0
 """Largest |log rho| of a slot or unit; larger ones are clamped. exp of it is finite in float32, and
@@ -123,7 +123,7 @@ def any_layout(function: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(function)
     def flat(*args: Any, **kwargs: Any) -> Result:
         bound = signature.bind(*args, **{"segment": None, **kwargs}).arguments
-        given = arguments(name, bound)
+        given = flatten_arguments(name, bound)
         fields = Fields.of(
             name, {field: bound[field] for field in list(bound)[:3]}, segment=bound["segment"]
         )
@@ -153,7 +153,7 @@ class Fields(NamedTuple):
 
         `given` holds trainer, rollout and mask, by the names of the public function's arguments.
         """
-        flat = arguments(caller, {**given, **more})
+        flat = flatten_arguments(caller, {**given, **more})
         trainer, rollout, mask = (flat[name] for name in given)
         assert trainer is not None
         assert rollout is not None

@@ -24,7 +24,7 @@ from onepolicy.correct.statistics import (
     unit_sums,
     weight_log_ratio,
 )
-from onepolicy.layout import Layout, restore
+from onepolicy.layout import Layout, restore_layout
 
 Average = Literal["slots", "sequences"]
 """The loss is the mean over all slots, or the mean over sequences of their means over slots."""
@@ -118,7 +118,7 @@ def reweight(
     found = evaluate(config, flat, average=average)
     numbers = _checked_report(config, found.sums)
     weight = found.weight.mul_(found.sums.scale(config)).float()
-    return Applied(restore(weight, mask), restore(found.keep, mask), count, numbers)
+    return Applied(restore_layout(weight, mask), restore_layout(found.keep, mask), count, numbers)
 
 
 class Evaluated(NamedTuple):

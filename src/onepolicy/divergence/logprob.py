@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.layout import Layout, arguments, place_of
+from onepolicy.layout import Layout, flatten_arguments, slot_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,7 @@ def mismatch(
     Raises UsageError if the mask selects no slot, or a value that it selects is not finite.
     """
     given = {"logp_old": logp_old, "logp_rollout": logp_rollout, "mask": mask}
-    flat = arguments("mismatch", {**given, "segment": segment})
+    flat = flatten_arguments("mismatch", {**given, "segment": segment})
     old, rollout, samples = _masked(flat, mask)
     log_rho = old - rollout
     shifted = (log_rho - log_rho.max()).exp()  # the scale of rho cancels in ess; no overflow
@@ -136,7 +136,7 @@ def _masked(flat: dict[str, Tensor | None], like: Layout) -> tuple[Tensor, Tenso
             slot = int(broken[0, 0])
             raise UsageError(
                 f"mismatch: {name} is not finite on {len(broken)} masked-in slots, first "
-                f"{place_of(slot, like)}: {logp[slot].item()}; clear the mask there or fix the "
+                f"{slot_index(slot, like)}: {logp[slot].item()}; clear the mask there or fix the "
                 "engine that returned it"
             )
         sides.append(logp.detach()[mask].double())

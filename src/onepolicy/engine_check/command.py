@@ -10,7 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.components import Pair, build_pair, from_reprefill, open_tokenizer
+from onepolicy.build.components import (
+    EngineAndScorer,
+    build_engine_and_scorer,
+    load_tokenizer_and_max_len,
+    uses_reprefill,
+)
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
@@ -56,12 +61,14 @@ def run_engine_check(tree: dict[str, Any], overrides: list[str]) -> list[CheckRe
     }
     config = measure_config(tree, overrides, None)
     model = resolve_model(config.model)
-    tokenizer, max_len = open_tokenizer(config, model)
-    return asyncio.run(check_pair(build_pair(config, model, max_len), tokenizer, model))
+    tokenizer, max_len = load_tokenizer_and_max_len(config, model)
+    return asyncio.run(
+        check_pair(build_engine_and_scorer(config, model, max_len), tokenizer, model)
+    )
 
 
 async def check_pair(
-    pair: Pair, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
+    pair: EngineAndScorer, tokenizer: PreTrainedTokenizerBase, model: ModelConfig
 ) -> list[CheckResult]:
     """One Check per name of NAMES, in that order."""
     scorer, engine = pair.scorer, pair.engine
@@ -163,7 +170,9 @@ def check_tokens(played: Sequence[GeneratedBatch], vocabulary: int) -> CheckResu
     )
 
 
-async def check_seeds(pair: Pair, prompts: list[list[int]], hot: GeneratedBatch) -> CheckResult:
+async def check_seeds(
+    pair: EngineAndScorer, prompts: list[list[int]], hot: GeneratedBatch
+) -> CheckResult:
     """The same seed draws the same tokens again; another seed draws others."""
     if not pair.engine.caps.seeded:
         return CheckResult(
@@ -226,16 +235,18 @@ def _equal(a: GeneratedBatch, b: GeneratedBatch) -> list[bool]:
     ]
 
 
-def check_route_shapes(pair: Pair, played: Sequence[GeneratedBatch]) -> dict[str, CheckResult]:
+def check_route_shapes(
+    pair: EngineAndScorer, played: Sequence[GeneratedBatch]
+) -> dict[str, CheckResult]:
     """Rows, ranges and repetitions of the engine's routes: empty if nothing is wrong with them."""
-    if pair.routes is None or from_reprefill(pair.config):
+    if pair.routes is None or uses_reprefill(pair.config):
         why = (
             "a dense model has no routes"
             if pair.routes is None
             else "replay.source=reprefill needs none of its own"
         )
         return {name: CheckResult(name, None, why) for name in ("routes", "layers")}
-    if not pair.engine.caps.routing:
+    if not pair.engine.caps.returns_routes:
         fix = "start the engine so that it returns them, or set replay.source=reprefill"
         return {"routes": CheckResult("routes", False, "the engine returns none", fix)}
     fix = "return one row per token that was fed, of every MoE layer, as the router chose them"
@@ -250,7 +261,7 @@ def check_route_shapes(pair: Pair, played: Sequence[GeneratedBatch]) -> dict[str
     return {}
 
 
-def check_route_agreement(pair: Pair, batch: TokenBatch) -> dict[str, CheckResult]:
+def check_route_agreement(pair: EngineAndScorer, batch: TokenBatch) -> dict[str, CheckResult]:
     """Are the routes those of these tokens and layers? batch: scored, with the engine's routes."""
     assert batch.routing is not None
     assert batch.routing_native is not None
@@ -278,5 +289,5 @@ def check_route_agreement(pair: Pair, batch: TokenBatch) -> dict[str, CheckResul
     }
 
 
-def _least(pair: Pair) -> float:
+def _least(pair: EngineAndScorer) -> float:
     return getattr(pair.config.replay, "min_agreement", 0.0) or MIN_AGREEMENT

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onepolicy.build.components import Pair
+from onepolicy.build.components import EngineAndScorer
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.engine_check.checks import (
     CheckResult,
@@ -58,7 +58,9 @@ class RoundedModel:
         )
 
 
-async def check_weight_sync(pair: Pair, copy: RoundedModel, plain: GeneratedBatch) -> CheckResult:
+async def check_weight_sync(
+    pair: EngineAndScorer, copy: RoundedModel, plain: GeneratedBatch
+) -> CheckResult:
     """The same weights move nothing; other weights are followed, also behind a cached prefix; and back again."""
     engine, scorer, numbers = pair.engine, pair.scorer, range(len(plain.prompts))
     size = scorer.vocabulary

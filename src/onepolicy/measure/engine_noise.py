@@ -16,7 +16,7 @@ from torch import Tensor
 from onepolicy.build.components import SamplingComponents
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import routing_disagreement
-from onepolicy.interfaces import RolloutEngine, Weights
+from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.rollout.collect import collect
 from onepolicy.types import Completion, Group, RoutingTrace, Sample, Sampling, TokenBatch
 
@@ -129,7 +129,7 @@ class OneAtATime:
             await self.engine.reset_cache()
             return await self.engine.generate(prompt_ids, sampling, seed=seed)
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         await self.engine.load_weights(weights, version)
 
     async def reset_cache(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.components import MeasureComponents, build_measure_parts
+from onepolicy.build.components import MeasureComponents, build_measure_components
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
@@ -68,7 +68,7 @@ def measure_model(
         if config.numerics == ON_POLICY:
             _refuse(**{"--engine-model": engine_model, "--dense": dense, "--top": top})
         beside = None if dense is None else _dense_config(tree, overrides, made or dense)
-        parts, tokenizer = build_measure_parts(config)
+        parts, tokenizer = build_measure_components(config)
         cached = path is not None and cached_path(PolicyConfig()) == Path(path)
         name = (
             config.model.path
@@ -93,7 +93,7 @@ def measure_model(
         say(f"{dense}: sampling and scoring")
         del parts  # two engines at once may not fit
         gc.collect()
-        parts, _ = build_measure_parts(beside)
+        parts, _ = build_measure_components(beside)
         name = "random dense model" if made else str(dense)
         return dataclasses.replace(found, dense=(name, asyncio.run(look(parts))))
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from onepolicy.config import UsageError
-from onepolicy.interfaces import Weights
+from onepolicy.interfaces import NamedWeights
 from onepolicy.models.load import layer_prefix
 
 
@@ -34,19 +34,19 @@ class CheckpointNames:
             name for name, _ in self._model.named_parameters()
         } | buffers  # of tied names, one
 
-    def to_checkpoint(self, weights: Weights) -> dict[str, Tensor]:
+    def to_checkpoint(self, weights: NamedWeights) -> dict[str, Tensor]:
         """UsageError for a tensor the model has not, one of another shape, or one that is missing."""
         given = dict(self._checked(weights))
         return revert_weight_conversion(self._model, given)
 
-    def stream_to_checkpoint(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def stream_to_checkpoint(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         """The same one layer after the other, so that no more than a layer is held; errors come where they are met."""
         for _, layer in itertools.groupby(
             self._checked(weights), key=lambda item: layer_prefix(item[0])
         ):
             yield from revert_weight_conversion(self._model, dict(layer)).items()
 
-    def _checked(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _checked(self, weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         missing = set(self._needed)
         for name, tensor in weights:
             if name not in self._shapes:

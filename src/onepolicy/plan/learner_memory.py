@@ -93,7 +93,7 @@ def learner_memory(
         own * (2 * size + 2 * FLOAT32) + masters if config.objective.critic is not None else 0.0
     )
     reference = own * size if config.objective.kl.coef else 0.0
-    again = dims.total * BYTES[config.rollout.engine.dtype] if from_reprefill(config) else 0.0
+    again = dims.total * BYTES[config.rollout.engine.dtype] if uses_reprefill(config) else 0.0
     layers = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
     working = held.peak + (graphs - 1) * held.saved
     if first:
@@ -134,7 +134,7 @@ def gathered_bytes(
     return copies + size * (dims.outside + layer * (2 if cpu else 3)) + max(0.0, sent - activations)
 
 
-def from_reprefill(config: RunConfig) -> bool:
+def uses_reprefill(config: RunConfig) -> bool:
     """Whether the first rank has a second copy of the model, unsharded, that records routes."""
     return isinstance(config.replay, FromRollout) and config.replay.source == "reprefill"
 

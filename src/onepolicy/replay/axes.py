@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import Made, RoutingTrace, id_dtype
+from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype
 
 Axis = Literal["all", "moe"]
 
@@ -92,7 +92,9 @@ def trace_from(
         )
     if not narrow:  # what invalid rows hold is never read
         ids = torch.where(valid[:, None, None], ids, 0).to(id_dtype(num_experts))
-    return RoutingTrace(ids, valid, layers, num_experts).made_by(Made(f"engine, {found} layers"))
+    return RoutingTrace(ids, valid, layers, num_experts).with_origin(
+        TraceOrigin(f"engine, {found} layers")
+    )
 
 
 def _nothing_captured(ids: Tensor, layers: tuple[int, ...]) -> str:  # ids [n, L, K]

@@ -19,7 +19,7 @@ from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.layers import Router
 from onepolicy.replay.recompute import carry_into_recomputes
 from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, in_backward, override_attribute
-from onepolicy.types import Made, RoutingTrace, id_dtype
+from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype
 
 
 def _trace(
@@ -77,13 +77,13 @@ class RouteRecorder:
         """Of every recorded forward."""
         return [len(ids) for ids in self.recorders[0].seen]
 
-    def _made(self) -> Made:
+    def _origin(self) -> TraceOrigin:
         rows = self.forward_rows()
         if [fed.samples * fed.tokens for fed in self._fed] != rows:  # compiled code is not watched
-            return Made("recorded" if len(rows) == 1 else "recorded, several forwards")
+            return TraceOrigin("recorded" if len(rows) == 1 else "recorded, several forwards")
         steps = tuple((fed.samples, fed.tokens) for fed in self._fed)
         by_step = any(fed.continues and fed.samples > 1 for fed in self._fed)
-        return Made("recorded", steps if by_step else ())
+        return TraceOrigin("recorded", steps if by_step else ())
 
     def last_ids(self) -> list[Tensor]:
         """Of the last forward, per layer: [N, K] int64, the router's own tensors."""
@@ -124,7 +124,7 @@ class RouteRecorder:
         if self.recorders[0].keep_weights:
             weights = torch.stack([torch.cat(r.weights) for r in self.recorders], dim=1)
             trace = dataclasses.replace(trace, weights=weights)
-        return trace.made_by(self._made())
+        return trace.with_origin(self._origin())
 
     def check(self) -> None:
         """Every router fired once per forward, on the same rows."""

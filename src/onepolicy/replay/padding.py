@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.replay.contexts import RouteRecorder
-from onepolicy.types import RoutingTrace, shown
+from onepolicy.types import RoutingTrace, describe_argument
 
 
 def pad_routes(traces: Sequence[RoutingTrace], attention_mask: Tensor) -> RoutingTrace:
@@ -84,14 +84,14 @@ def routes_of_generate(
         )
     if not isinstance(sequences, Tensor) or sequences.dim() != 2:
         raise UsageError(
-            f"routes_of_generate: sequences is {shown(sequences)}, expected a tensor [B, S]; of "
+            f"routes_of_generate: sequences is {describe_argument(sequences)}, expected a tensor [B, S]; of "
             "return_dict_in_generate=True pass out.sequences"
         )
     _check_mask("routes_of_generate", attention_mask)
     (samples, width), forwards = sequences.shape, tape.forward_rows()
     if len(attention_mask) != samples or attention_mask.shape[1] > width:
         raise UsageError(
-            f"routes_of_generate: attention_mask is {shown(attention_mask)}, but sequences is [{samples}, {width}]; it "
+            f"routes_of_generate: attention_mask is {describe_argument(attention_mask)}, but sequences is [{samples}, {width}]; it "
             "has one row for each sequence (repeat a prompt's num_return_sequences times), and at most its columns"
         )
     if any(rows % samples for rows in forwards) or sum(forwards) not in (
@@ -125,7 +125,7 @@ def _few(numbers: Sequence[int]) -> str:
 def _check_mask(name: str, attention_mask: Tensor) -> None:
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         raise UsageError(
-            f"{name}: attention_mask is {shown(attention_mask)}, expected a tensor [B, S]"
+            f"{name}: attention_mask is {describe_argument(attention_mask)}, expected a tensor [B, S]"
         )
 
 

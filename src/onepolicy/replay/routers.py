@@ -153,7 +153,7 @@ class Routers:
 
         check: when the context is left, compare the routes with the routers' own choice, and raise RoutingError if they
         are not those of this forward's tokens and weights. Done for the first forward of every source of traces
-        (`RoutingTrace.made`), and for every 32nd after it. See docs/replay_checks.md.
+        (`RoutingTrace.origin`), and for every 32nd after it. See docs/replay_checks.md.
 
         The backward may run anywhere: activation checkpoints made with torch.utils.checkpoint recompute with the routes
         of their own forward. A recompute made by other means (an autograd function that calls the model again) must
@@ -188,11 +188,11 @@ class Routers:
         if suspicious:
             check_captured(replayed.trace, replayed.native_trace())
         if due:
-            self._check(trace.made.source, replayed)
+            self._check(trace.origin.source, replayed)
 
     def _due(self, trace: RoutingTrace) -> bool:
         """Is it time to check a trace of this source? A source that failed is due until one of its traces passes."""
-        source = trace.made.source
+        source = trace.origin.source
         if source in self._unchecked:
             self._unchecked[source] += 1
             return self._unchecked[source] >= CHECK_EVERY
@@ -286,8 +286,8 @@ def _check_devices(trace: RoutingTrace) -> None:
 
 
 def _check_steps(trace: RoutingTrace) -> None:
-    if trace.made.steps:
-        first, later = trace.made.steps[0], trace.made.steps[1:]
+    if trace.origin.steps:
+        first, later = trace.origin.steps[0], trace.origin.steps[1:]
         raise RoutingError(
             f"the trace's rows are not those of this forward: they were recorded in {1 + len(later)} forwards of "
             f"{first[0]} samples that continue each other ({first[1]} tokens each, then {later[0][1]}), so they lie "

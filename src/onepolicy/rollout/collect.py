@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.interfaces import Environment, EpisodeError, Metered, Problem, RolloutEngine
+from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
 from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
-from onepolicy.types import LARGEST_LOGP, Completion, Group, Sample, Sampling
+from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ def check_sampled(completion: Completion, name: str) -> None:
             f"{name}: the engine returned {count} tokens, {len(logp)} log-probabilities and {len(completion.version)} "
             "versions"
         )
-    if not (logp.isfinite() & (logp <= LARGEST_LOGP)).all():
-        wrong = logp[~(logp.isfinite() & (logp <= LARGEST_LOGP))][0].tolist()
+    if not (logp.isfinite() & (logp <= MAX_LOGP)).all():
+        wrong = logp[~(logp.isfinite() & (logp <= MAX_LOGP))][0].tolist()
         raise TrainingError(
             f"{name}: the engine returned {wrong} as the log-probability of a token it sampled"
         )
@@ -53,17 +53,20 @@ async def play(
     name: str = "",
 ) -> tuple[Sample, ...]:
     """One episode; `seeds(turn)` seeds each of its requests. Routes are checked as they arrive (`name` in errors)."""
-    turn = first_prompt = 0
+    turn = initial_prompt_len = 0
 
     async def sample(
         tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
     ) -> Completion:
-        nonlocal turn, first_prompt
+        nonlocal turn, initial_prompt_len
         turn += 1
-        first_prompt = first_prompt or len(tokens)
+        initial_prompt_len = initial_prompt_len or len(tokens)
         limit = sampling.max_tokens if max_tokens is None else min(max_tokens, sampling.max_tokens)
         asked = dataclasses.replace(
-            sampling, max_tokens=limit, routes_from=routes_from, first_prompt=first_prompt
+            sampling,
+            max_tokens=limit,
+            routes_from=routes_from,
+            initial_prompt_len=initial_prompt_len,
         )
         completion = await engine.generate(tokens, asked, seed=seeds(turn - 1))
         check_sampled(completion, f"{name}, turn {turn - 1}")
@@ -175,7 +178,7 @@ async def collect(
             "take easier or harder problems, more rollout.group_size, or set objective.dynamic_sampling to 0"
         )
     metrics: dict[str, float] = dict(counts)  # a Counter would drop a refill count of 0
-    if isinstance(environment, Metered):
+    if isinstance(environment, MetricsSource):
         metrics |= environment.take_metrics()
     if accept is not None:
         metrics |= {

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onepolicy.types import Completion, Finish, RoutingTrace
+from onepolicy.types import Completion, FinishReason, RoutingTrace
 
 
 class Part(Protocol):
@@ -33,7 +33,7 @@ class Part(Protocol):
     def top_logp(self) -> Tensor | None: ...  # [n, k] float32
 
 
-def joined(parts: Sequence[Part], finish: Finish, first_slot: int) -> Completion:
+def joined(parts: Sequence[Part], finish: FinishReason, first_slot: int) -> Completion:
     """One completion of all parts; the routes of each are those it was sampled with, from `first_slot` on.
 
     The last token of a part is fed by the next one, so the parts' rows follow each other without a gap.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from onepolicy.build import components, engines
 from onepolicy.build.calibrate import calibrate
-from onepolicy.build.learner import resolve_model, use_threads
+from onepolicy.build.learner import resolve_model, set_num_threads
 from onepolicy.config import RunConfig
 from onepolicy.models.load import parse_device
 from onepolicy.rollout.spec import EngineSpec
@@ -33,12 +33,12 @@ def evaluate_model(config: RunConfig, run: Path | None, step: int | None) -> dic
         checkpoint.verify(folder)
         model = model.model_copy(update={"path": str(folder)})
     model = resolve_model(model)
-    use_threads(config)
-    environment, tokenizer, max_len = components.open_environment(config, model)
+    set_num_threads(config)
+    environment, tokenizer, max_len = components.build_environment(config, model)
     device = parse_device(config.train.device)
     quant, own = config.rollout.quant, config.rollout.engine
     if quant is not None and not config.eval.quantised:
-        engine = components.build_unquantised(config, model, device, max_len)
+        engine = components.build_unquantised_engine(config, model, device, max_len)
     else:
         spec = EngineSpec(model, own, device, max_len, numerics=config.numerics, quant=quant)
         engine = engines.build_engine(spec)

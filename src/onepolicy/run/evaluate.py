@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
-from onepolicy.interfaces import Environment, EpisodeError, Metered, Problem, RolloutEngine
+from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
 from onepolicy.rollout.collect import play, seed_of, together
 from onepolicy.types import Sample, Sampling
 
@@ -51,7 +51,7 @@ async def evaluate(
     first = [attempt(p, greedy, -1) for p in problems] if config.greedy else []
     rest = [attempt(p, sampled, m) for p in problems for m in range(config.k)]
     episodes = await together([*first, *rest])
-    if isinstance(environment, Metered):
+    if isinstance(environment, MetricsSource):
         environment.take_metrics()  # what ran out of time here is not the next step's
     solved = [samples[-1].reward >= solved_at for samples in episodes]
     metrics = {

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from onepolicy.config import UsageError
-from onepolicy.files import replaced
+from onepolicy.files import replace_atomically
 from onepolicy.report.jsonl import METRICS as METRICS_FILE
 from onepolicy.report.jsonl import SAMPLES, read_metrics, read_samples
 
@@ -260,7 +260,7 @@ def truncate_after(folder: Path, step: int) -> None:
         if not path.exists():
             continue
         kept = [row for row in read(folder) if row["step"] <= step]
-        with replaced(path) as temporary:
+        with replace_atomically(path) as temporary:
             temporary.write_bytes(b"".join(_line(row) for row in kept))
 
 

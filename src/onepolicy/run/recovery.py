@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig, ServerEngineConfig, TrainingError, UsageError
-from onepolicy.interfaces import LastingEngine
+from onepolicy.interfaces import PersistentEngine
 from onepolicy.sync.check import push_weights, readopt
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ async def retry_on_engine_loss(
     engine, config = parts.engine, parts.config.rollout.engine
     patience = config.patience_s if isinstance(config, ServerEngineConfig) else 0
     patience = PATIENCE_S if patience is None else patience
-    if not isinstance(engine, LastingEngine):  # several engines as one look after themselves
+    if not isinstance(engine, PersistentEngine):  # several engines as one look after themselves
         return await work()
     from onepolicy.rollout.servers.http import EngineLost
 
@@ -93,7 +93,7 @@ async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None
                 return  # somebody is there
 
 
-async def _back(parts: Components, engine: LastingEngine, lost: EngineLost, end: float) -> None:
+async def _back(parts: Components, engine: PersistentEngine, lost: EngineLost, end: float) -> None:
     """Once it is there: is it fit, does its reload work? Then the learner's weights."""
     from onepolicy.rollout.servers.http import EngineLost, NoEngine
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from onepolicy.build.components import Components
 from onepolicy.config import RunConfig
 from onepolicy.correct.weights import reweight
-from onepolicy.interfaces import Metered
+from onepolicy.interfaces import MetricsSource
 from onepolicy.objective.advantages import compute_advantages, compute_outcomes, has_signal
 from onepolicy.rollout.collect import collect
 from onepolicy.run.hooks import build_hooks
@@ -118,7 +118,7 @@ def add_timings(parts: Components, result: StepResult, timer: StepTimer) -> Step
     times = timer.metrics()
     slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)
     result.metrics |= times | {"train/tokens_per_second": slots / times["time/step"]}
-    if isinstance(parts.engine, Metered):
+    if isinstance(parts.engine, MetricsSource):
         result.metrics |= parts.engine.take_metrics()
     return result
 

@@ -13,7 +13,7 @@ from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.divergence.routing import routing_disagreement
-from onepolicy.files import replaced
+from onepolicy.files import replace_atomically
 from onepolicy.interfaces import Scorer
 from onepolicy.types import TokenBatch
 
@@ -169,7 +169,7 @@ def save_counterfactual(
         tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
     prints = {"fingerprint": fingerprint, "rollout": json.dumps(sorted(batch.fingerprints))}
-    with replaced(path) as temporary:
+    with replace_atomically(path) as temporary:
         save_file(
             {name: value.contiguous() for name, value in tensors.items()},
             temporary,

@@ -64,7 +64,7 @@ def start_run(
     if (shrinks := warning(config.correction, tokens, turns=turns)) is not None:
         progress.note(shrinks)
     with started_ranks(config, launcher.launch_ranks) as others:
-        parts, tokenizer = components.build_parts(
+        parts, tokenizer = components.build_components(
             config, origin.weights, others, launcher.build_engine
         )
         sizes = parts.engine.caps.sizes
@@ -108,7 +108,7 @@ def resume_run(
             return _finish(config, run, origin)
         asyncio.run(wait_for_server(config, progress.note))
         with started_ranks(config, launcher.launch_ranks) as others:
-            parts, tokenizer = components.build_parts(
+            parts, tokenizer = components.build_components(
                 config, origin.weights, others, launcher.build_engine
             )
             with run_folder.convert_write_errors(run):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.interfaces import HasWeights, HoldsWeights, LastingEngine, RolloutEngine
+from onepolicy.interfaces import PersistentEngine, RolloutEngine, WeightSource, WeightTarget
 from onepolicy.types import Sampling
 
 
-async def push_weights(learner: HasWeights, *engines: HoldsWeights) -> None:
+async def push_weights(learner: WeightSource, *engines: WeightTarget) -> None:
     """Afterwards every engine samples from the learner's version, with nothing cached from an older one."""
     for engine in engines:
         await engine.load_weights(learner.named_weights(), learner.version)
@@ -33,33 +33,33 @@ MARGIN = 4
 """Times the largest difference of two probes without a sync, which is 0 where kernels are deterministic (the CPU)."""
 
 
-async def adopt(engine: LastingEngine, path: str, *, vocab: int) -> None:
+async def adopt(engine: PersistentEngine, path: str, *, vocab: int) -> None:
     """Give an engine that serves one run after another the weights of `path` (folder or hub id).
 
     Its reload is checked on the weights it was started with, by a probe made when it still held them: a run that finds
     other weights could not tell a reload that is wrong every time from one that is right. UsageError if it is wrong.
     """
     first = await _first_probe(engine, vocab)
-    if not engine.holds(path):
+    if not engine.has_initial_checkpoint(path):
         await _check_reload(engine, first, vocab)
-        await engine.load_folder(str(Path(path).resolve()) if Path(path).exists() else path, 0)
+        await engine.load_checkpoint(str(Path(path).resolve()) if Path(path).exists() else path, 0)
 
 
-async def readopt(engine: LastingEngine, *, vocab: int) -> None:
+async def readopt(engine: PersistentEngine, *, vocab: int) -> None:
     """The same for one that was restarted while a run goes on, which then gives it the learner's weights."""
     await _check_reload(engine, await _first_probe(engine, vocab), vocab)
 
 
-async def _first_probe(engine: LastingEngine, vocab: int) -> list[float]:
-    first = engine.first_probe()
+async def _first_probe(engine: PersistentEngine, vocab: int) -> list[float]:
+    first = engine.initial_canary()
     if first is None:
         first = (await probe(engine, vocab)).tolist()
-        await engine.remember(first)
+        await engine.store_initial_canary(first)
     return first
 
 
-async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -> None:
-    await engine.load_folder(None, 0)
+async def _check_reload(engine: PersistentEngine, first: list[float], vocab: int) -> None:
+    await engine.load_checkpoint(None, 0)
     after, again = await probe(engine, vocab), await probe(engine, vocab)
     noise, moved = (
         float((again - after).abs().max()),
@@ -73,7 +73,7 @@ async def _check_reload(engine: LastingEngine, first: list[float], vocab: int) -
         )
 
 
-async def checked_push(learner: HasWeights, engine: RolloutEngine, *, vocab: int) -> None:
+async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: int) -> None:
     """The first sync: engine still holds the weights that learner started from. TrainingError if it moves anything."""
     before, again = await probe(engine, vocab), await probe(engine, vocab)
     await push_weights(learner, engine)

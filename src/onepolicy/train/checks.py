@@ -12,7 +12,7 @@ from onepolicy.config import FromRollout, TrainingError, UsageError
 from onepolicy.config.objective import MIN_AGREEMENT, ReplayConfig
 from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
-from onepolicy.types import LARGEST_LOGP, TokenBatch
+from onepolicy.types import MAX_LOGP, TokenBatch
 
 LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_batch(batch: TokenBatch, replay: ReplayConfig, vocab: int) -> None:
         (
             "logp_rollout",
             logp,
-            ~batch.trainable | (logp.isfinite() & (logp <= LARGEST_LOGP)),
+            ~batch.trainable | (logp.isfinite() & (logp <= MAX_LOGP)),
             "no log-probability",
         ),
         ("outcome", outcome, outcome.isfinite(), "no number"),

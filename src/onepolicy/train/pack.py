@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.types import Group, RoutingTrace, TokenBatch, all_known
+from onepolicy.types import Group, RoutingTrace, TokenBatch, merge_fingerprints
 
 
 def pack(groups: list[Group]) -> TokenBatch:
@@ -66,7 +66,7 @@ def pack(groups: list[Group]) -> TokenBatch:
         routing=None
         if missing
         else RoutingTrace.concat([s.routing for s in samples if s.routing is not None]),
-        fingerprints=all_known([s.fingerprints for s in samples]),
+        fingerprints=merge_fingerprints([s.fingerprints for s in samples]),
     )
 
 

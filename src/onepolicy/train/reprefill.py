@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 
 from onepolicy.config import UsageError
-from onepolicy.interfaces import Weights
+from onepolicy.interfaces import NamedWeights
 from onepolicy.models.fp32_head import load_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.scorer import PolicyScorer
@@ -53,7 +53,7 @@ class Reprefill:
             for group in groups
         ]
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors, cast to the model's dtype."""
         load_weights(self._scorer.model, weights)
         self.version = version

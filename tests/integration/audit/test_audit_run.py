@@ -31,14 +31,14 @@ EVERY_STEP = (
 def audited(train, monkeypatch):
     """Return audited("a.b=c", late=1, ...), which runs `audit RUN` on a run whose engine has this
     fault."""
-    build = components.build_parts
+    build = components.build_components
 
     def run(*overrides, **fault):
         def planted(*args, **more):
             parts, tokenizer = build(*args, **more)
             return dataclasses.replace(parts, engine=Planted(parts.engine, **fault)), tokenizer
 
-        monkeypatch.setattr(components, "build_parts", planted)
+        monkeypatch.setattr(components, "build_components", planted)
         return audit(train(None, *EVERY_STEP, *overrides), {})
 
     return run
@@ -109,7 +109,7 @@ def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
     config = measure_config(
         {}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None
     )
-    parts, _ = components.build_measure_parts(config)
+    parts, _ = components.build_measure_components(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, temperature=temperature))
 
     async def sampled():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from onepolicy.build.engines import check_engine
+from onepolicy.build.engines import check_engine_capabilities
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.correction import presets
@@ -100,8 +100,8 @@ def test_engines_that_return_fewer_are_refused(most, centering, words):
     ]
     config = resolve(tree, settings)
     with pytest.raises(UsageError, match=words):
-        check_engine(
+        check_engine_capabilities(
             config,
-            EngineCaps(routing=False, max_len=9, top_logprobs=most),
+            EngineCaps(returns_routes=False, max_len=9, top_logprobs=most),
             config.correction.top_logprobs(64),
         )

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.components import build_engine_and_scorer, load_tokenizer_and_max_len
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError
@@ -200,8 +200,8 @@ def sound(policy):
         "rollout.engine.max_len=96",
     ]
     config = measure_config({}, settings, None)
-    tokenizer, max_len = open_tokenizer(config, config.model)
-    return build_pair(config, config.model, max_len), tokenizer, {}
+    tokenizer, max_len = load_tokenizer_and_max_len(config, config.model)
+    return build_engine_and_scorer(config, config.model, max_len), tokenizer, {}
 
 
 def checked(sound, kind=Faulty, *, live=False):

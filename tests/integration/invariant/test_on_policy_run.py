@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from onepolicy.audit.own import bitwise
-from onepolicy.build.components import MeasureComponents, SamplingComponents, build_parts
+from onepolicy.build.components import MeasureComponents, SamplingComponents, build_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
 from onepolicy.config import TrainingError, UsageError, load
@@ -53,7 +53,7 @@ def weights(run, step=2):
 
 def parts_of(recipe, *overrides):
     config = load(str(recipe), ["numerics=on-policy", *overrides])
-    return build_parts(config)[0]
+    return build_components(config)[0]
 
 
 def measured(parts):

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from onepolicy.build.components import build_measure_parts
+from onepolicy.build.components import build_measure_components
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.cli import main
@@ -24,7 +24,7 @@ def measured(policy, *overrides, older=0.0, **fault):
     """Measure the policy. older: distance of the engine's weights from the trainer's, in units of
     each tensor's deviation."""
     config = measure_config({}, [f"model.path={policy}", *SETTINGS, *overrides], None)
-    parts, tokenizer = build_measure_parts(config)
+    parts, tokenizer = build_measure_components(config)
     parts = dataclasses.replace(parts, engine=Planted(parts.engine, **fault))
 
     async def run():

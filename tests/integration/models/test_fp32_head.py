@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_components
 from onepolicy.config import HFEngineConfig, ModelConfig, RolloutConfig, UsageError, resolve
 from onepolicy.models.fp32_head import Fp32Head, install_fp32_head, load_weights
 from onepolicy.models.prepare import prepare_for_training
@@ -143,7 +143,7 @@ def test_a_bfloat16_copy_comes_nearer_to_the_trainer(policy):
         "train": {"threads": 1},
         "log": {"tensorboard": False, "report": False},
     }
-    parts, _ = build_parts(resolve(settings))
+    parts, _ = build_components(resolve(settings))
 
     async def sampled():
         groups, _ = await collect(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy import bind_routers
-from onepolicy.build.components import Components, build_parts
+from onepolicy.build.components import Components, build_components
 from onepolicy.config import UsageError, resolve
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.objective.advantages import compute_outcomes
@@ -56,7 +56,7 @@ def parts_of(policy, *overrides: str) -> Components:
         "train": {"threads": 1},
         "log": {"tensorboard": False, "report": False},
     }
-    return build_parts(resolve(recipe, list(overrides)))[0]
+    return build_components(resolve(recipe, list(overrides)))[0]
 
 
 def rollout(parts: Components, step: int = 0) -> TokenBatch:

@@ -120,7 +120,7 @@ def test_every_source_is_checked_at_its_first_forward(
             _replay(model, routers, make(wrong))
         _replay(model, routers, make(own.ids))
         _replay(model, routers, make(own.ids))
-    assert len({make(own.ids).made.source for make in sources.values()}) == len(sources)
+    assert len({make(own.ids).origin.source for make in sources.values()}) == len(sources)
 
 
 def test_a_source_that_passed_is_checked_again_later(

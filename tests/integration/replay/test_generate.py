@@ -163,7 +163,7 @@ def test_recomputes_and_hooks_leave_nothing_behind(model: PreTrainedModel) -> No
     with routers.record() as tape:
         trained(input_ids=PROMPTS, use_cache=False).logits.sum().backward()
     assert tape.forward_rows() == [PROMPTS.numel()]
-    assert tape.trace().made.steps == ()
+    assert tape.trace().origin.steps == ()
     assert before == {name: len(m._forward_pre_hooks) for name, m in trained.named_modules()}
 
 

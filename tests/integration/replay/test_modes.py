@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from onepolicy import bind_routers
-from onepolicy.build.engines import check_engine
+from onepolicy.build.engines import check_engine_capabilities
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, UsageError, resolve
 from onepolicy.interfaces import EngineCaps
@@ -335,13 +335,16 @@ def test_every_mode_trains(train, mode: str) -> None:
 
 def test_an_engine_that_lacks_a_modes_data_is_refused() -> None:
     base = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
-    neither, routes = EngineCaps(routing=False, max_len=8), EngineCaps(routing=True, max_len=8)
+    neither, routes = (
+        EngineCaps(returns_routes=False, max_len=8),
+        EngineCaps(returns_routes=True, max_len=8),
+    )
     with pytest.raises(UsageError, match=r"replay\.mode: r3 needs the rollout's routes"):
-        check_engine(resolve(base), neither, 0)
+        check_engine_capabilities(resolve(base), neither, 0)
     with pytest.raises(UsageError, match="weights needs the combine weights"):
-        check_engine(resolve(base, ["replay.mode=weights"]), routes, 0)
-    check_engine(resolve(base), routes, 0)
-    check_engine(resolve(base, ["replay.mode=off"]), neither, 0)
+        check_engine_capabilities(resolve(base, ["replay.mode=weights"]), routes, 0)
+    check_engine_capabilities(resolve(base), routes, 0)
+    check_engine_capabilities(resolve(base, ["replay.mode=off"]), neither, 0)
 
 
 def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) -> None:
@@ -359,7 +362,7 @@ def test_the_engine_returns_the_weights_of_its_routes(prefix_reuse: bool) -> Non
     agrees closely."""
     config = HFEngineConfig(dtype="float32", slots=3, prefix_reuse=prefix_reuse)
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, weights=True)
-    assert engine.caps.routing_weights
+    assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]
     requests = ragged(paths, spread=12)
     stock = make("qwen3_moe")

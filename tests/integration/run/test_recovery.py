@@ -271,7 +271,7 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
     def built(*arguments):
         raise TrainingError(f"built after {len(asked)}")
 
-    monkeypatch.setattr(components, "build_parts", built)
+    monkeypatch.setattr(components, "build_components", built)
     with Server({"GET /health": health}) as server:
         run_folder.create_run_folder(
             tmp_path / "run", run_of(server.url), run_folder.FROM_SCRATCH, "{}"

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from onepolicy.build.components import build_parts
+from onepolicy.build.components import build_components
 from onepolicy.config import ModelConfig, load
 from onepolicy.models.load import load_model
 from onepolicy.objective.advantages import compute_outcomes
@@ -36,7 +36,7 @@ def test_old_tokens_have_the_gradient_of_the_trained_weights(recipe, policy, mos
     is 1."""
     correction = ["preset=recompute"] if most is None else ["preset=tis", f"weight.high={most}"]
     config = load(recipe, [*SETTINGS, *(f"correction.{setting}" for setting in correction)])
-    parts, _ = build_parts(config)
+    parts, _ = build_components(config)
     learner, found = parts.learner, {}
 
     async def play():
@@ -104,7 +104,7 @@ def by_hand(model, groups, most):
 def test_routes_without_agreement_may_be_wrong_or_old(recipe):
     """The error mentions old weights if, and only if, the tokens are of older weights."""
     config = load(recipe, ["out=unused", "rollout.max_staleness=1"])
-    parts, _ = build_parts(config)
+    parts, _ = build_components(config)
 
     async def play():
         await push_weights(parts.learner, parts.engine)

@@ -104,7 +104,7 @@ class Notes(Progress):
 def test_a_run_says_so_before_it_loads_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(components, "build_parts", lambda *_: None)
+    monkeypatch.setattr(components, "build_components", lambda *_: None)
     tree = {
         "out": str(tmp_path / "run"),
         "steps": 1,
@@ -113,7 +113,7 @@ def test_a_run_says_so_before_it_loads_anything(
     }
     for name, expected in (("trl-default", 1), ("tis", 0)):
         notes = Notes()
-        with pytest.raises(TypeError):  # build_parts returned nothing to train
+        with pytest.raises(TypeError):  # build_components returned nothing to train
             train.start_run(
                 resolve(tree, [f"correction.preset={name}", "rollout.sampling.max_tokens=8000"]),
                 notes,

@@ -18,7 +18,7 @@ from onepolicy.invariant.fingerprint import (
     short_digest,
 )
 from onepolicy.invariant.require_equal import require_equal
-from onepolicy.types import all_known
+from onepolicy.types import merge_fingerprints
 from support.objective_batches import batch as packed
 
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def test_settings_of_torch_are_seen(ours):
 
 def test_unknown_of_one_is_unknown_of_all():
     a, b = frozenset({"a"}), frozenset({"b"})
-    assert all_known([a, b]) == {"a", "b"}
-    assert all_known([a, frozenset()]) == frozenset()
+    assert merge_fingerprints([a, b]) == {"a", "b"}
+    assert merge_fingerprints([a, frozenset()]) == frozenset()
     assert "no fingerprint" in difference_reason("{}", frozenset())
     assert short_digest("a") != short_digest("b")
 

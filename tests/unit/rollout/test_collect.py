@@ -187,7 +187,7 @@ def test_every_turn_says_how_its_episode_began():
 
     class Notes(Engine):
         async def generate(self, tokens, sampling, *, seed):
-            asked.append((tokens, sampling.first_prompt))
+            asked.append((tokens, sampling.initial_prompt_len))
             return await super().generate(tokens, sampling, seed=seed)
 
     class Turns(Failing):

@@ -259,5 +259,5 @@ def test_an_engine_and_a_trainer_in_parallel_share_the_cores(settings, threads, 
     chosen = []
     monkeypatch.setattr(learner.os, "cpu_count", lambda: 6)
     monkeypatch.setattr(learner.torch, "set_num_threads", chosen.append)
-    learner.use_threads(resolve(BASE, settings))
+    learner.set_num_threads(resolve(BASE, settings))
     assert chosen == ([] if threads is None else [threads])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.audit.schema import write_parquet
-from onepolicy.files import replaced
+from onepolicy.files import replace_atomically
 
 
 def write_step(
@@ -17,6 +17,6 @@ def write_step(
     """FOLDER/step_00012_0.parquet: rows of schema version 1 of one training step. Complete or absent."""
     path = Path(folder) / f"step_{step:05d}_{rank}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as temporary:
+    with replace_atomically(path) as temporary:
         write_parquet(temporary, rows)
     return path

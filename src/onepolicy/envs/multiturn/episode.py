@@ -15,7 +15,7 @@ from onepolicy.envs.multiturn.render import check_known, check_length, decode, u
 from onepolicy.envs.multiturn.tool_dialogue import Dialogue
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
-from onepolicy.types import Finish, Sample
+from onepolicy.types import FinishReason, Sample
 
 
 class Problems(Protocol):
@@ -100,7 +100,7 @@ class Episode:
         self.env, self._sample = env, sample
         self._opening = env.opening(problem)
         self.path = Trajectory(env.dialogue.start(self._opening), rows=env.rows)
-        self.finish: Finish = "stop"
+        self.finish: FinishReason = "stop"
         self.events: list[str] = []
         self._left: list[Trajectory] = []  # histories that were rewritten
         self._turns: list[str] = []

@@ -10,7 +10,7 @@ from onepolicy.envs.multiturn.render import ASCII, unknown_characters
 from onepolicy.envs.multiturn.tool_dialogue import CallDialogue, Turn, build_calls
 from onepolicy.envs.tasks.single_turn import Task
 from onepolicy.envs.tools import build_tools
-from onepolicy.interfaces import Metered, Problem
+from onepolicy.interfaces import MetricsSource, Problem
 
 
 class ReAct(InTurns):
@@ -46,7 +46,7 @@ class ReAct(InTurns):
 
     def take_metrics(self) -> dict[str, float]:
         """Of the task's grader, since the last call."""
-        return self.task.take_metrics() if isinstance(self.task, Metered) else {}
+        return self.task.take_metrics() if isinstance(self.task, MetricsSource) else {}
 
     async def play(self, problem: Problem, episode: Episode) -> float:
         """Only an answer in a turn that ended by itself is graded; every other end earns 0."""

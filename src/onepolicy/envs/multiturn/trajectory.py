@@ -17,12 +17,12 @@ from torch import Tensor
 from onepolicy.config import RowPolicy
 from onepolicy.types import (
     Completion,
-    Finish,
+    FinishReason,
     RouteSource,
     RouteSpan,
     RoutingTrace,
     Sample,
-    all_known,
+    merge_fingerprints,
 )
 
 SOURCES: tuple[RouteSource, ...] = get_args(RouteSource)
@@ -43,7 +43,7 @@ class Trajectory:
         self._routes = Routes(rows)
         self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
-        self.finish: Finish = "stop"  # of the last turn
+        self.finish: FinishReason = "stop"  # of the last turn
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens the policy did not sample: a tool's reply, the template's tokens between turns."""
@@ -118,7 +118,7 @@ class Trajectory:
         *,
         reward: float,
         temperature: float,
-        finish: Finish | None = None,
+        finish: FinishReason | None = None,
         events: tuple[str, ...] = (),
     ) -> Sample:
         """The path up to its last sampled token. Observations after that are predicted by nobody."""
@@ -137,7 +137,7 @@ class Trajectory:
             routing=self._routes.trace(length - 1),
             top_ids=self._top(0, 0, length),
             top_logp_rollout=self._top(1, float("nan"), length),
-            fingerprints=all_known(self._fingerprints),
+            fingerprints=merge_fingerprints(self._fingerprints),
         )
 
     def _top(self, which: int, fill: float, length: int) -> Tensor | None:

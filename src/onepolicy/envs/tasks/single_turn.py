@@ -17,7 +17,7 @@ from onepolicy.envs.multiturn.render import (
     source,
 )
 from onepolicy.envs.multiturn.trajectory import Trajectory
-from onepolicy.interfaces import Metered, Problem, SampleFn
+from onepolicy.interfaces import MetricsSource, Problem, SampleFn
 from onepolicy.types import Sample
 
 
@@ -66,7 +66,7 @@ class SingleTurn:
 
     def take_metrics(self) -> dict[str, float]:
         """Of the task's grader, since the last call."""
-        return self.task.take_metrics() if isinstance(self.task, Metered) else {}
+        return self.task.take_metrics() if isinstance(self.task, MetricsSource) else {}
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
         """Before a run: prompts fit, the tokenizer knows their characters, and a right response fits in max_tokens."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from onepolicy.config import NotThere, RunConfig, UsageError
 from onepolicy.config.address import check_ray_address
 from onepolicy.config.cluster import RayCluster
-from onepolicy.no_statistics import turn_off
 from onepolicy.rollout.servers.token import checked
+from onepolicy.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import Progress
@@ -126,7 +126,7 @@ def prepare_environment(*, own: bool) -> None:
         )
     elif "RAY_AUTH_TOKEN_PATH" in os.environ:
         _check_token_file(os.environ["RAY_AUTH_TOKEN_PATH"])
-    turn_off()
+    disable_telemetry()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if own:

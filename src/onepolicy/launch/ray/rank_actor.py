@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import ray
 
-from onepolicy.no_statistics import turn_off
+from onepolicy.telemetry import disable_telemetry
 
 
 def process_info_json() -> str:
@@ -32,7 +32,7 @@ class RankProcess:
 
     def __init__(self, environment: dict[str, str]) -> None:
         """Set the variables of `environment` before torch is imported."""
-        turn_off()  # this environment comes from Ray, which somebody else may have started
+        disable_telemetry()  # this environment comes from Ray, which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.update(environment)
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from onepolicy.launch.ray.rank_actor import process_info_json
-from onepolicy.no_statistics import turn_off
+from onepolicy.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
     from onepolicy.interfaces import RolloutEngine
@@ -38,7 +38,7 @@ class ReplicaProcess:
     """
 
     def __init__(self) -> None:
-        turn_off()  # this environment comes from Ray, which somebody else may have started
+        disable_telemetry()  # this environment comes from Ray, which somebody else may have started
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None

@@ -16,7 +16,7 @@ from onepolicy.train.sharded.rank_group import ERRORS, ErrorReport
 from onepolicy.train.sharded.wire import Message, TraceHeader, number_kind, trace_from_tensors
 from onepolicy.types import (
     Completion,
-    Finish,
+    FinishReason,
     RouteSource,
     RouteSpan,
     RoutingTrace,
@@ -124,7 +124,7 @@ class CompletionHeader(TypedDict):
     """The part of a completion in a message's header. The rest are tensors of the message."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    finish: Finish
+    finish: FinishReason
     first_slot: int
     fingerprint: str | None
     trace: NotRequired[TraceHeader]

@@ -27,7 +27,7 @@ from onepolicy.config.base import shown
 from onepolicy.replay.axes import Axis, trace_from
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.replay.payloads.npy import InvalidNpyError, parse_npy
-from onepolicy.types import RoutingTrace, spans_of
+from onepolicy.types import RoutingTrace, route_spans
 
 Version = tuple[int, int]
 NEWEST_VERSION = "0.33"
@@ -119,7 +119,7 @@ def request_trace(
         axis=payload_format.axis,
         valid=torch.from_numpy(captured),
     )
-    spans = spans_of(cached, prompt, first + len(rows), version, start=first)
+    spans = route_spans(cached, prompt, first + len(rows), version, start=first)
     return RoutingTrace(trace.ids, trace.valid, trace.layers, trace.num_experts, spans)
 
 

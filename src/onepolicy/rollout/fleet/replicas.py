@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from onepolicy.config import TrainingError
-from onepolicy.interfaces import EngineCaps, Metered, Weights, WeightSizes
+from onepolicy.interfaces import EngineCaps, MetricsSource, NamedWeights, WeightSizes
 from onepolicy.rollout.fleet.broadcast import Broadcast
 from onepolicy.rollout.servers.http import EngineLost
 from onepolicy.sync.checksum import Checksums
@@ -80,7 +80,7 @@ class Replicas:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
         """TrainingError if the completion was sampled by weights from before the request, or if no engine is left."""
-        asked, root = self._oldest, prompt_ids[: sampling.first_prompt or None]
+        asked, root = self._oldest, prompt_ids[: sampling.initial_prompt_len or None]
         while True:
             engine = chosen(self._living, root)
             try:
@@ -96,7 +96,7 @@ class Replicas:
                 )
             return completion
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Requests that are running go on with them, each when its engine has them."""
         checksums = Checksums(key := secrets.token_bytes(32))
         write = partial(self._files.write, checksums.passing(weights), version, keep_older=True)
@@ -126,7 +126,7 @@ class Replicas:
         """Sums over the engines."""
         total: Counter[str] = Counter()
         for engine in self._living:
-            if isinstance(engine, Metered):
+            if isinstance(engine, MetricsSource):
                 total.update(engine.take_metrics())
         return dict(total)
 
@@ -163,9 +163,9 @@ def chosen(engines: Sequence[Replica], root: Sequence[int]) -> Replica:
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
     """What all of them can do."""
     return EngineCaps(
-        routing=all(each.routing for each in caps),
+        returns_routes=all(each.returns_routes for each in caps),
         max_len=min(each.max_len for each in caps),
-        routing_weights=all(each.routing_weights for each in caps),
+        returns_combine_weights=all(each.returns_combine_weights for each in caps),
         top_logprobs=min(each.top_logprobs for each in caps),
         seeded=all(each.seeded for each in caps),
     )

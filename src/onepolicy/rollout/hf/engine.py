@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, QuantFormat, UsageError
 from onepolicy.config.numerics import Numerics
-from onepolicy.interfaces import EngineCaps, StaticScales, Weights
+from onepolicy.interfaces import EngineCaps, NamedWeights, StaticScales
 from onepolicy.invariant.fingerprint import compute_fingerprint
 from onepolicy.invariant.numerics_contract import numerics_contract_of
 from onepolicy.models import decode_experts, linear
@@ -103,7 +103,7 @@ class HFEngine:
         self.caps = EngineCaps(
             record,
             max_len,
-            routing_weights=record and weights,
+            returns_combine_weights=record and weights,
             top_logprobs=self._vocab,
             contract=numerics_contract_of(model, logp=LOGP),
             sizes=None if self.quantised is None else self.quantised.sizes(),
@@ -134,7 +134,7 @@ class HFEngine:
                     joined(parts, part.finish, sampling.routes_from), fingerprint=self.fingerprint
                 )
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.interrupt(self.batch.take_out(self.version))
         stored: dict[str, QuantisedWeight] = (

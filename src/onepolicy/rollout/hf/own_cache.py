@@ -20,7 +20,7 @@ from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.rollout.hf.scheduler import Request
-from onepolicy.types import Completion, Finish, RoutingTrace, id_dtype, spans_of
+from onepolicy.types import Completion, FinishReason, RoutingTrace, id_dtype, route_spans
 
 
 class OwnCacheBatch:
@@ -134,7 +134,7 @@ class OwnCacheBatch:
             row[:count] = uniforms(request.seed, count, request.drawn)
         return torch.from_numpy(table).to(self.device)
 
-    def _completion(self, i: int, version: int, finish: Finish | None = None) -> Completion:
+    def _completion(self, i: int, version: int, finish: FinishReason | None = None) -> Completion:
         tokens = torch.tensor([int(t[i]) for t in self._tokens], dtype=torch.int32)
         logp = torch.tensor([float(p[i]) for p in self._logp])
         versions = torch.full((len(tokens),), version, dtype=torch.int32)
@@ -157,7 +157,7 @@ class OwnCacheBatch:
             .cpu()
             .to(id_dtype(self.routers.num_experts))
         )
-        spans = spans_of(0, size, len(ids), version)
+        spans = route_spans(0, size, len(ids), version)
         valid = torch.ones(len(ids), dtype=torch.bool)
         weights = (
             torch.cat([weights[i] for weights in self._weights]).cpu() if self._weights else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.types import Completion, Finish, Sampling
+from onepolicy.types import Completion, FinishReason, Sampling
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class Request:
         """Longest path this request may become, in tokens."""
         return len(self.prompt) + self.sampling.max_tokens
 
-    def finish(self, last_token: int) -> Finish:
+    def finish(self, last_token: int) -> FinishReason:
         return "stop" if last_token in self.sampling.stop else "length"
 
     def keep_top(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:

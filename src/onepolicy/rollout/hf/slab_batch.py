@@ -13,7 +13,7 @@ from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.rollout.hf.forward import SlabForward, Span
 from onepolicy.rollout.hf.sampler import SamplingRows, sample, uniforms
 from onepolicy.rollout.hf.scheduler import Request
-from onepolicy.types import Completion, Finish, RoutingTrace, spans_of
+from onepolicy.types import Completion, FinishReason, RoutingTrace, route_spans
 
 MIN_SHARED = 8  # tokens; a shorter common prefix is computed again rather than copied
 
@@ -242,7 +242,7 @@ class SlabBatch:
         return ended
 
     def _hand_out(
-        self, row: int, version: int, finish: Finish | None = None
+        self, row: int, version: int, finish: FinishReason | None = None
     ) -> tuple[Request, Completion]:
         request = self.rows.active[row]
         size, fed = len(request.prompt), int(self.rows.length[row])
@@ -266,7 +266,7 @@ class SlabBatch:
         if routers is None:
             return None
         wanted = slice(self.rows.active[row].sampling.routes_from, fed)
-        spans = spans_of(int(self.shared[row]), size, fed, version, start=wanted.start)
+        spans = route_spans(int(self.shared[row]), size, fed, version, start=wanted.start)
         ids = self.slab.read_routes(row, wanted, routers.num_experts)
         valid, weights = torch.ones(len(ids), dtype=torch.bool), self.slab.read_weights(row, wanted)
         return RoutingTrace(ids, valid, routers.layers, routers.num_experts, spans, weights)

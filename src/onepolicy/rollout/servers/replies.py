@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepolicy.config import printable
 from onepolicy.config.base import shown
-from onepolicy.types import LARGEST_LOGP
+from onepolicy.types import MAX_LOGP
 
 if TYPE_CHECKING:
     import httpx2
@@ -161,7 +161,7 @@ def log_probabilities(values: list[Any], name: str) -> Tensor:
                 f"{name}: {shown(value)} is no log-probability; if it stays so, the log-probabilities are not numbers "
                 "because the server's weights or kernels are broken for this model"
             )
-        if not SMALLEST_LOGP <= value <= LARGEST_LOGP:
+        if not SMALLEST_LOGP <= value <= MAX_LOGP:
             raise Malformed(
                 f"{name}: {shown(value)} is no log-probability of a token that was sampled"
             )

@@ -10,7 +10,7 @@ import statistics
 from torch import Tensor
 
 from onepolicy.config import ModelConfig, ServerEngineConfig, UsageError
-from onepolicy.interfaces import LastingEngine, RolloutEngine
+from onepolicy.interfaces import PersistentEngine, RolloutEngine
 from onepolicy.models.load import read_config
 from onepolicy.rollout.servers.http import EngineClient
 from onepolicy.rollout.spec import EngineSpec
@@ -27,7 +27,7 @@ def refuse_nccl_without_cuda(spec: EngineSpec) -> None:
         )
 
 
-async def connect(engine: LastingEngine, client: EngineClient, model: ModelConfig) -> None:
+async def connect(engine: PersistentEngine, client: EngineClient, model: ModelConfig) -> None:
     """Connect, and give the server the weights of `model`, like an engine that loaded them itself."""
     with client.starting():
         await engine.connect()

@@ -30,7 +30,7 @@ from onepolicy.rollout.servers.replies import (
     most_bytes,
     token_ids,
 )
-from onepolicy.types import LARGEST_LOGP, RouteSource, RouteSpan, RoutingTrace, Sampling
+from onepolicy.types import MAX_LOGP, RouteSource, RouteSpan, RoutingTrace, Sampling
 
 MOST_RETRACTIONS = 10**6  # of one request
 MASK_BYTES = 12  # of JSON for one token id of a sampling mask, at most
@@ -181,7 +181,7 @@ def _top(meta: dict, n: int, asked: int, vocab: int) -> tuple[Tensor | None, Ten
     for value, token in (pair for row in pairs for pair in row):
         if not 0 <= token < vocab:
             raise Malformed(f"{name}: {shown(token)} is no token id in 0..{vocab - 1}")
-        if not is_number(value) or not SMALLEST_LOGP <= value <= LARGEST_LOGP:
+        if not is_number(value) or not SMALLEST_LOGP <= value <= MAX_LOGP:
             raise Malformed(f"{name}: {shown(value)} is no log-probability")
     return likeliest([[(token, value) for value, token in row] for row in pairs], asked, name)
 

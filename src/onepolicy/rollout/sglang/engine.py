@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError
-from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
@@ -62,7 +62,9 @@ class SGLangEngine:
         text = hf_config.get_text_config()
         vocab = int(text.vocab_size)
         self.version = 0
-        self.caps = EngineCaps(routing=routes is not None, max_len=max_len, top_logprobs=vocab)
+        self.caps = EngineCaps(
+            returns_routes=routes is not None, max_len=max_len, top_logprobs=vocab
+        )
         self.config = config
         self.client, self._once = clients(config, server="the SGLang server")
         self._model = Model(vocab, int(text.num_hidden_layers), routes)
@@ -77,7 +79,7 @@ class SGLangEngine:
     async def connect(self) -> None:
         """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
 
-        Its weights are its own until load_folder or load_weights.
+        Its weights are its own until load_checkpoint or load_weights.
         """
         with self.client.starting(), self._once.starting():
             self.served = await handshake(self.client, self._hf_config, self.config, self.caps)
@@ -97,7 +99,7 @@ class SGLangEngine:
         ).tolist()
         return await self._sample(prompt, sampling, seed)
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Give these tensors to the server. All of the model's must be there, in its shapes.
 
         rollout.engine.pause says what becomes of requests that are running. After a failure the server stays paused.
@@ -125,31 +127,31 @@ class SGLangEngine:
                     flush=flush,
                 )
 
-    async def load_folder(self, path: str | None, version: int) -> None:
+    async def load_checkpoint(self, path: str | None, version: int) -> None:
         """A checkpoint both processes see; None: the one the server was started with."""
         assert self.served is not None
         async with self._update(version) as (name, flush):
             await sync.from_folder(self.client, path or self.served.model, name, flush=flush)
 
-    def holds(self, path: str) -> bool:
+    def has_initial_checkpoint(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path`."""
         assert self.served is not None
         return self._name.weights == FIRST and os.path.realpath(
             self.served.model
         ) == os.path.realpath(path)
 
-    def first_probe(self) -> list[float] | None:
+    def initial_canary(self) -> list[float] | None:
         """What `remember` was given since the server started. UsageError if it is too late to make one."""
         if not self._name.probe and self._name.weights != FIRST:
             raise UsageError(
                 f"rollout.engine.url: the SGLang server at {self.client.url} was given other weights before a run had "
                 "probed those it was started with; restart it"
             )
-        return self._name.first_probe()
+        return self._name.initial_canary()
 
-    async def remember(self, first_probe: list[float]) -> None:
+    async def store_initial_canary(self, canary: list[float]) -> None:
         """The name of its weights is all that a server keeps for us."""
-        await self._rename(self._name.with_probe(first_probe))
+        await self._rename(self._name.with_probe(canary))
 
     async def reset_cache(self) -> None:
         """Forget every cached prefix."""

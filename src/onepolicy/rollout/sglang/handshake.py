@@ -41,7 +41,7 @@ class Name:
             return None
         ours = cls(*found.groups())
         try:
-            ours.first_probe()
+            ours.initial_canary()
         except ValueError:  # no base64, or no whole numbers of 4 bytes
             return None
         return ours
@@ -55,7 +55,7 @@ class Name:
         """Prefixes are shared among requests of one key."""
         return f"{self.run}.{self.weights}"
 
-    def first_probe(self) -> list[float] | None:
+    def initial_canary(self) -> list[float] | None:
         if not self.probe:
             return None
         return np.frombuffer(base64.urlsafe_b64decode(self.probe), dtype="<f4").tolist()
@@ -179,7 +179,7 @@ def _check(
             raise UsageError(
                 f"{where} has {setting}={info[setting]}, and takes broadcast weights only with 1; use sync=disk"
             )
-    if not caps.routing:
+    if not caps.returns_routes:
         return
     if not info.get("enable_return_routed_experts"):
         raise UsageError(

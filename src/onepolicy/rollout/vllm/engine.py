@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, UsageError, VLLMEngineConfig
-from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
@@ -66,7 +66,7 @@ class VLLMEngine:
         self.version = 0
         self._vocab = int(text.vocab_size)
         self.caps = EngineCaps(
-            routing=routes is not None, max_len=max_len, top_logprobs=self._vocab
+            returns_routes=routes is not None, max_len=max_len, top_logprobs=self._vocab
         )
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         LOG.info("starting vLLM and loading %s", model.path)
@@ -107,7 +107,7 @@ class VLLMEngine:
         )
         return await self._driver.run(prompt, sampling, seed, self.version)
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Take over these tensors, cast to the engine's dtype. All of the model's must be there, in its shapes."""
         self._driver.clear("load_weights")
         self.version = (

@@ -182,7 +182,7 @@ def _check_settings(
         raise UsageError(
             f"{where} returns {told.logprobs_mode}, not log-probabilities of the distribution sampled from; {START}"
         )
-    if not caps.routing:
+    if not caps.returns_routes:
         return
     if not told.routes:
         raise UsageError(f"{where} does not return routes; {START}, or set replay.mode=off")

@@ -26,7 +26,7 @@ from onepolicy.rollout.servers.replies import (
     most_bytes,
     token_ids,
 )
-from onepolicy.types import LARGEST_LOGP, Completion, Finish, RoutingTrace, Sampling
+from onepolicy.types import MAX_LOGP, Completion, FinishReason, RoutingTrace, Sampling
 
 NO_LOGP = -9999.0  # what vLLM writes for a log-probability it does not have, and for minus infinity
 PREFIX = "token_id:"
@@ -200,12 +200,12 @@ def _entry(entry: Any, vocab: int) -> tuple[int, float]:
     plain = digits.isascii() and digits.isdecimal() and len(digits) <= LONGEST_ID
     if not name.startswith(PREFIX) or not plain or int(digits) >= vocab:
         raise Malformed(f"logprobs: expected {PREFIX}ID, got {name[:60]!r}")
-    if not is_number(value) or not SMALLEST_LOGP <= value <= LARGEST_LOGP:
+    if not is_number(value) or not SMALLEST_LOGP <= value <= MAX_LOGP:
         raise Malformed(f"logprobs: {shown(value)} is no log-probability (token {digits})")
     return int(digits), float(value)
 
 
-def _finish(reason: str, tokens: list[int], sampling: Sampling) -> Finish:
+def _finish(reason: str, tokens: list[int], sampling: Sampling) -> FinishReason:
     """Does the way it ended fit the tokens? An abort that came after the last token changes nothing."""
     stopped = bool(tokens) and tokens[-1] in sampling.stop
     full = len(tokens) == sampling.max_tokens

@@ -18,7 +18,6 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.config.engine import ServeConfig
-from onepolicy.no_statistics import OFF
 from onepolicy.rollout.servers.http import EngineClient, is_loopback
 from onepolicy.rollout.servers.token import forget, made_for, token_of
 from onepolicy.rollout.vllm import keeper
@@ -26,6 +25,7 @@ from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.guard import HOSTS, TOKEN, VOCAB, Guard
 from onepolicy.rollout.vllm.start import engine_arguments
 from onepolicy.rollout.vllm.worker import WorkerExtension
+from onepolicy.telemetry import OPT_OUT
 
 PATIENCE_S = 1800.0  # until a server that neither answers nor ends is given up
 ENDING_S = 30.0  # that the server has to end by itself
@@ -158,7 +158,7 @@ def hosts_of(host: str, names: Sequence[str]) -> list[str]:
 
 def environment(token: str, *, hosts: Sequence[str], vocab: int, cpu: bool) -> dict[str, str]:
     """Of the server's process."""
-    ours = {"VLLM_SERVER_DEV_MODE": "1", **OFF}  # pause, weights and worker calls over HTTP
+    ours = {"VLLM_SERVER_DEV_MODE": "1", **OPT_OUT}  # pause, weights and worker calls over HTTP
     if cpu:
         ours |= {
             "TORCHDYNAMO_DISABLE": "1"

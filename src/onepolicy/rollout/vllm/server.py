@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.config.base import shown
-from onepolicy.interfaces import EngineCaps, Weights
+from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
 from onepolicy.replay.checks import RouteSpec
@@ -50,7 +50,7 @@ CallWorkers = Callable[..., Awaitable[list[Any]]]
 """A method of rollout/vllm/worker.py and its arguments -> what each worker returned."""
 
 
-def written(files: WeightFiles, weights: Weights, version: int) -> tuple[Path, Sums]:
+def written(files: WeightFiles, weights: NamedWeights, version: int) -> tuple[Path, Sums]:
     """Files of these tensors, and their checksums."""
     checksums = Checksums()
     folder = files.write(checksums.passing(weights), version)
@@ -68,7 +68,12 @@ async def from_files(call: CallWorkers, folder: Path, sums: Sums, version: int) 
 
 
 async def by_broadcast(
-    call: CallWorkers, weights: Weights, version: int, *, config: VLLMServerConfig, workers: int
+    call: CallWorkers,
+    weights: NamedWeights,
+    version: int,
+    *,
+    config: VLLMServerConfig,
+    workers: int,
 ) -> None:
     """call: one that tries once, because a broadcast cannot be repeated from one end."""
     assert config.sync != "disk"
@@ -140,7 +145,7 @@ class VLLMServer:
         `connect` before anything else."""
         text = hf_config.get_text_config()
         self.version = 0
-        self.caps = EngineCaps(routing=routes is not None, max_len=max_len)
+        self.caps = EngineCaps(returns_routes=routes is not None, max_len=max_len)
         self.client, self._once = clients(config, server="the vLLM server")
         self.config, self._text, self._routes, self._quant = config, text, routes, quant
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
@@ -155,7 +160,7 @@ class VLLMServer:
     async def connect(self) -> None:
         """Is the server there, of this model, and does it return what was sampled from? UsageError if not.
 
-        Its weights are its own until load_folder or load_weights.
+        Its weights are its own until load_checkpoint or load_weights.
         """
         self.version = 0
         with self.client.starting():
@@ -169,7 +174,7 @@ class VLLMServer:
             if served.weights.endswith(
                 INCOMPLETE
             ):  # an update broke off: it cannot be asked for anything
-                await self.load_folder(None, 0)
+                await self.load_checkpoint(None, 0)
             await check_probabilities(self)
 
     async def generate(
@@ -229,7 +234,7 @@ class VLLMServer:
         await self.client.post("/resume")
         self._here().open.set()
 
-    async def load_weights(self, weights: Weights, version: int) -> None:
+    async def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Give these tensors to the server. All of the model's must be there, in its shapes.
 
         TrainingError if what arrives is not what was sent; the engine then has no version and answers nothing.
@@ -248,7 +253,7 @@ class VLLMServer:
                     )
                     await by_broadcast(call, tensors, version, config=self.config, workers=workers)
 
-    def holds(self, path: str) -> bool:
+    def has_initial_checkpoint(self, path: str) -> bool:
         """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
         model = self._known.model
         same = (
@@ -256,7 +261,7 @@ class VLLMServer:
         )
         return same and self._weights == FIRST
 
-    def first_probe(self) -> list[float] | None:
+    def initial_canary(self) -> list[float] | None:
         """What `remember` was given since the server started. UsageError if it is too late to make one."""
         known = self._known
         if known.first_probe is None and known.weights != FIRST:
@@ -266,11 +271,11 @@ class VLLMServer:
             )
         return known.first_probe
 
-    async def remember(self, first_probe: list[float]) -> None:
+    async def store_initial_canary(self, canary: list[float]) -> None:
         """Keep, in the server, a probe of the weights it was started with, for later runs."""
-        await self.call_workers("onepolicy_remember", first_probe)
+        await self.call_workers("onepolicy_remember", canary)
 
-    async def load_folder(self, path: str | None, version: int) -> None:
+    async def load_checkpoint(self, path: str | None, version: int) -> None:
         """A checkpoint both processes see; None: the one the server was started with. No request may be running."""
         async with self._replacing(version):
             await self.call_workers("onepolicy_load", *([] if path is None else [path]))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from onepolicy.config import QuantFormat, UsageError, VLLMEngineConfig
-from onepolicy.no_statistics import OFF
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat, parse_version, payload_format_of
 from onepolicy.rollout.vllm import quant as vllm_quant
 from onepolicy.rollout.vllm.compatibility import CPU, Deployment, deployment_of, refuse_known_bad
+from onepolicy.telemetry import OPT_OUT
 
 # In this process, so that weights are handed over without a copy; quiet; nothing sent anywhere.
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OFF}
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **OPT_OUT}
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
 OLDEST, NEWEST = (0, 16), (0, 33)
 """Versions whose Python interface is the one used here. Run: 0.30 on the CPU; the others were read."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from onepolicy.interfaces import Weights
+from onepolicy.interfaces import NamedWeights
 
 
-def reload(worker: Any, weights: Weights) -> None:
+def reload(worker: Any, weights: NamedWeights) -> None:
     """worker: one of vLLM's. weights: under their checkpoint names, a layer's together; read once."""
     try:
         worker.reload_weights(weights_iterator=iter(weights))

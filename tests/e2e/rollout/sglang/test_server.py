@@ -65,7 +65,7 @@ def server(folders, tmp_path_factory):
 def fresh(server, folders):
     """Return checksums of the server's initial weights, and greedy log-probabilities under them."""
     engine = open_engine(server, folders[0])
-    assert engine.holds(str(folders[0]))
+    assert engine.has_initial_checkpoint(str(folders[0]))
     asyncio.run(adopt(engine, str(folders[0]), vocab=engine.caps.top_logprobs))
     return checksums(server), greedy(engine)
 
@@ -74,7 +74,7 @@ def fresh(server, folders):
 def engine(fresh, server, folders):
     """Return the engine with the first policy and nothing cached."""
     found = open_engine(server, folders[0])
-    asyncio.run(found.load_folder(None, 0))
+    asyncio.run(found.load_checkpoint(None, 0))
     return found
 
 
@@ -159,10 +159,10 @@ def test_updated_server_equals_one_that_loaded_the_checkpoint(fresh, server, fol
     """Checksums of all tensors and log-probabilities equal those at the server's start and after
     its own load, to the bit."""
     engine = open_engine(server, folders[0], sync=way)
-    asyncio.run(engine.load_folder(str(folders[1]), 0))
+    asyncio.run(engine.load_checkpoint(str(folders[1]), 0))
     expected = checksums(server), greedy(engine)
     assert expected[0] != fresh[0]
-    asyncio.run(engine.load_folder(None, 0))
+    asyncio.run(engine.load_checkpoint(None, 0))
     assert checksums(server) == fresh[0]
     asyncio.run(checked_push(Learner(models[0]), engine, vocab=engine.caps.top_logprobs))
     assert (engine.version, checksums(server)) == (5, fresh[0])
@@ -186,7 +186,7 @@ def slow(server):
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_requests_that_span_an_update(fresh, server, folders, models, slow, mode):
     engine = open_engine(server, folders[0], pause=mode)
-    asyncio.run(engine.load_folder(None, 0))
+    asyncio.run(engine.load_checkpoint(None, 0))
     paths = prompts(3)
 
     async def updated():

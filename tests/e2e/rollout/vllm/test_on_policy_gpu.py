@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from onepolicy.build.components import build_measure_parts
+from onepolicy.build.components import build_measure_components
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.objective.advantages import compute_outcomes
@@ -35,7 +35,7 @@ def test_vllm_repeats_itself_to_the_bit(capsys):
         "group_size": 2,
     }
     tree = {"model": model, "rollout": rollout, "train": {"device": "cuda"}}
-    parts, _ = build_measure_parts(measure_config(tree, [], None))
+    parts, _ = build_measure_components(measure_config(tree, [], None))
 
     async def compare():
         groups = await sample(dataclasses.replace(parts, top_logprobs=0))

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from onepolicy.build.components import build_pair, open_tokenizer
+from onepolicy.build.components import build_engine_and_scorer, load_tokenizer_and_max_len
 from onepolicy.build.learner import resolve_model
 from onepolicy.build.measure_settings import measure_config
 from onepolicy.engine_check.command import check_pair
@@ -30,8 +30,8 @@ def test_a_quantised_engine_and_its_sync(quant, capsys):
         {"model": model, "rollout": rollout, "train": {"device": "cuda"}}, [], None
     )
     source = resolve_model(config.model)
-    tokenizer, max_len = open_tokenizer(config, source)
-    pair = build_pair(config, source, max_len)
+    tokenizer, max_len = load_tokenizer_and_max_len(config, source)
+    pair = build_engine_and_scorer(config, source, max_len)
     parts = {part.part: part for part in pair.engine.caps.sizes.parts}
     assert parts["experts"].bytes_after < 0.6 * parts["experts"].bytes_before
     vocab = pair.scorer.vocabulary

@@ -230,22 +230,22 @@ def test_without_requests_in_place_flushes_as_well(fake, models):
 
 def test_next_run_finds_what_the_last_one_left(fake, models):
     first = open_engine(fake)
-    assert first.holds(fake.folder)
-    assert first.first_probe() is None
-    asyncio.run(first.remember([-0.5, -1.25]))
+    assert first.has_initial_checkpoint(fake.folder)
+    assert first.initial_canary() is None
+    asyncio.run(first.store_initial_canary([-0.5, -1.25]))
     asyncio.run(first.load_weights(models[1][0].state_dict().items(), 4))
-    assert not first.holds(fake.folder)
+    assert not first.has_initial_checkpoint(fake.folder)
     fake.mode = "abort"  # and it died in the middle of an update
     second = open_engine(fake)
-    assert second.first_probe() == [-0.5, -1.25]
-    assert not second.holds(fake.folder)
+    assert second.initial_canary() == [-0.5, -1.25]
+    assert not second.has_initial_checkpoint(fake.folder)
     (done,) = play(second, (PROMPT, Sampling(1.0, 3)))
     assert done.version.tolist() == [4] * 3
-    asyncio.run(second.load_folder(None, 0))
+    asyncio.run(second.load_checkpoint(None, 0))
     assert torch.equal(fake.weights["lm_head.weight"], models[0][0].lm_head.weight)
     fake.version = "somebody's"
     with pytest.raises(UsageError, match="restart it"):
-        open_engine(fake).first_probe()
+        open_engine(fake).initial_canary()
 
 
 def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onepolicy.build.components import build_pair
+from onepolicy.build.components import build_engine_and_scorer
 from onepolicy.config import Fp8, Int8, ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.config.engine import ServeConfig
 from onepolicy.config.load import resolve_as
@@ -113,7 +113,7 @@ def test_the_cpu_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
         "train.device=cpu",
     ]
     with pytest.raises(UsageError, match=reason):
-        build_pair(resolve(MINIMAL, given), ModelConfig(path="/nowhere"), 96)
+        build_engine_and_scorer(resolve(MINIMAL, given), ModelConfig(path="/nowhere"), 96)
 
 
 def test_versions_that_were_not_read_are_refused():

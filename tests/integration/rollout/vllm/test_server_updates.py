@@ -131,7 +131,7 @@ def test_only_abort_keeps_versions_apart(fake):
 @pytest.mark.parametrize("sync", ["gloo", "disk"])
 def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
     engine = connected(fake, retries=0, sync=sync)
-    asyncio.run(engine.remember([0.0]))
+    asyncio.run(engine.store_initial_canary([0.0]))
     fake.spoil["/collective_rpc"] = lambda reply, number: Reply({"error": "out of memory"}, 500)
     with pytest.raises(TrainingError, match="out of memory"):
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
@@ -139,7 +139,7 @@ def test_a_failed_update_leaves_no_engine_behind(fake, checkpoints, sync):
         one(engine)
     assert fake.paused.is_set()
     assert fake.weights.endswith("-incomplete")
-    assert not engine.holds(fake.model)
+    assert not engine.has_initial_checkpoint(fake.model)
     fake.spoil.clear()
     next_run = connected(
         fake

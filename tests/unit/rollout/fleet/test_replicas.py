@@ -80,7 +80,7 @@ def test_siblings_and_later_turns_ask_one_engine(tmp_path):
         asyncio.run(
             together.load_weights([("a", torch.ones(1))], 1)
         )  # an update while the episodes are in play
-        play(together, turns, replace(GREEDY, first_prompt=3))
+        play(together, turns, replace(GREEDY, initial_prompt_len=3))
         of = {path: engine.name for engine in engines for path, _ in engine.asked}
         assert len([1 for engine in engines for _ in engine.asked]) == 128
         for problem in range(32):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-OFF = {
+OPT_OUT = {
     "DO_NOT_TRACK": "1",  # asked by vLLM and huggingface_hub
     "HF_HUB_DISABLE_TELEMETRY": "1",  # read when huggingface_hub is imported
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -17,6 +17,6 @@ OFF = {
 }
 
 
-def turn_off() -> None:
+def disable_telemetry() -> None:
     """In this process, and in all that it starts with its own environment."""
-    os.environ.update(OFF)
+    os.environ.update(OPT_OUT)

@@ -8,21 +8,22 @@ import sys
 import pytest
 
 from onepolicy.launch.ray import connect
-from onepolicy.no_statistics import OFF
 from onepolicy.rollout.vllm import serve
+from onepolicy.telemetry import OPT_OUT
 
-ON = dict.fromkeys(OFF, "0") | {"RAY_USAGE_STATS_ENABLED": "1"}
-SHOW = (
-    f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OFF)}}}))"
-)
+ON = dict.fromkeys(OPT_OUT, "0") | {"RAY_USAGE_STATS_ENABLED": "1"}
+SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {sorted(OPT_OUT)}}}))"
 
 
 def test_statistics_are_switched_off():
     """The switches have the names of their documentation."""
     assert (
-        OFF["HF_HUB_DISABLE_TELEMETRY"] == OFF["VLLM_NO_USAGE_STATS"] == OFF["DO_NOT_TRACK"] == "1"
+        OPT_OUT["HF_HUB_DISABLE_TELEMETRY"]
+        == OPT_OUT["VLLM_NO_USAGE_STATS"]
+        == OPT_OUT["DO_NOT_TRACK"]
+        == "1"
     )
-    assert OFF["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert OPT_OUT["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 @pytest.mark.parametrize("exported", [{}, ON])
@@ -37,7 +38,9 @@ def test_statistics_are_switched_off():
 )
 def test_every_kind_of_our_processes_is_covered(first, exported):
     """They are the command line, learner ranks and Ray's actors."""
-    environment = {name: value for name, value in os.environ.items() if name not in OFF} | exported
+    environment = {
+        name: value for name, value in os.environ.items() if name not in OPT_OUT
+    } | exported
     done = subprocess.run(
         [sys.executable, "-c", f"{first}\n{SHOW}"],
         env=environment,
@@ -45,7 +48,7 @@ def test_every_kind_of_our_processes_is_covered(first, exported):
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout) == OFF
+    assert json.loads(done.stdout) == OPT_OUT
 
 
 def test_the_model_hubs_client_is_switched_off_before_its_import():
@@ -67,13 +70,13 @@ def test_a_vllm_server(monkeypatch):
     for name, value in ON.items():
         monkeypatch.setenv(name, value)
     found = serve.environment("", hosts=(), vocab=32, cpu=True)
-    assert {name: found[name] for name in OFF} == OFF
+    assert {name: found[name] for name in OPT_OUT} == OPT_OUT
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_ray(monkeypatch, own):
     for name in (
-        *OFF,
+        *OPT_OUT,
         *connect.QUIET,
         *connect.ON_LOOPBACK,
         "RAY_AUTH_MODE",
@@ -82,7 +85,7 @@ def test_ray(monkeypatch, own):
         monkeypatch.setenv(name, ON.get(name, ""))  # so that it is put back afterwards
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     connect.prepare_environment(own=own)
-    assert {name: os.environ[name] for name in OFF} == OFF
+    assert {name: os.environ[name] for name in OPT_OUT} == OPT_OUT
 
 
 def test_exported_settings_do_not_open_a_ray_started_for_the_run(monkeypatch):
@@ -100,11 +103,11 @@ from onepolicy.config import resolve
 from onepolicy.config.cluster import RayCluster
 with connect._connected(RayCluster(kind="ray")):
     import ray
-    from onepolicy.no_statistics import OFF
+    from onepolicy.telemetry import OPT_OUT
 
     @ray.remote
     def shown():
-        return {name: os.environ.get(name) for name in OFF}
+        return {name: os.environ.get(name) for name in OPT_OUT}
 
     processes = sorted(ray._private.worker._global_node.all_processes)
     print(json.dumps([ray.get(shown.remote()), processes]))
@@ -125,6 +128,6 @@ def test_ray_starts_no_api_server():
     )
     assert done.returncode == 0, done.stderr
     variables, processes = json.loads(done.stdout.splitlines()[-1])
-    assert variables == OFF
+    assert variables == OPT_OUT
     assert "raylet" in processes
     assert "dashboard" not in processes
