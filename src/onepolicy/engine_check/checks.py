@@ -21,7 +21,7 @@ from onepolicy.invariant.require_equal import require_equal
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import Scorer, score_at
 from onepolicy.types import Completion, Group, Sampling, TokenBatch
-from onepolicy.verdict.bug_signatures import preflight
+from onepolicy.verdict.bug_signatures import diagnose_batch
 from onepolicy.verdict.scored_tokens import EXPLAINED
 
 PROMPTS = 8
@@ -144,7 +144,7 @@ def check_logprobs(
     faults with a known mark are named. Of a fault only the check fails that it belongs to.
     """
     name = "log-probabilities"
-    found = {finding.cause: finding.evidence for finding in preflight(cold).findings}
+    found = {finding.cause: finding.evidence for finding in diagnose_batch(cold).findings}
     for cause in ("fill", "not_log", "shift"):
         if cause in found:
             fix = "value i must be the log-probability of token i of the completion"

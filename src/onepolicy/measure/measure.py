@@ -36,7 +36,7 @@ from onepolicy.sync.check import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.train.rescore import gap_of, k3_of, variant
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.verdict.bug_signatures import Diagnosis, preflight
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.rules import HARMLESS_KL, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
@@ -199,7 +199,7 @@ async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     if parts.top_logprobs:
         top = native, replayed
         native, replayed = without_top(native), None if replayed is None else without_top(replayed)
-    return Look(groups, native, replayed, routes, explain(scorer, native), preflight(native), top)
+    return Look(groups, native, replayed, routes, explain(scorer, native), diagnose_batch(native), top)
 
 
 def _telling(say: Say, total: int) -> Callable[[], None]:
@@ -257,7 +257,7 @@ def _told(first: Look, findings: tuple[Finding, ...]) -> Diagnosis:
     """What the scoring without replay shows; else what shows with replay, once the noise of routing is gone."""
     marks = first.diagnosis.marks
     if first.replayed is not None and not marks:
-        left = preflight(first.replayed)
+        left = diagnose_batch(first.replayed)
         marks = (*left.marks, *(f"{found.cause}: {found.evidence}" for found in left.findings))
         marks = tuple(f"with the rollout's routes replayed {text}" for text in marks)
     return Diagnosis(first.diagnosis.gap, findings, marks)

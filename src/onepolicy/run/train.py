@@ -246,9 +246,9 @@ async def _step(
 
 def _look_for_bugs(result: StepResult, progress: Progress) -> None:
     """Of the first step: does the ratio of the two engines look like a bug?"""
-    from onepolicy.verdict.bug_signatures import preflight
+    from onepolicy.verdict.bug_signatures import diagnose_batch
 
-    found = preflight(result.batch)
+    found = diagnose_batch(result.batch)
     if found.bug:
         progress.note(
             f"the ratio of the two engines looks like a bug, not a mismatch\n{found.text()}"

@@ -1,11 +1,14 @@
-"""Faults of a part of the slots: rows, runs of slots, first places. Mismatch alone lies on all parts alike.
+"""Faults of a part of the slots: rows, runs of slots, first places.
 
-Sizes are compared by rank among tokens of about the same log-probability: a rank is 0.5 on average whatever the noise
-and its tails are, so that the rank's mean over a part has a known error.
+Mismatch alone is spread over all parts evenly.
+
+Gaps are compared by rank among tokens of about the same log-probability. A rank is 0.5 on average
+whatever the noise and its tails are, so the mean rank of a part has a known error.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,46 +28,49 @@ from onepolicy.verdict.row_faults import (
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs
 
 HARMLESS_K3 = 1e-4
-"""Nats a token: below, rows of real runs differ threefold and nothing follows from it."""
+"""Nats a token: below this k3, rows of sound runs differ threefold, so parts are not compared."""
 TOO_FAR = 1.0
-"""Nats a token: above, two sides may be unrelated."""
+"""Nats a token: above this k3 two sides may be unrelated."""
 FEWEST_OPEN = 6
-"""Uncertain tokens of a row below which nothing is said of it."""
+"""Fewest uncertain tokens of a row that is judged."""
 FEWEST_ROWS = 12
-"""Rows below which they are not compared."""
+"""Fewest rows that are compared with each other."""
 RANK_ERROR = 12**-0.5
 """Standard deviation of a rank."""
 BINS = 32
 APART, APART_FEW = 4.0, 5.5
-"""Distance of two groups of rows in standard deviations inside them, from which rows are of two kinds; and where fewer
-than a tenth of the rows is one group. The best split of a normal distribution is at 2.7, of a uniform one at 3.5."""
+"""Least distance between two kinds of rows, in standard deviations inside the kinds.
+
+The second number is for a kind that holds fewer than a tenth of the rows. The best split of a
+normal distribution has 2.7, of a uniform one 3.5.
+"""
 OUTLIER = 5.0
-"""Robust standard deviations of the rows' mean ranks from which a row is unlike the others."""
+"""Least distance of an odd row from the others, in robust standard deviations of mean ranks."""
 CONTRAST = 0.15
-"""Least difference of the mean ranks of two parts."""
+"""Least difference between the mean ranks of two parts."""
 SHIFTS = (1, -1, 2, -2)
 MOST = 0.4
-"""Least share of the nats of far slots that runs must hold which meet once they are moved."""
+"""Least share of the far slots' nats that lies in runs which agree once they are shifted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """Of |log rho| of every uncertain slot, among slots of about the same log-probability."""
+    """Ranks of |log rho| of the uncertain slots, among slots of about the same log-probability."""
 
     values: Tensor  # [n] float64, 0 to 1
     open: Tensor  # [n] bool
 
 
 def ranks(pairs: Pairs) -> Ranks:
+    """Return the ranks of all slots; 0.5 where the token was certain."""
     open_, values = pairs.open, torch.full_like(pairs.old, 0.5)
     size = int(open_.sum())
     bins = max(1, min(BINS, size // 40))
     middle = (pairs.old + pairs.rollout)[open_]
     bin_of = torch.empty(size, dtype=torch.int64)
     bin_of[middle.argsort()] = torch.arange(size) * bins // max(1, size)
-    jitter = torch.rand(
-        size, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )  # between equals
+    generator = torch.Generator().manual_seed(0)
+    jitter = torch.rand(size, generator=generator, dtype=torch.float64)  # orders equal gaps
     order = np.lexsort((jitter.numpy(), pairs.gap[open_].numpy(), bin_of.numpy()))
     counts = torch.bincount(bin_of, minlength=bins)
     before = counts.cumsum(0) - counts
@@ -75,8 +81,11 @@ def ranks(pairs: Pairs) -> Ranks:
 
 
 def local(pairs: Pairs) -> Finding | None:
-    """What is wrong with a part of the slots. The most specific explanation first: a change of that part that makes
-    both sides meet, before rows or places that are merely farther apart than the rest."""
+    """Return the finding about a part of the slots, or None.
+
+    The most specific explanation comes first: a change of the part that makes both sides agree
+    comes before rows or places that are merely farther apart than the rest.
+    """
     if len(pairs.old) < FEWEST:
         return None
     moved = shifted_runs(pairs)
@@ -84,16 +93,9 @@ def local(pairs: Pairs) -> Finding | None:
         return moved
     if _k3(pairs) < HARMLESS_K3:
         return copies(pairs)
-    for look in (
-        copies,
-        unrelated,
-        swapped_rows,
-        strange_rows,
-        odd_rows,
-        unrelated_tails,
-        first_places,
-    ):
-        found = look(pairs)
+    detectors = (copies, unrelated, swapped_rows, strange_rows, odd_rows)
+    for detect in (*detectors, unrelated_tails, first_places):
+        found = detect(pairs)
         if found is not None:
             return found
     return None
@@ -105,14 +107,14 @@ def _k3(pairs: Pairs) -> float:
 
 
 def _row_means(values: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    size = torch.zeros(count, dtype=torch.float64).index_add(0, index, torch.ones_like(values))
-    return torch.zeros(count, dtype=torch.float64).index_add(0, index, values) / size.clamp(
-        min=1
-    ), size
+    """Return the mean and the number of values of each of `count` rows."""
+    size = torch.bincount(index, minlength=count).double()
+    total = torch.zeros(count, dtype=torch.float64).index_add(0, index, values)
+    return total / size.clamp(min=1), size
 
 
 def copies(pairs: Pairs) -> Finding | None:
-    """Rows that agree to the bit where others do not."""
+    """Find rows that agree to the bit while others do not."""
     index, count = rows_of(pairs)
     open_ = pairs.open
     equal, size = _row_means((pairs.old == pairs.rollout)[open_].double(), index[open_], count)
@@ -129,7 +131,7 @@ def copies(pairs: Pairs) -> Finding | None:
 
 
 def odd_rows(pairs: Pairs) -> Finding | None:
-    """Rows of two kinds, near and far; and what is wrong with the far ones."""
+    """Find rows of two kinds, near and far, and the fault of the far ones."""
     rank, (index, count) = ranks(pairs), rows_of(pairs)
     means, size = _row_means(rank.values[rank.open], index[rank.open], count)
     judged = size >= FEWEST_OPEN
@@ -138,34 +140,45 @@ def odd_rows(pairs: Pairs) -> Finding | None:
     if pairs.group is not None:  # steps of a run differ in size
         means = means - _group_medians(means, pairs, index, judged)
     found = split(means[judged], size[judged])
-    far_rows = judged & (means > found) if found is not None else _outliers(means, size, judged)
+    if found is None:
+        far_rows = _outliers(means, size, judged)
+    else:
+        far_rows = judged & (means > found)
     near_rows = judged & ~far_rows
     # One quiet row is no evidence against all others: the last request of a batch runs alone.
     if not bool(far_rows.any()) or int(near_rows.sum()) < 2:
         return None
     far = far_rows[index]
     near = judged[index] & ~far
-    ratio = float(
-        pairs.gap[far & rank.open].mean() / pairs.gap[near & rank.open].mean().clamp(min=1e-12)
-    )
+    ratio = _mean_ratio(pairs.gap, far & rank.open, near & rank.open)
     if ratio < 1.5:
         return None
-    text = (
-        f"{int(far_rows.sum())} of {count} rows are {ratio:.3g} times farther apart than the others"
-    )
-    return _of_part(pairs, far, near, text)
+    number = int(far_rows.sum())
+    text = f"{number} of {count} rows are {ratio:.3g} times farther apart than the others"
+    return _fault_of_part(pairs, far, near, text)
+
+
+def _mean_ratio(gap: Tensor, far: Tensor, near: Tensor) -> float:
+    """Return the mean gap of the far slots over that of the near ones."""
+    return float(gap[far].mean() / gap[near].mean().clamp(min=1e-12))
 
 
 def _outliers(means: Tensor, size: Tensor, judged: Tensor) -> Tensor:
-    """[R] bool: rows, two at least, far beyond what chance and the spread of the others give them."""
+    """Return [R] bool: rows far beyond chance and the spread of the others.
+
+    A single such row does not count.
+    """
     middle = means[judged].median()
     spread = 1.5 * float((means[judged] - middle).abs().median())
     error = RANK_ERROR / size.clamp(min=1).sqrt()
     far = judged & (means - middle > 6 * error) & (means - middle > OUTLIER * max(spread, 0.02))
-    return far if int(far.sum()) >= 2 else torch.zeros_like(far)
+    if int(far.sum()) < 2:
+        return torch.zeros_like(far)
+    return far
 
 
 def _group_medians(means: Tensor, pairs: Pairs, index: Tensor, judged: Tensor) -> Tensor:
+    """Return [R], the median of the judged rows of each row's training step."""
     assert pairs.group is not None
     group = torch.zeros(len(means), dtype=torch.int64).index_copy(0, index, pairs.group)
     out = torch.zeros_like(means)
@@ -177,11 +190,14 @@ def _group_medians(means: Tensor, pairs: Pairs, index: Tensor, judged: Tensor) -
 
 
 def split(values: Tensor, size: Tensor) -> float | None:
-    """The border between two kinds of [n] mean ranks, each of `size` slots; None if they are of one kind."""
+    """Return the border between two kinds of [n] mean ranks; None if they are of one kind.
+
+    `size` is the number of slots of each mean.
+    """
     ordered = values.sort().values
     n = len(ordered)
     spread = float(((values - values.mean()).square() * size).sum()) / RANK_ERROR**2 / (n - 1)
-    if spread < 1 + 5 * (2 / n) ** 0.5:  # what ranks of so few slots have by chance
+    if spread < 1 + 5 * (2 / n) ** 0.5:  # ranks of so few slots have this by chance
         return None
     low = torch.arange(1, n, dtype=torch.float64)
     total, squares = ordered.cumsum(0), ordered.square().cumsum(0)
@@ -191,14 +207,16 @@ def split(values: Tensor, size: Tensor) -> float | None:
     best = int(inside.argmin())
     apart = float((total[-1] - total[best]) / (n - best - 1) - total[best] / (best + 1))
     deviation = float((inside[best].clamp(min=0) / max(1, n - 2)).sqrt())
-    few = min(best + 1, n - best - 1) < 0.1 * n
-    if apart < CONTRAST or apart < (APART_FEW if few else APART) * max(deviation, 1e-3):
+    least = APART
+    if min(best + 1, n - best - 1) < 0.1 * n:
+        least = APART_FEW
+    if apart < CONTRAST or apart < least * max(deviation, 1e-3):
         return None
     return float((ordered[best] + ordered[best + 1]) / 2)
 
 
-def _of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Finding:
-    """What is wrong with the far slots."""
+def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Finding:
+    """Return the finding about the far slots; `text` describes them."""
     part = pairs.at(far)
     scale = proportional(part)
     if scale is not None:
@@ -206,32 +224,31 @@ def _of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Finding:
     hot = temperature(part)
     if hot is not None and hot.explained > 0.3:
         return Finding("temperature", f"{text}; there {hot.finding.evidence}")
-    there, here = (_correlation(pairs.at(which & pairs.open)) for which in (far, near))
-    if there < 0.3 and here - there > 0.3 and agreement_at_first(part) < 0.3:
+    of_far, of_near = (_correlation(pairs.at(which & pairs.open)) for which in (far, near))
+    if of_far < 0.3 and of_near - of_far > 0.3 and agreement_at_first(part) < 0.3:
         return Finding(
             "rows",
-            f"{text}, and the two sides do not follow each other there (correlation {there:.2f}, {here:.2f} in the "
-            "others): the values are of other rows or of another model",
+            f"{text}, and the two sides do not follow each other there (correlation {of_far:.2f}, "
+            f"{of_near:.2f} in the others): the values are of other rows or of another model",
         )
     tail = unrelated_tails(part)
     if tail is not None:
         return Finding(tail.cause, f"{text}; {tail.evidence}")
-    declared = "" if pairs.version is None else "; the column version does not say so"
-    return Finding(
-        "stale",
-        f"{text}: a replica that holds other weights, or weights of another step, sampled them{declared}",
-    )
+    text = f"{text}: a replica that holds other weights, or weights of another step, sampled them"
+    if pairs.version is not None:
+        text = f"{text}; the column version does not say so"
+    return Finding("stale", text)
 
 
 def unrelated(pairs: Pairs) -> Finding | None:
-    """Sides that do not follow each other anywhere, from the first tokens on."""
+    """Find two sides that do not follow each other anywhere, from the first tokens on."""
     values = _correlation(pairs.at(pairs.open)), agreement_at_first(pairs)
     if _k3(pairs) < TOO_FAR or max(values) >= 0.3:
         return None
     return Finding(
         "rows",
-        f"the two sides do not follow each other (correlation {values[0]:.2f}, {values[1]:.2f} in the first tokens of "
-        "the rows): the values are of other rows or of another model",
+        f"the two sides do not follow each other (correlation {values[0]:.2f}, {values[1]:.2f} in "
+        "the first tokens of the rows): the values are of other rows or of another model",
     )
 
 
@@ -242,7 +259,7 @@ def _correlation(pairs: Pairs) -> float:
 
 
 def first_places(pairs: Pairs) -> Finding | None:
-    """First tokens of the rows that are far apart where later ones are not: another prompt."""
+    """Find first tokens that are far apart while later ones are not: another prompt."""
     rank, place = ranks(pairs), places(pairs)
     if rows_of(pairs)[1] < FEWEST_ROWS:
         return None
@@ -253,70 +270,81 @@ def first_places(pairs: Pairs) -> Finding | None:
             continue
         contrast = float(rank.values[ahead].mean() - rank.values[behind].mean())
         surely = contrast / (RANK_ERROR * (1 / int(ahead.sum()) + 1 / int(behind.sum())) ** 0.5)
-        ratio = float(pairs.gap[ahead].mean() / pairs.gap[behind].mean().clamp(min=1e-12))
+        ratio = _mean_ratio(pairs.gap, ahead, behind)
         if contrast > 0.2 and surely > 8 and ratio > 1.5 and (best is None or surely > best[0]):
             best = surely, many, ratio
     if best is None:
         return None
     return Finding(
         "context",
-        f"the first {best[1]} tokens of the rows are {best[2]:.3g} times farther apart than later ones: one side saw "
-        "another prompt (system prompt, chat template, first token)",
+        f"the first {best[1]} tokens of the rows are {best[2]:.3g} times farther apart than later "
+        "ones: one side saw another prompt (system prompt, chat template, first token)",
     )
 
 
 def shifted_runs(pairs: Pairs) -> Finding | None:
-    """Runs of slots, in some rows, where the trainer's values are the engine's of a slot or two beside."""
+    """Find runs of slots where the trainer's values equal the engine's one or two slots away."""
     index, count = rows_of(pairs)
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(index.numpy())) + 1, [len(index)]])
-    here = pairs.gap.clamp(max=CLIP).numpy()
-    best: list[
-        tuple[float, int, int, int]
-    ] = []  # gain, first and last slot of the run, shift; of each row
-    there = {by: _moved_gap(pairs, by) for by in SHIFTS}
-    for row in range(count):
-        span = slice(int(starts[row]), int(starts[row + 1]))
-        found = [(*_best_run(here[span], there[by][span]), by) for by in SHIFTS]
-        gain, first, last, by = max(found)
-        if gain > 0:
-            best.append((gain, span.start + first, span.start + last, by))
-    runs = [run for run in best if _is_shift(here, there[run[3]], run)]
+    gap = pairs.gap.clamp(max=CLIP).numpy()
+    moved_gap = {by: _moved_gap(pairs, by) for by in SHIFTS}
+    runs = [run for run in _best_runs(index, gap, moved_gap) if _is_shift(gap, moved_gap, run)]
     if len(runs) < max(2, 0.02 * count):
         return None
     slots = np.concatenate([np.arange(first, last + 1) for _, first, last, _ in runs])
-    moved = np.concatenate([there[by][first : last + 1] for _, first, last, by in runs])
-    inside = np.zeros(len(here), bool)
+    moved = np.concatenate([moved_gap[by][first : last + 1] for _, first, last, by in runs])
+    inside = np.zeros(len(gap), bool)
     inside[slots] = True
-    before, after = float(here[slots].mean()), float(np.nanmean(moved))
-    far = here > 1
-    if after > 0.35 * before or here[far & inside].sum() < MOST * here[far].sum():
+    before, after = float(gap[slots].mean()), float(np.nanmean(moved))
+    far = gap > 1
+    if after > 0.35 * before or gap[far & inside].sum() < MOST * gap[far].sum():
         return None
     by = max(SHIFTS, key=lambda each: sum(run[3] == each for run in runs))
     text = (
         f"in {len(runs)} of {count} rows the two sides are {before:.3g} nats apart over runs of "
-        f"{np.median([last - first + 1 for _, first, last, _ in runs]):.0f} slots, and {after:.3g} if moved by {by:+d}"
+        f"{np.median([last - first + 1 for _, first, last, _ in runs]):.0f} slots, and {after:.3g} "
+        f"if moved by {by:+d}"
     )
-    if _starts_together(pairs, runs, there):
+    if _starts_together(pairs, runs, moved_gap):
         return Finding("shift", f"{text}; from a turn or a fixed place on they are not in step")
     return Finding(
         "retokenised", f"{text}: from there on a token was merged, split or lost on one side"
     )
 
 
+Run = tuple[float, int, int, int]
+"""A run of slots: fall of the gap if it is shifted, first slot, last slot, shift."""
+
+
+def _best_runs(index: Tensor, gap: np.ndarray, moved_gap: dict[int, np.ndarray]) -> list[Run]:
+    """Return the run of each row that gains most by a shift."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(index.numpy())) + 1, [len(index)]])
+    runs = []
+    for start, end in itertools.pairwise(starts.tolist()):
+        row = slice(start, end)
+        found = [(*_best_run(gap[row], moved_gap[by][row]), by) for by in SHIFTS]
+        gain, first, last, by = max(found)
+        if gain > 0:
+            runs.append((gain, start + first, start + last, by))
+    return runs
+
+
 def _moved_gap(pairs: Pairs, by: int) -> np.ndarray:
-    """[n] |trainer's value - the engine's `by` slots on|, clipped; NaN where the row has none."""
+    """Return [n], |trainer's value - engine's value `by` slots later|, clipped; NaN off the row."""
     n = len(pairs.old)
-    there = torch.arange(n) + by
-    inside = (there >= 0) & (there < n)
-    there = there.clamp(0, n - 1)
-    inside &= (pairs.segment[there] == pairs.segment) & (pairs.slot[there] == pairs.slot + by)
-    gap = (pairs.old - pairs.rollout[there]).abs().clamp(max=CLIP)
+    later = torch.arange(n) + by
+    inside = (later >= 0) & (later < n)
+    later = later.clamp(0, n - 1)
+    inside &= (pairs.segment[later] == pairs.segment) & (pairs.slot[later] == pairs.slot + by)
+    gap = (pairs.old - pairs.rollout[later]).abs().clamp(max=CLIP)
     return np.where(inside.numpy(), gap.numpy(), np.nan)
 
 
-def _best_run(here: np.ndarray, there: np.ndarray) -> tuple[float, int, int]:
-    """(gain, first, last): the run of slots whose gap falls most. Largest sum of a run: a sum less an earlier one."""
-    gain = np.nan_to_num(here - there, nan=0.0)
+def _best_run(gap: np.ndarray, moved_gap: np.ndarray) -> tuple[float, int, int]:
+    """Return gain, first and last slot of the run whose gap falls most.
+
+    The largest sum of a run is the largest difference between a cumulative sum and an earlier one.
+    """
+    gain = np.nan_to_num(gap - moved_gap, nan=0.0)
     total = np.concatenate([[0.0], gain.cumsum()])
     lowest = np.minimum.accumulate(total)
     rise = total - lowest
@@ -327,16 +355,14 @@ def _best_run(here: np.ndarray, there: np.ndarray) -> tuple[float, int, int]:
     return float(rise[last]), first, last - 1
 
 
-def _is_shift(here: np.ndarray, there: np.ndarray, run: tuple[float, int, int, int]) -> bool:
-    gain, first, last, _ = run
-    before, after = here[first : last + 1].sum(), np.nansum(there[first : last + 1])
+def _is_shift(gap: np.ndarray, moved_gap: dict[int, np.ndarray], run: Run) -> bool:
+    gain, first, last, by = run
+    before, after = gap[first : last + 1].sum(), np.nansum(moved_gap[by][first : last + 1])
     return last - first + 1 >= 8 and gain >= 6.0 and after < 0.35 * before
 
 
-def _starts_together(
-    pairs: Pairs, runs: list[tuple[float, int, int, int]], there: dict[int, np.ndarray]
-) -> bool:
-    """Most runs start with their row or turn, or at one place of all rows."""
+def _starts_together(pairs: Pairs, runs: list[Run], moved_gap: dict[int, np.ndarray]) -> bool:
+    """Return whether most runs start with their row or turn, or at one place of all rows."""
     slot, segment = pairs.slot.numpy(), pairs.segment.numpy()
     fresh = np.ones(len(slot), bool)
     fresh[1:] = (slot[1:] != slot[:-1] + 1) | (segment[1:] != segment[:-1])
@@ -346,59 +372,58 @@ def _starts_together(
     at_border = 0
     for _, first, _, by in runs:
         border = int(borders[np.searchsorted(borders, first, side="right") - 1])
-        at_border += bool(
-            np.nansum(there[by][border:first]) < 1.0
-        )  # moved, the slots ahead of it meet too
+        # The slots between the border and the run agree too, once they are shifted.
+        at_border += bool(np.nansum(moved_gap[by][border:first]) < 1.0)
     starts = np.array([place[first] for _, first, _, _ in runs])
     near = np.abs(starts - np.median(starts)) <= 2
     return at_border > 0.6 * len(runs) or (len(runs) >= 4 and near.mean() > 0.8)
 
 
 def unlike_parts(pairs: Pairs) -> list[str]:
-    """Places and stretches of rows that are farther apart than others, where no cause was found for it."""
+    """Return marks of rows, places and stretches that are farther apart for no known cause."""
     rank, (index, count) = ranks(pairs), rows_of(pairs)
     if count < FEWEST_ROWS or _k3(pairs) < HARMLESS_K3:
         return []
     out = []
     rows = followed(pairs)
-    strange = 0 if rows is None else int(rows.strange(CHANCE).sum())
-    if strange:
+    if rows is not None and bool(rows.strange(CHANCE).any()):
+        strange = int(rows.strange(CHANCE).sum())
         out.append(
-            f"in {strange} of {count} rows the two sides do not follow each other as they do in the others"
+            f"in {strange} of {count} rows the two sides do not follow each other as they do in the "
+            "others"
         )
-    place = places(pairs)[rank.open]
     values = rank.values[rank.open]
-    if len(place) >= 8 * FEWEST:
-        order = place.argsort(stable=True)
-        parts = [values[each].mean() for each in order.chunk(8)]
-        contrast = float(max(parts) - min(parts))
-        if contrast > 0.25:
-            out.append(
-                f"the gap depends on the place in the row (mean ranks differ by {contrast:.2f})"
-            )
-    run = torch.arange(len(values)) // 16
-    means, size = _row_means(values, run, int(run[-1]) + 1 if len(run) else 0)
-    full = means[size == 16]
-    if (
-        len(full) >= 2 * FEWEST_ROWS
-        and pairs.group is None
-        and split(full, torch.full_like(full, 16.0)) is not None
-    ):
+    contrast = _contrast_of_places(places(pairs)[rank.open], values)
+    if contrast > 0.25:
+        out.append(f"the gap depends on the place in the row (mean ranks differ by {contrast:.2f})")
+    stretches = values[: len(values) // 16 * 16].reshape(-1, 16).mean(1)
+    comparable = len(stretches) >= 2 * FEWEST_ROWS and pairs.group is None
+    if comparable and split(stretches, torch.full_like(stretches, 16.0)) is not None:
         out.append("stretches of rows are of two kinds, near and far")
     last = rank.open.clone()
     last[:-1] &= index[1:] != index[:-1]
-    if int(last.sum()) >= 8:
+    number = int(last.sum())
+    if number >= 8:
         contrast = float(rank.values[last].mean()) - 0.5
-        far = float(pairs.gap[last].mean() / pairs.gap[rank.open & ~last].mean().clamp(min=1e-12))
-        if contrast > 0.25 and contrast > 6 * RANK_ERROR / int(last.sum()) ** 0.5 and far > 3:
+        far = _mean_ratio(pairs.gap, last, rank.open & ~last)
+        if contrast > 0.25 and contrast > 6 * RANK_ERROR / number**0.5 and far > 3:
             out.append(
                 f"the last tokens of the rows are {far:.3g} times farther apart than the others"
             )
     return out
 
 
+def _contrast_of_places(place: Tensor, values: Tensor) -> float:
+    """Return the largest difference between the mean ranks of eight equal ranges of places."""
+    if len(place) < 8 * FEWEST:
+        return 0.0
+    order = place.argsort(stable=True)
+    parts = [values[each].mean() for each in order.chunk(8)]
+    return float(max(parts) - min(parts))
+
+
 def unrelated_tails(pairs: Pairs) -> Finding | None:
-    """Aligned up to a point of a sequence, and far apart after it."""
+    """Find sequences that agree up to a point and are far apart after it."""
     if not len(pairs.old):
         return None
     gap, (index, count) = pairs.gap, rows_of(pairs)
@@ -410,21 +435,16 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
     point = first_bad[index]
     behind, ahead = place >= point, (place < point) & (point < end)  # of the same sequences
     inside, outside = gap[behind], gap[ahead]
-    if len(inside) < max(FEWEST // 2, 0.01 * end) or len(outside) < max(
-        FEWEST // 2, 0.1 * len(inside)
-    ):
+    enough = len(inside) >= max(FEWEST // 2, 0.01 * end)
+    if not enough or len(outside) < max(FEWEST // 2, 0.1 * len(inside)):
         return None
-    agreed = (
-        outside.median()
-    )  # not the mean: the first tokens behind the point may be near by chance
-    if not (
-        inside.mean() > 1 and inside.mean() > 10 * agreed and (inside > 0.5).double().mean() > 0.5
-    ):
+    agreed = outside.median()  # the mean may hold tokens behind the point that are near by chance
+    if inside.mean() <= max(1, 10 * agreed) or (inside > 0.5).double().mean() <= 0.5:
         return None
     rows = int((first_bad < end).sum())
     text = (
-        f"in {rows} of {count} sequences the engines agree up to a point ({float(agreed):.2g} nats) and "
-        f"not after it ({float(inside.mean()):.2g} nats)"
+        f"in {rows} of {count} sequences the engines agree up to a point ({float(agreed):.2g} "
+        f"nats) and not after it ({float(inside.mean()):.2g} nats)"
     )
     if _correlation(pairs.at(behind)) > EXPLAINED:
         return Finding(

@@ -1,6 +1,7 @@
-"""What to do about a gap: nothing, replay the routes, correct, or mend a bug; and what that rests on.
+"""Advice on a gap: nothing to do, replay the routes, correct, or fix a bug; and its basis.
 
-`onepolicy measure` and `onepolicy audit` both end here. docs/audit.md says where every threshold comes from.
+`onepolicy measure` and `onepolicy audit` both end here. docs/audit.md says where every threshold
+comes from.
 """
 
 from __future__ import annotations
@@ -17,32 +18,42 @@ from onepolicy.verdict.scored_tokens import FEWEST
 
 Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 HARMLESS_KL = 1e-4
-"""k3 below which a gap is too small to matter: no cause is looked for, and no ratio of two such is shown [nats a
-token]."""
+"""k3 below which a gap is too small to matter [nats a token].
+
+No cause is looked for, and no ratio of two such gaps is shown.
+"""
 QUIET_KL = NOMINAL_KL
-"""k3 below which nothing needs to be done, if F(2) is below QUIET_F2 too."""
+"""k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
 QUIET_F2 = 1e-3
 """Share of tokens off by more than a factor of 2."""
 SMALL, TOLERABLE = "too small to matter", "as small as dense models train well with"
 HEAVY_F5 = 1e-3
-"""Share of tokens off by more than a factor of 5 from which rejecting them (icepop) is recommended over truncating."""
+"""Share of tokens off by more than a factor of 5 from which icepop is recommended over tis.
+
+It rejects such tokens instead of truncating their weights.
+"""
 REPLAY_HELPS = 1.5
 """Least factor by which replay must cut k3 to be recommended where it was measured."""
 TOO_FAR = 1.0
 """k3 above which no correction is recommended: two policies, not one with noise."""
 FORECAST = ("tis", "icepop", "mis", "k3-rs", "geo-rs", "seq-tis", "trl-default")
+R3 = "replay.mode=r3"
 YOUNGER = "Let samples be fewer updates old (rollout.max_staleness), or lower the learning rate"
 RHO_SLACK = (0.005, 0.25)
-"""Mean rho may be off 1 by this much, plus this share of k3, whatever its error: the tail of rho is seen too seldom."""
+"""Allowed distance of mean rho from 1: a number, plus a share of k3.
+
+It applies whatever the standard error is, because a sample sees the tail of rho too seldom.
+"""
 FEW_ROWS = 12
-"""Sequences below which a part of them that is wrong cannot be told from the rest."""
+"""Fewest sequences among which a wrong part can be told from the rest."""
 CAUSES = {
     "fill": "missing log-probabilities are filled in, or prompts or padding are inside the mask",
     "not_log": "values are probabilities, not their logarithms",
     "constant": "one number stands in the place of a row's log-probabilities",
     "shift": "the two sides are a token or two apart",
     "retokenised": "the two sides scored different tokens",
-    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided by a length)",
+    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
+    "by a length)",
     "temperature": "the engine samples at another temperature than the trainer scores at",
     "support": "sampling is narrowed (top-p, top-k, or a low temperature that is not reported)",
     "stale": "the engine holds other weights than the trainer",
@@ -56,7 +67,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far the two sides are apart, on the tokens that both scored."""
+    """Distance between the two sides, on the tokens that both scored."""
 
     tokens: int
     sequences: int
@@ -70,55 +81,74 @@ class Gap:
 
     @property
     def off_one(self) -> str:
-        """The mark that mean rho is not 1; empty if it may be. Mismatch of any size has E[rho] = 1: both sides are
-        distributions over the same tokens."""
+        """Mark that mean rho is not 1; empty if it may be 1.
+
+        Mismatch of any size has E[rho] = 1: both sides are distributions over the same tokens.
+        """
         slack = RHO_SLACK[0] + RHO_SLACK[1] * self.k3
-        if not (
-            math.isfinite(self.mean_rho)
-            and abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)
-        ):
+        if not math.isfinite(self.mean_rho):
             return ""
-        return f"mean rho is {self.mean_rho:.4f} +- {self.mean_rho_error:.2g}; under mismatch alone it is 1"
+        if abs(self.mean_rho - 1) <= max(6 * self.mean_rho_error, slack):
+            return ""
+        number = f"{self.mean_rho:.4f} +- {self.mean_rho_error:.2g}"
+        return f"mean rho is {number}; under mismatch alone it is 1"
 
     @property
     def quiet(self) -> bool:
+        """True if the gap needs nothing."""
         return bool(size_in_words(self.k3, self.f2))
 
     def text(self) -> str:
-        error = f" +- {self.k3_error:.2g}" if math.isfinite(self.k3_error) else ""
+        """Return the distance in words."""
+        error = ""
+        if math.isfinite(self.k3_error):
+            error = f" +- {self.k3_error:.2g}"
         return (
-            f"k3 is {self.k3:.3g}{error} nats a token over {self.tokens:,} tokens in {self.sequences:,} sequences, "
-            f"F(2) is {100 * self.f2:.3g}%"
+            f"k3 is {self.k3:.3g}{error} nats a token over {self.tokens:,} tokens in "
+            f"{self.sequences:,} sequences, F(2) is {100 * self.f2:.3g}%"
         )
 
 
 def size_in_words(k3: float, f2: float) -> str:
-    """What a gap is that needs nothing done about it; empty if it does. Of runs, measurements and audits."""
+    """Return the words for a gap that needs nothing, or "" for a gap that needs something.
+
+    Runs, measurements and audits share them.
+    """
     if k3 < HARMLESS_KL:
         return SMALL
-    return TOLERABLE if k3 < QUIET_KL and f2 < QUIET_F2 else ""
+    if k3 < QUIET_KL and f2 < QUIET_F2:
+        return TOLERABLE
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a preset would do to the gap that is left: a normal log-ratio with KL = k3, sequences of the mean length."""
+    """Predicted effect of a preset on the remaining gap.
+
+    The model is a normal log-ratio with KL = k3 and sequences of the mean length.
+    """
 
     preset: str
     keep: float  # share of tokens left in the loss
-    attenuation: float  # what the step is multiplied by
+    attenuation: float  # factor on the step
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """Advice on a gap."""
+
     action: Action
     causes: tuple[str, ...]  # of a bug: names from CAUSES; else routing, numerics, age or none
     sentence: str
-    setting: str  # what to set; empty if nothing
-    basis: tuple[str, ...]  # the measurements it rests on
+    setting: str  # the setting to make; empty if none
+    basis: tuple[str, ...]  # measurements that the advice rests on
     forecasts: tuple[Forecast, ...] = ()
 
     def text(self) -> str:
-        lines = [self.sentence, *([f"Set {self.setting}."] if self.setting else []), *self.basis]
+        """Return sentence, setting and basis, one a line."""
+        lines = [self.sentence, *self.basis]
+        if self.setting:
+            lines.insert(1, f"Set {self.setting}.")
         return "\n".join(lines)
 
 
@@ -126,64 +156,65 @@ def verdict(
     gap: Gap,  # without replay, or as the run was trained
     diagnosis: Diagnosis,
     *,
-    replayed: Gap
-    | None = None,  # of the same tokens with the rollout's routes replayed; None: not measured
-    routers: float
-    | None = None,  # share of routers that differ; 0: none do or there are none; None: not known
-    routes: str = "",  # why the routes do not belong to these tokens; empty if they do
-    since: str = "",  # which part of a run was judged, as in ` from step 20 on`
-    aged: bool = False,  # most of the gap is that older weights sampled, as is declared
-    unchecked: Sequence[
-        str
-    ] = (),  # causes that could be there and were not looked for, and what it would take
-    copies: bool = False,  # equal sides may be copies: nobody has seen them computed
+    replayed: Gap | None = None,  # same tokens, the rollout's routes replayed; None: not measured
+    routers: float | None = None,  # share of routers that differ; None: not known
+    routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
+    since: str = "",  # part of a run that is judged, as in ` from step 20 on`
+    aged: bool = False,  # most of the gap is declared staleness
+    unchecked: Sequence[str] = (),  # possible causes that were not looked for, with the remedy
+    copies: bool = False,  # equal sides may be copies: onepolicy did not compute them
 ) -> Verdict:
-    """The first that holds: bug, too few tokens, a copy, a mark without a name, a cause that was not looked for,
-    nothing to do, too far for mismatch, replay, correct."""
+    """Return the first advice that holds.
+
+    The order is: bug, too few tokens, a copy, a mark without a name, a cause that was not looked
+    for, nothing to do, too far for mismatch, replay, correct.
+    """
     marks = _marks(diagnosis, gap, replayed)
-    found = {f.cause: f.evidence for f in diagnosis.findings} | (
-        {"routes": routes} if routes else {}
-    )
+    found = {finding.cause: finding.evidence for finding in diagnosis.findings}
+    if routes:
+        found |= {"routes": routes}
     basis = [gap.text()]
     if replayed is not None:
         basis.append(f"with the rollout's routes replayed {replayed.text()}")
     if found:
-        named = "; ".join(CAUSES[cause] for cause in found)
-        sentence = f"A bug, not mismatch{since}: {named}. Mend it; no correction repairs it."
-        evidence = (f"{cause}: {text}" for cause, text in found.items())
-        return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
-    doubt = _doubt(gap, marks, replayed, since, [] if aged else list(unchecked), copies=copies)
-    if doubt:
-        return Verdict("unclear", ("age",) if aged else (), doubt, "", (*marks, *basis))
-    if gap.max_dlogp == 0:
-        return Verdict(
-            "nothing",
-            (),
-            f"Nothing to do: both sides agree on every token{since} to the bit.",
-            "",
-            (),
-        )
-    helps = replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3
-    left = replayed if replayed is not None and helps else gap
-    forecasts = _forecasts(left)
-    if gap.quiet:
-        small = f"Nothing to do: the gap{since} is {size_in_words(gap.k3, gap.f2)}."
-        return Verdict("nothing", (), small, "", tuple(basis), forecasts)
-    if not left.k3 <= TOO_FAR and aged:
-        far = f"Tokens are too old: {left.k3:.3g} nats a token{since}. {YOUNGER}."
-        return Verdict("unclear", ("age",), far, "", tuple(basis))
-    if not left.k3 <= TOO_FAR:
-        far = f"Unclear: no known bug, but {left.k3:.3g} nats a token{since} is more than mismatch. Look for a bug."
-        return Verdict("unclear", (), far, "replay.mode=r3" if helps else "", tuple(basis))
+        return _bug(found, since, basis)
+    causes: tuple[str, ...] = ()
     if aged:
-        return _mend_age(gap, since, basis, forecasts)
+        causes, unchecked = ("age",), ()
+    doubt = _doubt(gap, marks, replayed, since, list(unchecked), copies=copies)
+    if doubt:
+        return Verdict("unclear", causes, doubt, "", (*marks, *basis))
+    if gap.max_dlogp == 0:
+        sentence = f"Nothing to do: both sides agree on every token{since} to the bit."
+        return Verdict("nothing", (), sentence, "", ())
+    remaining, helps = gap, False
+    if replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3:
+        remaining, helps = replayed, True
+    forecasts = _forecasts(remaining)
+    if gap.quiet:
+        sentence = f"Nothing to do: the gap{since} is {size_in_words(gap.k3, gap.f2)}."
+        return Verdict("nothing", (), sentence, "", tuple(basis), forecasts)
+    if not remaining.k3 <= TOO_FAR:
+        return _too_far(remaining, since, basis, aged=aged, helps=helps)
+    if aged:
+        return _correct_age(gap, since, basis, forecasts)
+    if helps:
+        return _replay(gap, remaining, since, basis, forecasts)
     if replayed is not None:
-        routers = None if helps else 0.0
-    return _mend(gap, left, since, basis, forecasts, measured=helps, routers=routers)
+        routers = 0.0
+    return _correct(gap, since, basis, forecasts, routers)
+
+
+def _bug(found: dict[str, str], since: str, basis: list[str]) -> Verdict:
+    """Return the verdict on bugs, from the evidence of each cause."""
+    named = "; ".join(CAUSES[cause] for cause in found)
+    sentence = f"A bug, not mismatch{since}: {named}. Fix it; no correction repairs it."
+    evidence = (f"{cause}: {text}" for cause, text in found.items())
+    return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
 
 
 def _marks(diagnosis: Diagnosis, gap: Gap, replayed: Gap | None) -> tuple[str, ...]:
-    """What mismatch alone does not do. Any of them forbids a recommendation."""
+    """Return signs against mismatch. Any of them forbids a recommendation."""
     if diagnosis.marks:
         return diagnosis.marks
     if gap.off_one:
@@ -202,96 +233,112 @@ def _doubt(
     *,
     copies: bool,
 ) -> str:
-    """Why nothing may be recommended though no bug was found; empty if it may."""
+    """Return the reason why nothing may be recommended though no bug was found; empty if none."""
     if gap.tokens < FEWEST:
-        return f"Unclear: only {gap.tokens} tokens{since} are too few for a verdict, which needs {FEWEST} or more."
+        return (
+            f"Unclear: only {gap.tokens} tokens{since} are too few for a verdict, which needs "
+            f"{FEWEST} or more."
+        )
     if replayed is not None and not math.isfinite(replayed.k3):
         return (
-            f"Unclear: k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}. Look for a bug in that "
-            "scoring."
+            f"Unclear: k3 with the rollout's routes replayed is {replayed.k3:.3g}{since}. Look for "
+            "a bug in that scoring."
         )
     if gap.max_dlogp == 0 and copies:
         return (
-            f"Unclear: both sides agree on every token{since} to the bit. Is one a copy of the other? Engines whose "
-            "numerics are not made equal on purpose differ in the last bits."
+            f"Unclear: both sides agree on every token{since} to the bit. Is one a copy of the "
+            "other? Engines whose numerics are not made equal on purpose differ in the last bits."
         )
     if marks:
         return (
-            f"Unclear{since}: this is not what mismatch alone does, and no known cause explains it. Look for a bug "
-            "before any correction."
+            f"Unclear{since}: this is not what mismatch alone does, and no known cause explains "
+            "it. Look for a bug before any correction."
         )
     if not unchecked:
         return ""
-    state = "the two sides' numbers agree" if gap.quiet else f"{gap.k3:.3g} nats a token{since}"
-    return (
-        f"Unclear: {state}, but what could be wrong was not all looked for. {'; '.join(unchecked)}."
-    )
+    state = f"{gap.k3:.3g} nats a token{since}"
+    if gap.quiet:
+        state = "the two sides' numbers agree"
+    reasons = "; ".join(unchecked)
+    return f"Unclear: {state}, but what could be wrong was not all looked for. {reasons}."
 
 
-def _mend(
-    gap: Gap,
-    left: Gap,
-    since: str,
-    basis: list[str],
-    forecasts: tuple[Forecast, ...],
-    *,
-    measured: bool,
-    routers: float | None,
+def _too_far(remaining: Gap, since: str, basis: list[str], *, aged: bool, helps: bool) -> Verdict:
+    """Return the verdict on a gap that no correction should close."""
+    size = f"{remaining.k3:.3g} nats a token{since}"
+    if aged:
+        sentence = f"Tokens are too old: {size}. {YOUNGER}."
+        return Verdict("unclear", ("age",), sentence, "", tuple(basis))
+    sentence = f"Unclear: no known bug, but {size} is more than mismatch. Look for a bug."
+    setting = ""
+    if helps:
+        setting = R3
+    return Verdict("unclear", (), sentence, setting, tuple(basis))
+
+
+def _replay(
+    gap: Gap, remaining: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]
 ) -> Verdict:
-    """Of a gap that needs something done. measured: `left` is what a replay was measured to leave."""
-    first = f"Mismatch{since}, {1 - left.k3 / gap.k3:.0%} of it from routing: replay the rollout's routes (R3)"
-    if measured and left.quiet:
-        sentence = f"{first}; what is left needs no correction."
-        return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
-    name, correct, predicted = _correction(left, forecasts)
+    """Return the verdict on a gap that replay was measured to reduce to `remaining`."""
+    removed = 1 - remaining.k3 / gap.k3
+    sentence = (
+        f"Mismatch{since}, {removed:.0%} of it from routing: replay the rollout's routes (R3)"
+    )
+    if remaining.quiet:
+        sentence = f"{sentence}; what is left needs no correction."
+        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
+    name, setting, predicted = _correction(remaining, forecasts)
+    sentence = (
+        f"{sentence}, and correct the {remaining.k3:.3g} nats a token that are left with {name}."
+    )
     basis = [*basis, predicted]
-    if measured:
-        sentence = f"{first}, and correct the {left.k3:.3g} nats a token that are left with {name}."
-        return Verdict(
-            "correct", ("routing",), sentence, f"replay.mode=r3 {correct}", tuple(basis), forecasts
-        )
+    return Verdict("correct", ("routing",), sentence, f"{R3} {setting}", tuple(basis), forecasts)
+
+
+def _correct(
+    gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...], routers: float | None
+) -> Verdict:
+    """Return the verdict on a gap that replay does not reduce, or was not measured to reduce."""
+    name, setting, predicted = _correction(gap, forecasts)
+    basis = [*basis, predicted]
     size = f"Mismatch{since}, {gap.k3:.3g} nats a token"
     if routers:
         sentence = (
-            f"{size}, and {100 * routers:.3g}% of the routers differ: replay the rollout's routes (R3). "
-            f"If that cannot be had, correct with {name}."
+            f"{size}, and {100 * routers:.3g}% of the routers differ: replay the rollout's routes "
+            f"(R3). If that cannot be had, correct with {name}."
         )
-        return Verdict("replay", ("routing",), sentence, "replay.mode=r3", tuple(basis), forecasts)
-    unknown = (
-        " If the model is a mixture of experts, replay its routes (R3) first."
-        if routers is None
-        else ""
-    )
-    causes = ("numerics",) if routers is not None else ()
-    return Verdict(
-        "correct",
-        causes,
-        f"{size}: correct it with {name}.{unknown}",
-        correct,
-        tuple(basis),
-        forecasts,
-    )
+        return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
+    sentence = f"{size}: correct it with {name}."
+    causes: tuple[str, ...] = ("numerics",)
+    if routers is None:
+        sentence += " If the model is a mixture of experts, replay its routes (R3) first."
+        causes = ()
+    return Verdict("correct", causes, sentence, setting, tuple(basis), forecasts)
 
 
-def _mend_age(gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]) -> Verdict:
-    name, correct, predicted = _correction(gap, forecasts)
+def _correct_age(
+    gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]
+) -> Verdict:
+    """Return the verdict on a gap that is mostly staleness."""
+    name, setting, predicted = _correction(gap, forecasts)
     sentence = (
-        f"{gap.k3:.3g} nats a token{since}, most of it because older weights sampled: correct it with {name}. If "
-        f"training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
+        f"{gap.k3:.3g} nats a token{since}, most of it because older weights sampled: correct it "
+        f"with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
     )
-    return Verdict("correct", ("age",), sentence, correct, (*basis, predicted), forecasts)
+    return Verdict("correct", ("age",), sentence, setting, (*basis, predicted), forecasts)
 
 
 def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
-    """Preset for a gap, its setting, and what it is predicted to do."""
-    name = "icepop" if gap.f5 > HEAVY_F5 else "tis"
-    kept = next(f for f in forecasts if f.preset == name)
-    keeps = f"{name} is predicted to keep {kept.keep:.1%} of these tokens"
-    return (
-        name,
-        f"correction.preset={name}",
-        f"{keeps} and to multiply the step by {kept.attenuation:.3f}",
+    """Return the preset for a gap, its setting and its predicted effect."""
+    name = "tis"
+    if gap.f5 > HEAVY_F5:
+        name = "icepop"
+    kept = next(forecast for forecast in forecasts if forecast.preset == name)
+    effect = (
+        f"{name} is predicted to keep {kept.keep:.1%} of these tokens and to multiply the step by "
+        f"{kept.attenuation:.3f}"
     )
+    return name, f"correction.preset={name}", effect
 
 
 def _forecasts(gap: Gap) -> tuple[Forecast, ...]:

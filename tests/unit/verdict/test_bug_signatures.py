@@ -250,7 +250,7 @@ def test_retokenised(seed: int) -> None:
     assert causes(check(old, rollout)) == ["retokenised"]
     known = check(old, rollout, tokens=trained.flatten(), tokens_rollout=sampled.flatten())
     assert causes(known) == ["retokenised"]
-    assert "first slot 20;" in known.text()
+    assert "first at slot 20;" in known.text()
     assert (
         causes(check(old, old + 0.001, tokens=sampled.flatten(), tokens_rollout=sampled.flatten()))
         == []
