@@ -64,7 +64,7 @@ train-agent: $(AGENT) ## the same in episodes with tools: a policy that guesses 
 
 train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 	$(BIN)/onepolicy train recipes/agent_products.toml out=runs/agent_products_vllm \
-	  rollout.engine.kind=vllm rollout.engine.cache_gib=0.25 rollout.engine.block_size=32
+	  rollout.engine.kind=vllm rollout.engine.kv_cache_gib=0.25 rollout.engine.block_size=32
 
 system: ## system programs that tests drive, installed as root or by sudo; else their tests skip
 	@tests/system.sh

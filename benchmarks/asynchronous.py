@@ -4,7 +4,7 @@ staleness.py.
     onepolicy make-policy
     python benchmarks/asynchronous.py --speed           # seconds per step, of runs in turn
     python benchmarks/asynchronous.py --elsewhere 4     # an engine that costs this machine nothing
-    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 slots=64 cache_gib=0.25 \
+    python benchmarks/asynchronous.py --speed --server dtype=bfloat16 max_num_seqs=64 kv_cache_gib=0.25 \
       block_size=32
     python benchmarks/asynchronous.py --show            # tables of the finished runs
 
@@ -49,9 +49,9 @@ from onepolicy.types import Completion, Sampling
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 SMALL = (
     "rollout.prompts_per_step=8",
-    "rollout.engine.slots=64",
+    "rollout.engine.max_num_seqs=64",
     "train.threads=1",
-    "optim.decay=none",
+    "optim.lr_decay=none",
 )
 QUIET = ("eval.every=0", "log.tensorboard=false", "log.report=false", "log.counterfactual_every=0")
 SPEED = {  # name -> settings
@@ -287,7 +287,7 @@ def speed_table(found: dict[str, list[Row]]) -> list[tuple[str, ...]]:
 
 
 def learner_busy(row: Row) -> float:
-    own = (row.get(f"time/{part}", 0.0) for part in ("score", "probe", "update"))
+    own = (row.get(f"time/{part}", 0.0) for part in ("score", "counterfactual", "update"))
     return row.get("async/learner_busy", sum(own) / row["time/step"])
 
 

@@ -92,7 +92,7 @@ def measure(batch: int, dtype: str, args: argparse.Namespace) -> dict[str, float
     model = build_model().to(args.device, DTYPES[dtype])
     model.set_experts_implementation("grouped_mm")
     prompts = torch.randint(3, 32, (batch, args.prompt), device=args.device)
-    config = HFEngineConfig(dtype=dtype, slots=batch)
+    config = HFEngineConfig(dtype=dtype, max_num_seqs=batch)
     clock = time.process_time if args.device == "cpu" and args.threads == 1 else time.perf_counter
     runners = {"generate": stock_runner(model, prompts, args.new)}
     for record in (True, False):

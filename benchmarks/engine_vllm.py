@@ -100,12 +100,12 @@ def build(folder: str, slots: int, max_len: int, kinds: list[str]) -> dict[str, 
     )
     engines: dict[str, RolloutEngine] = {}
     for name, routes in (("vllm bf16", rules), ("vllm bf16, no routes", None)):
-        config = VLLMEngineConfig(slots=slots, cache_gib=0.5)
+        config = VLLMEngineConfig(max_num_seqs=slots, kv_cache_gib=0.5)
         engines[name] = VLLMEngine(model, hf, config, routes=routes, max_len=max_len, cpu=True)
     for name, dtype in (("hf bf16", "bfloat16"), ("hf fp32", "float32")) if "hf" in kinds else ():
         own = load_model(model, DTYPES[dtype], CPU)
         engines[name] = HFEngine(
-            own, HFEngineConfig(dtype=dtype, slots=slots), record=True, max_len=max_len
+            own, HFEngineConfig(dtype=dtype, max_num_seqs=slots), record=True, max_len=max_len
         )
     return engines
 

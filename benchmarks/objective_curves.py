@@ -15,7 +15,7 @@ from gym_curves import HEADER, ROOT, figures, make_policy, train
 
 RECIPE = ROOT / "recipes" / "gym_spell_backward.toml"
 TWO = (
-    "objective.mini_steps=2",
+    "objective.num_minibatches=2",
     "train.reuse_scoring_forward=false",
 )  # or the PPO ratio would be 1 throughout
 OBJECTIVES = {

@@ -40,7 +40,7 @@ def parts_of(numerics: str, dtype: str, args: argparse.Namespace) -> Components:
             "prompts_per_step": 8,
             "group_size": args.sequences // 8,
             "sampling": {"max_tokens": args.new},
-            "engine": {"dtype": dtype, "slots": args.sequences},
+            "engine": {"dtype": dtype, "max_num_seqs": args.sequences},
         },
         "optim": {"lr": 1e-12},
         "train": {"threads": args.threads},

@@ -24,7 +24,13 @@ from onepolicy.types import TokenBatch
 
 
 def parts_of(model: str, dtype: str) -> MeasureComponents:
-    engine = {"kind": "vllm", "dtype": dtype, "cache_gib": 0.25, "block_size": 32, "max_len": 128}
+    engine = {
+        "kind": "vllm",
+        "dtype": dtype,
+        "kv_cache_gib": 0.25,
+        "block_size": 32,
+        "max_len": 128,
+    }
     rollout = {
         "engine": engine,
         "prompts_per_step": 8,

@@ -76,7 +76,7 @@ class Case:
             "activation_checkpointing": self.checkpointing,
             "device": "cpu",
             "ranks": self.ranks,
-            "compute": self.compute,
+            "fsdp_param_dtype": self.compute,
         }
         tree = {"out": "unused", "steps": 4, "task": {"kind": "chain"}, "train": train}
         tree |= {"model": {"path": "unused", "dtype": self.dtype}, "numerics": self.numerics}
@@ -213,7 +213,10 @@ def main() -> None:
     )
     parser.add_argument("--numerics", choices=("fast", "on-policy"), default="fast")
     parser.add_argument(
-        "--compute", choices=("same", "bfloat16"), default="same", help="train.compute of ranks"
+        "--compute",
+        choices=("same", "bfloat16"),
+        default="same",
+        help="train.fsdp_param_dtype of ranks",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -106,7 +106,7 @@ def arguments() -> argparse.Namespace:
 def build(
     model: PreTrainedModel, quant: QuantFormat | None, options: argparse.Namespace
 ) -> HFEngine:
-    config = HFEngineConfig(dtype="bfloat16", slots=options.batch)
+    config = HFEngineConfig(dtype="bfloat16", max_num_seqs=options.batch)
     own = copy.deepcopy(model).to(options.device)
     return HFEngine(
         own, config, record=True, max_len=PROMPT + max(WARM_UP, *options.lengths), quant=quant

@@ -51,7 +51,7 @@ def main() -> None:
         f"steps={options.steps}",
         f"checkpoint.every={options.steps}",
     ]
-    settings = [*every, "eval.every=0", "optim.decay=none", *options.settings]
+    settings = [*every, "eval.every=0", "optim.lr_decay=none", *options.settings]
     run = options.out / "rl"
     train(RECIPE, options.model, run, 0, 1, settings)
     config = load(RECIPE, [*settings, f"model.path={options.model}", "out=unused"])

@@ -202,7 +202,7 @@ def own_routes(
 
 def measure_recording(batch: int, args: argparse.Namespace) -> list[str]:
     prompts = torch.randint(3, 32, (batch, 26))
-    config = HFEngineConfig(dtype="float32", slots=batch)
+    config = HFEngineConfig(dtype="float32", max_num_seqs=batch)
     runs = [
         engine_runner(HFEngine(build_model(), config, record=record, max_len=101), prompts, 75)
         for record in (True, False)

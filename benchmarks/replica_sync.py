@@ -60,7 +60,7 @@ def measured(
         replicas = launcher.build_engine(EngineSpec(ModelConfig(path=folder), own, CPU, MAX_LEN))
         assert isinstance(replicas, Replicas)
         together = replicas._broadcast
-        disk = config.cluster.model_copy(update={"weights": "disk"})
+        disk = config.cluster.model_copy(update={"sync": "disk"})
 
         ways = [
             ("together", together, config.cluster),

@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "steps=3 rollout.prompts_per_step=4 rollout.group_size=4 rollout.engine.slots=16 "
+    "steps=3 rollout.prompts_per_step=4 rollout.group_size=4 rollout.engine.max_num_seqs=16 "
     "objective.entropy_coef=0.01 "
     "eval.every=0 log.counterfactual_every=2 log.report=false log.tensorboard=false"
 )
@@ -34,7 +34,7 @@ RUNS = {  # the five that are asked for, then one for each option of the learner
     "off": QUICK + SMALL + " replay.mode=off correction.preset=tis",
     "r2": QUICK
     + SMALL
-    + " replay.mode=r2 objective.mini_steps=2 train.reuse_scoring_forward=false",
+    + " replay.mode=r2 objective.num_minibatches=2 train.reuse_scoring_forward=false",
     "soft": QUICK + SMALL + " replay.mode=soft replay.ratio=0.9 train.reuse_scoring_forward=false",
     "weights": QUICK + SMALL + " replay.mode=weights train.reuse_scoring_forward=false",
     "reprefill": QUICK + SMALL + " replay.source=reprefill",
@@ -42,16 +42,16 @@ RUNS = {  # the five that are asked for, then one for each option of the learner
     "reference": QUICK + SMALL + " objective.kl.coef=0.01",
     "bypass": QUICK
     + SMALL
-    + " correction.preset=ppo-is objective.mini_steps=2 train.reuse_scoring_forward=false",
+    + " correction.preset=ppo-is objective.num_minibatches=2 train.reuse_scoring_forward=false",
     "centering": QUICK
     + SMALL
     + " correction.preset=score-centering objective.surrogate=pg train.reuse_scoring_forward=false",
     "live": QUICK
     + SMALL
-    + " correction.preset=opsm objective.mini_steps=2 train.reuse_scoring_forward=false",
+    + " correction.preset=opsm objective.num_minibatches=2 train.reuse_scoring_forward=false",
     "gspo": QUICK
     + SMALL
-    + " objective.preset=gspo objective.mini_steps=2 train.reuse_scoring_forward=false",
+    + " objective.preset=gspo objective.num_minibatches=2 train.reuse_scoring_forward=false",
     "dapo": QUICK + SMALL + " objective.preset=dapo",
     "int8": QUICK + SMALL + " rollout.quant.format=int8 eval.every=2 eval.problems=8",
     "ahead": QUICK + SMALL + " rollout.max_staleness=0",

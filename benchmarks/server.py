@@ -1,7 +1,7 @@
 """Tokens per second of a vLLM server beside vLLM in this process, interleaved in one run; needs
 `make vllm`.
 
-    onepolicy engine serve --port 8000 tiny cache_gib=0.25 slots=96
+    onepolicy engine serve --port 8000 tiny kv_cache_gib=0.25 max_num_seqs=96
     python benchmarks/server.py                  # batch 64 and 256, 26 + 75 tokens
 
 Wall time: the server works in processes of its own. Ratios are medians of the ratios within a
@@ -64,8 +64,8 @@ def main() -> None:
     server, local = (
         build_engine(EngineSpec(model, config, torch.device("cpu"), PROMPT + NEW, routes=rules))
         for config in (
-            VLLMServerConfig(url=arguments.url, slots=256),
-            VLLMEngineConfig(slots=96, cache_gib=0.25),
+            VLLMServerConfig(url=arguments.url, max_num_seqs=256),
+            VLLMEngineConfig(max_num_seqs=96, kv_cache_gib=0.25),
         )
     )
     for batch in (64, 256):

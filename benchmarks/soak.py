@@ -50,7 +50,7 @@ eval = {{ every = 0 }}
 log = {{ counterfactual_every = 0, tensorboard = false, report = false }}
 checkpoint = {{ every = 10, keep = 2 }}
 """
-EMBEDDED = '{ dtype = "float32", slots = 32 }'
+EMBEDDED = '{ dtype = "float32", max_num_seqs = 32 }'
 # knows the table, and is taught to err: what the reward rises by is those errors going away
 POLICY = [
     "hidden_size=64",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 LIMIT_S = 600  # of the first start
-SETTINGS = ["dtype=float32", "slots=32", "cache_gib=0.125", "block_size=32"]
+SETTINGS = ["dtype=float32", "max_num_seqs=32", "kv_cache_gib=0.125", "block_size=32"]
 
 
 class Server:
@@ -23,10 +23,8 @@ class Server:
             port = free.getsockname()[1]
         self.command = [*command, "engine", "serve", str(policy), "--port", str(port), *SETTINGS]
         url = f"http://127.0.0.1:{port}"
-        patient = "timeout_s = 30, retries = 2, patience_s = 600"
-        self.setting = (
-            f'{{ kind = "vllm-server", url = "{url}", dtype = "float32", slots = 32, {patient} }}'
-        )
+        patient = "timeout_s = 30, retries = 2, recovery_timeout_s = 600"
+        self.setting = f'{{ kind = "vllm-server", url = "{url}", dtype = "float32", max_num_seqs = 32, {patient} }}'
         self.log, self.lives = log, 0
         self._done = threading.Event()
         self._keeper = threading.Thread(target=self._keep, daemon=True)

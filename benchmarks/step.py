@@ -94,7 +94,7 @@ def main() -> None:
                 "prompts_per_step": PROBLEMS,
                 "group_size": GROUP,
                 "sampling": {"max_tokens": NEW_TOKENS},
-                "engine": {"dtype": args.dtype, "slots": PROBLEMS * GROUP, "max_len": 128},
+                "engine": {"dtype": args.dtype, "max_num_seqs": PROBLEMS * GROUP, "max_len": 128},
             },
             "optim": {"lr": 1e-5},
             "train": {"reuse_scoring_forward": True, "threads": args.threads},

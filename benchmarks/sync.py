@@ -80,7 +80,7 @@ def opened(kind: str, folder: str, log: Path) -> Iterator[dict[str, RolloutEngin
     if kind == "hf":
         yield {kind: build(HFEngineConfig(dtype="bfloat16"))}
     elif kind == "vllm":
-        yield {kind: build(VLLMEngineConfig(cache_gib=0.125))}
+        yield {kind: build(VLLMEngineConfig(kv_cache_gib=0.125))}
     else:
         with serving(folder, log) as url:
             yield {
@@ -95,7 +95,14 @@ def serving(folder: str, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = ["--no-routes", "--port", str(port), folder, "cache_gib=0.125", f"max_len={MAX_LEN}"]
+    settings = [
+        "--no-routes",
+        "--port",
+        str(port),
+        folder,
+        "kv_cache_gib=0.125",
+        f"max_len={MAX_LEN}",
+    ]
     with log.open("wb") as file:
         command = [sys.executable, "-m", "onepolicy", "engine", "serve", *settings]
         process = subprocess.Popen(command, stdout=file, stderr=file)

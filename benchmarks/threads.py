@@ -45,7 +45,7 @@ def run(setting: Setting, recipe: str, steps: int) -> list[dict[str, float]]:
             f"rollout.engine.kind={kind}",
         ]
         if kind == "vllm":
-            settings.append("rollout.engine.cache_gib=0.25")
+            settings.append("rollout.engine.kv_cache_gib=0.25")
         command = [sys.executable, "-m", "onepolicy", "train", recipe, *settings, *SMALL]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:

@@ -51,7 +51,11 @@ from onepolicy.types import Group, Sample, Sampling, TokenBatch
 
 RECIPE = Path(__file__).with_name("turn_curves.toml")
 MAX_LEN = 8192
-SETTINGS = {"replay.mode": "r3", "rollout.engine.max_len": MAX_LEN, "rollout.engine.slots": 16}
+SETTINGS = {
+    "replay.mode": "r3",
+    "rollout.engine.max_len": MAX_LEN,
+    "rollout.engine.max_num_seqs": 16,
+}
 TURN = 32  # tokens of a turn, at most
 
 

@@ -65,7 +65,7 @@ class Clock:
 
 
 def build_engine(model: PreTrainedModel, dtype: str, max_len: int, *, reuse: bool) -> HFEngine:
-    config = HFEngineConfig(dtype=dtype, slots=1, prefix_reuse=reuse)
+    config = HFEngineConfig(dtype=dtype, max_num_seqs=1, enable_prefix_caching=reuse)
     return HFEngine(copy.deepcopy(model), config, record=True, max_len=max_len)
 
 

@@ -77,7 +77,9 @@ async def main(steps: int = 8, folder: str | None = None) -> list[dict[str, floa
     trainer, sampler = two_copies(folder)
     prepare_for_training(trainer, torch.device("cpu"))
     routers = op.bind_routers(trainer)  # every MoE router of the trainer's model
-    engine = HFEngine(sampler, HFEngineConfig(slots=PROMPTS * SIBLINGS), record=True, max_len=64)
+    engine = HFEngine(
+        sampler, HFEngineConfig(max_num_seqs=PROMPTS * SIBLINGS), record=True, max_len=64
+    )
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-3, weight_decay=0.0)
     objective, log = ObjectiveConfig(), []
     for step in range(steps):

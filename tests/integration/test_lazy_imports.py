@@ -41,7 +41,7 @@ def loaded(policy, out, *settings):
     quick = [
         "rollout.prompts_per_step=2",
         "rollout.group_size=2",
-        "rollout.engine.slots=4",
+        "rollout.engine.max_num_seqs=4",
         "eval.problems=2",
     ]
     command = [

@@ -32,10 +32,12 @@ def trainer_of(model: PreTrainedModel, *, fast: bool = False) -> PreTrainedModel
 
 
 def engine_of(
-    model: PreTrainedModel, *, slots: int = 5, max_len: int = 256, **settings: object
+    model: PreTrainedModel, *, max_num_seqs: int = 5, max_len: int = 256, **settings: object
 ) -> HFEngine:
     """Return an engine with a copy of the model."""
-    config = HFEngineConfig(dtype=str(model.dtype).removeprefix("torch."), slots=slots, **settings)
+    config = HFEngineConfig(
+        dtype=str(model.dtype).removeprefix("torch."), max_num_seqs=max_num_seqs, **settings
+    )
     return HFEngine(
         copy.deepcopy(model),
         config,

@@ -10,7 +10,7 @@ SETTINGS = [
     "rollout.sampling.max_tokens=20",
     "rollout.prompts_per_step=8",
     "rollout.group_size=4",
-    "rollout.engine.slots=32",
+    "rollout.engine.max_num_seqs=32",
     "train.threads=1",
 ]
 

@@ -23,7 +23,7 @@ CASES = {
     "idle": [*QWEN, "train.tokens_per_micro_batch=15"],
     "recompute": [*QWEN, "train.activation_checkpointing=true"],
     "reuse": [*QWEN, "train.reuse_scoring_forward=true"],
-    "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     "idle_soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN, "train.tokens_per_micro_batch=15"],
     "soft": ["replay.mode=soft", "replay.ratio=0.9", *QWEN],
     "weights": ["replay.mode=weights", *QWEN],
@@ -34,7 +34,7 @@ CASES = {
         "objective.kl.coef=0.1",
         "objective.entropy_coef=0.01",
     ],
-    "bypass": [*QWEN, "correction.preset=ppo-is", "objective.mini_steps=2"],
+    "bypass": [*QWEN, "correction.preset=ppo-is", "objective.num_minibatches=2"],
     "centering": [*QWEN, "correction.preset=score-centering", "objective.surrogate=pg"],
 }
 

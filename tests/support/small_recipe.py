@@ -11,7 +11,7 @@ def write_recipe(policy, *lines):
     rollout.prompts_per_step = 2
     rollout.group_size = 4
     rollout.sampling = {{ max_tokens = 20 }}
-    rollout.engine = {{ slots = 8 }}
+    rollout.engine = {{ max_num_seqs = 8 }}
     optim = {{ lr = 1e-3 }}
     # every step changes the weights, also where all rewards are equal
     objective = {{ entropy_coef = 0.01 }}

@@ -27,7 +27,7 @@ from support.waiting import wait_until
 
 VOCAB, BLOCK, MAX_LEN = 32, 32, 96
 START_S = 600
-CONFIG = VLLMEngineConfig(dtype="float32", slots=64, cache_gib=0.125, block_size=BLOCK)
+CONFIG = VLLMEngineConfig(dtype="float32", max_num_seqs=64, kv_cache_gib=0.125, block_size=BLOCK)
 
 
 def make_checkpoints(base):
@@ -92,7 +92,7 @@ class ServerProcess:
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         settings = [
             f"{name}={getattr(CONFIG, name)}"
-            for name in ("dtype", "slots", "cache_gib", "block_size")
+            for name in ("dtype", "max_num_seqs", "kv_cache_gib", "block_size")
         ]
         serve = [sys.executable, "-m", "onepolicy", "engine", "serve", "--port", str(self.port)]
         serve += ["--token-env", token_env, str(folder)] if token_env else [str(folder)]
@@ -147,7 +147,7 @@ def recipe(tmp_path, folder, server, more=""):
         engine.kind = "vllm-server"
         engine.url = "{server.url}"
         engine.dtype = "float32"
-        engine.slots = 8
+        engine.max_num_seqs = 8
         engine.retries = 1
         {more}
         """

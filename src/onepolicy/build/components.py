@@ -68,7 +68,9 @@ def build_environment(
 ) -> tuple[Environment, PreTrainedTokenizerBase, int]:
     """Tokenizer, task and the longest sequence allowed, all checked against each other."""
     tokenizer, max_len = load_tokenizer_and_max_len(config, model)
-    rows = config.replay.rows if isinstance(config.replay, FromRollout) else "as-sampled"
+    rows = (
+        config.replay.duplicate_routes if isinstance(config.replay, FromRollout) else "as-sampled"
+    )
     environment = build(config.task, tokenizer, max_len=max_len, rows=rows)
     for max_tokens in {
         config.rollout.sampling.max_tokens,
@@ -219,7 +221,10 @@ def build_unquantised_engine(
     """An embedded engine with the settings of the run's engine, but for rollout.quant."""
     engine = config.rollout.engine
     own = HFEngineConfig(
-        dtype=engine.dtype, lm_head=engine.lm_head, slots=engine.slots, max_len=engine.max_len
+        dtype=engine.dtype,
+        lm_head=engine.lm_head,
+        max_num_seqs=engine.max_num_seqs,
+        max_len=engine.max_len,
     )
     return build_engine(EngineSpec(model, own, device, max_len))
 

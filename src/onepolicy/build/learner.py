@@ -111,7 +111,9 @@ def build_extensions(
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
-    return None if config.train.compute == "same" else DTYPES[config.train.compute]
+    return (
+        None if config.train.fsdp_param_dtype == "same" else DTYPES[config.train.fsdp_param_dtype]
+    )
 
 
 def set_num_threads(config: RunConfig) -> None:

@@ -46,13 +46,13 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         "run a vLLM server that runs of kind vllm-server can use",
         run_serve,
         examples=(
-            "onepolicy engine serve Qwen/Qwen3-30B-A3B --port 8000 slots=256",
+            "onepolicy engine serve Qwen/Qwen3-30B-A3B --port 8000 max_num_seqs=256",
             "onepolicy engine serve tiny --vllm=--enforce-eager",
         ),
         settings=ServeConfig,
     )
     serve.add_argument("model", help="folder, hub id, or `tiny`")
-    settings = "of rollout.engine of kind vllm: slots=256; and quant=fp8"
+    settings = "of rollout.engine of kind vllm: max_num_seqs=256; and quant=fp8"
     serve.add_argument("overrides", nargs="*", metavar="a=value", help=settings)
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument(

@@ -106,6 +106,9 @@ class Parser(argparse.ArgumentParser):
         paths = [each for each in paths_of(self.settings) if each not in self.ignored]
         name = name.replace("-", "_")
         found = [name] if name in paths else settings_named(name, paths)
+        if not found:
+            renamed = self.settings.renamed.items()
+            found = [new for old, new in renamed if name in (old, old.rpartition(".")[2])]
         if not found and self._option(name) is None:
             found = settings_like(name, paths)
         if not found:

@@ -130,9 +130,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig, cluster: Cluster) ->
             "--sync: the engine is in the learner's process, so weights are copied; leave it out"
         )
     if arguments.sync and replicated(config):
-        raise UsageError(
-            "--sync: is for a server; give cluster.weights=stream or cluster.weights=disk"
-        )
+        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")
     with console.status("running the model without memory"):
         planner = Planner(
             config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import unicodedata
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -77,3 +78,5 @@ class Frozen(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Old dotted path -> new dotted path (renamed.py)."""

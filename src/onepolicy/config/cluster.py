@@ -33,11 +33,11 @@ class RayCluster(Frozen):
     """GPUs that Ray reserves for a replica; a part of one shares it. Unset: 1 if train.device is CUDA, else 0."""
     placement: Literal["pack", "spread"] = "pack"
     """Replicas and ranks on as few nodes as possible, or on as many."""
-    weights: Literal["stream", "disk"] = "stream"
-    """How a step's weights reach the replicas: each is sent them over the network, or reads the files in shared_dir."""
-    shared_dir: str | None = None
+    sync: Literal["stream", "disk"] = "stream"
+    """How a step's weights reach the replicas: each is sent them over the network, or reads the files in sync_dir."""
+    sync_dir: str | None = None
     """Folder that the driver writes a step's weights into, two versions for a while. Unset: the system's temporary one,
-    which often is memory. weights = disk with replicas on other machines needs one that all nodes see."""
+    which often is memory. sync = disk with replicas on other machines needs one that all nodes see."""
     start_timeout: Amount = 300.0
     """Seconds that Ray gets to find room for all processes, and a replica to load its model."""
     reply_timeout: Amount = 300.0

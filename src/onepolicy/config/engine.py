@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from onepolicy.config.address import check_url
 from onepolicy.config.base import LARGEST, MOST, Amount, Few, Frozen, Tokens
 from onepolicy.config.quant import Fp8, Int8, QuantConfig, QuantFormat
+from onepolicy.config.renamed import SERVE_KEYS
 
 Head = Literal["same", "float32"]
 
@@ -21,11 +22,11 @@ class HFEngineConfig(Frozen):
     """Of the engine's own copy of the weights, whatever the trainer's."""
     lm_head: Head = "same"
     """float32: the vocabulary projection alone, with float32 weights (unrounded, another copy) and hidden states."""
-    slots: Few = 64
+    max_num_seqs: Few = 64
     """Sequences decoded at once; a finished one makes room for the next."""
     max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length."""
-    prefix_reuse: bool = True
+    enable_prefix_caching: bool = True
     """Copy keys, values and routes of a shared prefix instead of computing them again."""
 
     @model_validator(mode="after")
@@ -42,15 +43,15 @@ class VLLMEngineConfig(Frozen):
     """Of the engine's own copy of the weights, whatever the trainer's."""
     lm_head: Head = "same"
     """float32: the vocabulary projection alone, from the rounded weights (vLLM's head_dtype)."""
-    slots: Few = 64
+    max_num_seqs: Few = 64
     """Sequences decoded at once; a finished one makes room for the next."""
     max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length."""
-    prefix_reuse: bool = True
+    enable_prefix_caching: bool = True
     """vLLM's prefix caching: whole blocks of a shared prefix keep their keys, values and routes."""
     block_size: Tokens | None = None
     """Tokens of a cached block; unset: vLLM's own choice (128 on the CPU)."""
-    cache_gib: Amount = 1.0
+    kv_cache_gib: Amount = 1.0
     """Memory for keys and values."""
 
     @model_validator(mode="after")
@@ -61,6 +62,8 @@ class VLLMEngineConfig(Frozen):
 
 class ServeConfig(VLLMEngineConfig):
     """What `onepolicy engine serve` starts a vLLM server with."""
+
+    renamed: ClassVar = SERVE_KEYS
 
     quant: QuantConfig = None
     """rollout.quant of the runs that will use it."""
@@ -83,7 +86,7 @@ class ServerEngineConfig(Frozen):
     """What the server was started with; another is refused."""
     lm_head: Head = "same"
     """The server's vocabulary projection, likewise."""
-    slots: Few = 64
+    max_num_seqs: Few = 64
     """Requests in flight at once."""
     max_len: Tokens | None = None
     """Prompt + completion tokens of one sequence; unset: the model's context length, less what the server reserves."""
@@ -91,7 +94,7 @@ class ServerEngineConfig(Frozen):
     """Of one attempt of a request."""
     retries: int = Field(5, ge=0, le=MOST)
     """Attempts after the first, of a request that got no usable reply; the waits between them grow from 0.25 to 8 s."""
-    patience_s: float | None = Field(None, ge=0, le=LARGEST)
+    recovery_timeout_s: float | None = Field(None, ge=0, le=LARGEST)
     """How long a run waits for a server that was lost to come back, after the retries; it is then given the weights
     again and the rollouts of the step are repeated (with rollout.max_staleness those of every step in play). 0: the
     run ends. Unset: 300. A resumed run waits as long for its server before it starts."""
@@ -150,9 +153,9 @@ def refuse_unlike_vllm(quant: QuantFormat, dtype: str) -> None:
             f"rollout.quant: vLLM has no method of its own for {quant.format}; use fp8 or int8, or "
             "rollout.engine.kind = hf"
         )
-    if quant.also:
+    if quant.extra_modules:
         raise ValueError(
-            f"rollout.quant.also: with vLLM {', '.join(quant.also)} cannot be quantised; leave it out, or use "
+            f"rollout.quant.extra_modules: with vLLM {', '.join(quant.extra_modules)} cannot be quantised; leave it out, or use "
             "rollout.engine.kind = hf"
         )
     if isinstance(quant, Int8) and quant.activations == "static":

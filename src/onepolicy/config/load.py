@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from onepolicy.config.base import Frozen, UsageError
 from onepolicy.config.near import did_you_mean, near, offered, paths_of, settings_like
+from onepolicy.config.renamed import rename_keys, rename_overrides, warn_renamed
 from onepolicy.config.run import RunConfig
 
 Tree = dict[str, Any]
@@ -60,9 +61,16 @@ def resolve(tree: Tree, overrides: list[str] | tuple[str, ...] = ()) -> RunConfi
 def resolve_as(
     kind: type[Settings], tree: Tree, overrides: list[str] | tuple[str, ...] = ()
 ) -> Settings:
-    """Settings of another kind than a run's, by the same rules."""
+    """Return the settings of this kind: the tree with the overrides on top.
+
+    Raises UsageError for a setting that is missing, unknown or wrong.
+    """
+    tree, old = rename_keys(tree, kind.renamed)
+    overrides, overridden = rename_overrides(overrides, kind.renamed)
     for override in overrides:
         tree = apply_override(tree, override)
+    tree, inside = rename_keys(tree, kind.renamed)  # of overrides that are whole sections
+    warn_renamed([*old, *overridden, *inside], kind.renamed)
     for where, text in _texts(tree):
         if "\0" in text:
             raise UsageError(f"{where}: {text!r} has a NUL character in it; leave it out")

@@ -30,7 +30,7 @@ class OptimConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0, le=LARGEST)
     warmup_steps: int = Field(0, ge=0, le=MOST)
     """Optimiser steps over which the learning rate rises linearly from 0."""
-    decay: Literal["none", "linear"] = "none"
+    lr_decay: Literal["none", "linear"] = "none"
     """linear: the learning rate falls linearly over the whole run and would reach 0 one optimiser step after its last.
     A fork with another number of steps falls over its own."""
     clip_norm: Amount = 1.0
@@ -49,7 +49,7 @@ class TrainConfig(Frozen):
     """Samples are packed into micro-batches of at most this many slots; a longer sample gets one of its own."""
     activation_checkpointing: bool = False
     autocast: Literal["off", "bfloat16"] = "off"
-    compute: Literal["same", "bfloat16"] = "same"
+    fsdp_param_dtype: Literal["same", "bfloat16"] = "same"
     """bfloat16: with train.ranks, forward and backward use parameters gathered in bfloat16 (FSDP2's mixed precision),
     while the ranks' float32 shards, the sum of their gradients and AdamW stay float32."""
     ranks: int = Field(0, ge=0, le=2**16)
@@ -59,20 +59,20 @@ class TrainConfig(Frozen):
     """With train.ranks: seconds after which a rank that does not answer, or does not come, ends the run."""
     reuse_scoring_forward: bool = False
     """Keep the graph of the scoring forward and use it for the update: one forward fewer per step, at the price of
-    holding every activation of the step. Needs objective.mini_steps = 1 and no activation checkpointing."""
+    holding every activation of the step. Needs objective.num_minibatches = 1 and no activation checkpointing."""
 
     @model_validator(mode="after")
     def _ranks_take_effect(self) -> Self:
         if not self.ranks:
-            for name in ("compute", "rank_timeout"):
+            for name in ("fsdp_param_dtype", "rank_timeout"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].default:
                     raise ValueError(
                         f"train.{name}: {value} has no effect without train.ranks; set that as well, under torchrun to "
                         "the number of its processes"
                     )
-        if self.compute == "bfloat16" and self.autocast == "bfloat16":
+        if self.fsdp_param_dtype == "bfloat16" and self.autocast == "bfloat16":
             raise ValueError(
-                "train.autocast: has no effect with train.compute = bfloat16; choose one"
+                "train.autocast: has no effect with train.fsdp_param_dtype = bfloat16; choose one"
             )
         if self.ranks > 1 and ":" in self.device:
             raise ValueError(

@@ -42,7 +42,7 @@ class FromRollout(Frozen):
     min_agreement: float = Field(MIN_AGREEMENT, ge=0, lt=1)
     """Least share of the replayed experts that the trainer's routers must have chosen themselves, in every layer and in
     every stretch of 16 tokens; below it the run stops. 0: replay whatever comes."""
-    rows: RowPolicy = "as-sampled"
+    duplicate_routes: RowPolicy = "as-sampled"
     """Where several forwards of an episode fed the same token (another turn's prefill, a request that was aborted and
     resumed), whose route is replayed: of the first one, which the log-probability came from; of the last one, which the
     keys in the cache came from; or of the highest weight version."""
@@ -189,7 +189,7 @@ class ObjectiveConfig(Frozen):
     """Share of rollout.sampling.max_tokens, at its end, over which the reward falls linearly by overlong_penalty
     (DAPO eq. 13); 0: off."""
     overlong_penalty: Amount = 1.0
-    mini_steps: Few = 1
+    num_minibatches: Few = 1
     """Optimiser steps per batch; samples are split into this many parts by whole groups."""
 
     @model_validator(mode="before")

@@ -12,7 +12,7 @@ Part = Literal["router", "embeddings", "lm_head"]
 
 
 class _Quant(Frozen):
-    also: tuple[Part, ...] = ()
+    extra_modules: tuple[Part, ...] = ()
     """Quantised as well as attention, MLP and experts; by default these stay in the engine's dtype. Norms always do."""
 
 

@@ -43,7 +43,7 @@ class RolloutConfig(Frozen):
     after the other."""
     episode_retries: int = Field(1, ge=0, le=MOST)
     """How often an episode whose tool or environment failed is played again before it is dropped."""
-    min_survivors: Few | None = None
+    min_group_size: Few | None = None
     """A group with fewer episodes left is dropped whole; unset: half of group_size, at least 2 if there are 2."""
 
     @property
@@ -53,7 +53,7 @@ class RolloutConfig(Frozen):
 
     @property
     def survivors(self) -> int:
-        return self.min_survivors or max(min(2, self.group_size), self.group_size // 2)
+        return self.min_group_size or max(min(2, self.group_size), self.group_size // 2)
 
     @model_validator(mode="after")
     def _quant_takes_effect(self) -> Self:
@@ -67,9 +67,9 @@ class RolloutConfig(Frozen):
             )
         if not isinstance(engine, HFEngineConfig):
             refuse_unlike_vllm(quant, engine.dtype)
-        if "lm_head" in quant.also and engine.lm_head == "float32":
+        if "lm_head" in quant.extra_modules and engine.lm_head == "float32":
             raise ValueError(
-                "rollout.quant.also: lm_head contradicts rollout.engine.lm_head = float32; leave one out"
+                "rollout.quant.extra_modules: lm_head contradicts rollout.engine.lm_head = float32; leave one out"
             )
         return self
 
@@ -85,9 +85,9 @@ class RolloutConfig(Frozen):
 
     @model_validator(mode="after")
     def _survivors_exist(self) -> Self:
-        if self.min_survivors is not None and self.min_survivors > self.group_size:
+        if self.min_group_size is not None and self.min_group_size > self.group_size:
             raise ValueError(
-                f"rollout.min_survivors: {self.min_survivors} of rollout.group_size {self.group_size} episodes can "
+                f"rollout.min_group_size: {self.min_group_size} of rollout.group_size {self.group_size} episodes can "
                 "never be left; lower it"
             )
         return self

@@ -70,9 +70,9 @@ def _check_step(config: Sections) -> None:
             "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use 2 or more, or "
             "objective.baseline = none or critic"
         )
-    if config.rollout.prompts_per_step % config.objective.mini_steps:
+    if config.rollout.prompts_per_step % config.objective.num_minibatches:
         raise ValueError(
-            f"objective.mini_steps: {config.objective.mini_steps} does not divide rollout.prompts_per_step "
+            f"objective.num_minibatches: {config.objective.num_minibatches} does not divide rollout.prompts_per_step "
             f"{config.rollout.prompts_per_step}; groups are never split"
         )
 
@@ -114,10 +114,10 @@ def _check_routes(config: Sections) -> None:
 
 def _check_scoring_replay(config: Sections) -> None:
     """Refuse r2, which replays the scoring forward's routes, where there is no second forward to replay them in."""
-    if isinstance(config.replay, R2) and config.objective.mini_steps == 1:
+    if isinstance(config.replay, R2) and config.objective.num_minibatches == 1:
         raise ValueError(
-            "replay.mode: r2 does nothing with objective.mini_steps = 1, where scoring and update have the same "
-            "weights and choose the same experts; raise objective.mini_steps, or replay the rollout's routes (r3)"
+            "replay.mode: r2 does nothing with objective.num_minibatches = 1, where scoring and update have the same "
+            "weights and choose the same experts; raise objective.num_minibatches, or replay the rollout's routes (r3)"
         )
     if isinstance(config.replay, R2) and config.train.reuse_scoring_forward:
         raise ValueError(
@@ -127,9 +127,9 @@ def _check_scoring_replay(config: Sections) -> None:
 
 def _check_reuse(config: Sections) -> None:
     """Refuse train.reuse_scoring_forward where the update needs another forward."""
-    if config.train.reuse_scoring_forward and config.objective.mini_steps > 1:
+    if config.train.reuse_scoring_forward and config.objective.num_minibatches > 1:
         raise ValueError(
-            "train.reuse_scoring_forward: needs objective.mini_steps = 1; later mini-steps have other weights"
+            "train.reuse_scoring_forward: needs objective.num_minibatches = 1; later mini-steps have other weights"
         )
     if config.train.reuse_scoring_forward and config.train.activation_checkpointing:
         raise ValueError(
@@ -239,22 +239,22 @@ def _check_clips(config: Sections) -> None:
     critic's new value is its old one. What a preset brings may stand: it is right for more mini-steps.
     """
     objective = config.objective
-    if objective.mini_steps > 1:
+    if objective.num_minibatches > 1:
         return
     preset = ObjectiveConfig(preset=objective.preset)
-    mend = "raise objective.mini_steps, or leave it out"
+    mend = "raise objective.num_minibatches, or leave it out"
     equal = config.numerics == ON_POLICY  # so new / rollout is 1 as well
     if config.scores_old or equal:
         other = "" if equal else " (correction.preset = ppo-is bounds new / rollout)"
         for name in ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative"):
             if (value := getattr(objective, name)) != getattr(preset, name):
                 raise ValueError(
-                    f"objective.{name}: {value} has no effect with objective.mini_steps = 1, where the ratio "
+                    f"objective.{name}: {value} has no effect with objective.num_minibatches = 1, where the ratio "
                     f"new / old is 1 in the only update of a batch; {mend}{other}"
                 )
     if objective.critic is not None and objective.critic.clip != CriticConfig().clip:
         raise ValueError(
-            f"objective.critic.clip: {objective.critic.clip} has no effect with objective.mini_steps = 1, where no "
+            f"objective.critic.clip: {objective.critic.clip} has no effect with objective.num_minibatches = 1, where no "
             f"value has moved before the only update of a batch; {mend}"
         )
 
@@ -268,9 +268,13 @@ def _check_turns(config: Sections) -> None:
             f"of task.kind = {config.task.kind} has several; set it to 0 (task.max_tokens limits an episode)"
         )
     fed_once = not several and isinstance(config.rollout.engine, HFEngineConfig | VLLMEngineConfig)
-    if fed_once and isinstance(config.replay, FromRollout) and config.replay.rows != "as-sampled":
+    if (
+        fed_once
+        and isinstance(config.replay, FromRollout)
+        and config.replay.duplicate_routes != "as-sampled"
+    ):
         raise ValueError(
-            f"replay.rows: {config.replay.rows} has no effect, because episodes of one turn on an engine in this "
+            f"replay.duplicate_routes: {config.replay.duplicate_routes} has no effect, because episodes of one turn on an engine in this "
             "process feed every token once; leave it out"
         )
 
@@ -314,7 +318,7 @@ def _check_ranks(config: Sections) -> None:
         )
     if config.model.dtype == "bfloat16":
         raise ValueError(
-            "model.dtype: the shards of train.ranks are float32; set train.compute = bfloat16 instead, which "
+            "model.dtype: the shards of train.ranks are float32; set train.fsdp_param_dtype = bfloat16 instead, which "
             "gathers them rounded"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from onepolicy.config.objective import (
     ObjectiveConfig,
     ReplayConfig,
 )
+from onepolicy.config.renamed import RUN_KEYS
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.rules import check_sections
 from onepolicy.config.task import EpisodeTask, TaskConfig
@@ -50,6 +51,8 @@ def _usual_correction(checked: dict[str, Any]) -> CorrectionConfig:
 
 
 class RunConfig(Frozen):
+    renamed: ClassVar = RUN_KEYS
+
     out: str
     """Run folder, new or empty. Where a recipe's own is taken, `onepolicy train` takes its first free sibling (out-2
     and so on) and says so; one typed as out=... must be free."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from onepolicy.config.base import UsageError
 from onepolicy.config.load import describe
+from onepolicy.config.renamed import rename_keys
 from onepolicy.config.run import RunConfig
 
 CONFIG = "config.json"
@@ -15,10 +17,28 @@ BEGUN = ".step"  # in the run's folder: the step that its process began last
 
 
 def read_config(run: Path) -> RunConfig:
+    """Return the settings of a run folder, old names of settings included.
+
+    Raises UsageError if there is no config.json, or if it is damaged.
+    """
     path = run / CONFIG
     if not path.is_file():
         raise UsageError(f"{run}: not a run folder (no {CONFIG})")
     try:
-        return RunConfig.model_validate_json(path.read_bytes())
+        return RunConfig.model_validate_json(_with_new_names(path.read_bytes()))
     except ValidationError as error:
         raise UsageError(f"{path}: not the settings of a run: {describe(error)}") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: not the settings of a run: {error}") from None
+
+
+def _with_new_names(data: bytes) -> bytes:
+    """Return config.json with the new names of settings. The same bytes if it has no old ones."""
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return data  # pydantic says what is wrong with it
+    if not isinstance(tree, dict):
+        return data
+    tree, old = rename_keys(tree, RunConfig.renamed)
+    return json.dumps(tree).encode() if old else data

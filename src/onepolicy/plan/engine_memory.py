@@ -108,12 +108,17 @@ def engine_memory(
     if config.rollout.quant is not None and config.eval.every and not config.eval.quantised:
         evaluator = dims.total * BYTES[engine.dtype] + embedded_cache_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
-        tokens = engine.slots * (engine.max_len or dims.context)
+        tokens = engine.max_num_seqs * (engine.max_len or dims.context)
         return EngineMemory(
-            own, embedded_cache_bytes(dims, config, cluster), tokens, engine.slots, room, evaluator
+            own,
+            embedded_cache_bytes(dims, config, cluster),
+            tokens,
+            engine.max_num_seqs,
+            room,
+            evaluator,
         )
     if isinstance(engine, VLLMEngineConfig):
-        cache = engine.cache_gib * 2**30
+        cache = engine.kv_cache_gib * 2**30
     else:
         cache = cluster["memory"] * cluster["engine_share"] - own - cluster["engine_reserve"]
     per_sequence = sequence_cache_bytes(dims, config, cluster, work.length, tensor_parallel)
@@ -130,7 +135,7 @@ def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> flo
     rows = -(-length // KEY_BLOCK) * KEY_BLOCK
     elements = sum(a.cached for a in dims.attention) * rows
     routes = length * kept_per_token(dims, config) if config.replay.mode != "off" else 0
-    return engine.slots * (elements * cache_itemsize(dims, config, cluster) + routes)
+    return engine.max_num_seqs * (elements * cache_itemsize(dims, config, cluster) + routes)
 
 
 def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:

@@ -43,7 +43,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 def gather_dtype(config: RunConfig) -> str:
     """Of the parameters that ranks gather to compute a layer."""
-    low = "bfloat16" in (config.model.dtype, config.train.compute)
+    low = "bfloat16" in (config.model.dtype, config.train.fsdp_param_dtype)
     return "bfloat16" if low else "float32"
 
 

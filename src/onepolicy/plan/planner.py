@@ -198,7 +198,7 @@ class Planner:
     def learner(self, ranks: int, config: RunConfig) -> LearnerMemory:
         micro = self.work.micro(config.train.tokens_per_micro_batch, ranks)
         rounds = self.work.micro_batches(config.train.tokens_per_micro_batch, ranks)
-        per_update = max(1, rounds // config.objective.mini_steps)
+        per_update = max(1, rounds // config.objective.num_minibatches)
         return learner_memory(
             self.dims,
             config,

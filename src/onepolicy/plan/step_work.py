@@ -76,14 +76,18 @@ def step_work(
             f"--prompt-tokens: {prompt} and {response} of the response are more than the {most} tokens a sequence may "
             "have; give fewer, or raise rollout.engine.max_len"
         )
-    shared = getattr(rollout.engine, "prefix_reuse", True)
+    shared = getattr(rollout.engine, "enable_prefix_caching", True)
     return StepWork(rollout.prompts_per_step, rollout.group_size, prompt, response, shared)
 
 
 def sequences_per_engine(config: RunConfig, work: StepWork, engines: int) -> int:
-    """Sequences one engine decodes at once. rollout.engine.slots are a replica's own, else those of all engines."""
-    slots, own = config.rollout.engine.slots, -(-work.sequences // engines)
-    return min(slots, own) if replicated(config) else max(1, min(slots, work.sequences) // engines)
+    """Sequences one engine decodes at once. rollout.engine.max_num_seqs are a replica's own, else those of all engines."""
+    sequences, own = config.rollout.engine.max_num_seqs, -(-work.sequences // engines)
+    return (
+        min(sequences, own)
+        if replicated(config)
+        else max(1, min(sequences, work.sequences) // engines)
+    )
 
 
 def in_process(config: RunConfig) -> bool:

@@ -33,7 +33,7 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 
 def _of_learner(planner: Planner, chosen: PlanOption) -> list[str]:
     split, lines, tried = chosen.split, [], planner.config
-    for name, value in (("activation_checkpointing", True), ("compute", "bfloat16")):
+    for name, value in (("activation_checkpointing", True), ("fsdp_param_dtype", "bfloat16")):
         changed = _with(tried, name, value, ranks=split.learners)
         if changed is None:
             continue
@@ -68,15 +68,15 @@ def _with(config: RunConfig, name: str, value: object, *, ranks: int = 1) -> Run
         return None
     if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
         return None  # the two exclude each other
-    if name == "compute" and (config.model.dtype == "bfloat16" or ranks == 1):
+    if name == "fsdp_param_dtype" and (config.model.dtype == "bfloat16" or ranks == 1):
         return None
-    changes = {name: value} | ({"autocast": "off"} if name == "compute" else {})
+    changes = {name: value} | ({"autocast": "off"} if name == "fsdp_param_dtype" else {})
     return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
 def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) -> str:
     also = ""
-    if name == "compute":
+    if name == "fsdp_param_dtype":
         also = f" with train.ranks={split.learners}" + " instead of train.autocast" * (
             config.train.autocast != "off"
         )
@@ -132,7 +132,7 @@ def _of_engine(planner: Planner, chosen: PlanOption) -> list[str]:
     if engine.room < math.inf:
         return [
             f"a replica takes {(engine.weights + engine.cache) / 1e9:.1f} GB of {max(0.0, engine.room) / 1e9:.1f}: "
-            "lower rollout.engine.slots, max_len or cache_gib, or raise cluster.gpus_per_replica"
+            "lower rollout.engine.max_num_seqs, max_len or kv_cache_gib, or raise cluster.gpus_per_replica"
         ]
     for parallel in PARALLEL:
         if parallel <= chosen.split.tensor_parallel:

@@ -273,5 +273,5 @@ def default_sync_method(config: RunConfig) -> str:
     if isinstance(engine, ServerEngineConfig):
         return "files" if engine.sync == "disk" else engine.sync
     if isinstance(config.cluster, RayCluster):
-        return "stream" if config.cluster.weights == "stream" else "files"
+        return "stream" if config.cluster.sync == "stream" else "files"
     return "memory"

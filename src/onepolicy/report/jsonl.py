@@ -10,6 +10,8 @@ from onepolicy.config import UsageError
 from onepolicy.config.shapes import Sample, check_metrics, check_step, checked, parsed
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+RENAMED = {"time/probe": "time/counterfactual"}
+"""Metrics that have a new name: old -> new. Run folders from before have the old one."""
 MEND = "remove the line or restore the file"
 
 
@@ -45,9 +47,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl, one per step in order, of numbers and null (NaN, infinite)."""
+    """Return all rows of metrics.jsonl under today's names of metrics.
+
+    One row per step, in order. A value is a number or null (NaN, infinite).
+    """
     path = folder / METRICS
-    rows = read_jsonl(path)
+    rows = [
+        {RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
+    ]
     for number, row in enumerate(rows, start=1):
         where = f"{path}:{number}"
         check_metrics(row, where, MEND)

@@ -26,7 +26,7 @@ TIME_PARTS = {  # part -> colour, fill pattern
     "rollout": ("@rollout-soft", ""),
     "wait": ("@rollout-soft", "|"),
     "score": ("@trainer-soft", "/"),
-    "probe": ("@replay", "x"),
+    "counterfactual": ("@replay", "x"),
     "update": ("@trainer", "\\"),
     "sync": ("@muted", "."),
     "eval": ("@ink", "-"),

@@ -105,7 +105,7 @@ async def collect(
     """The groups of step `step`, in problem order, and what became of the episodes. `advance` is called per episode.
 
     An episode that fails (EpisodeError) is played again with other seeds, config.episode_retries times, then dropped;
-    a group with fewer than config.min_survivors left is dropped whole. Dynamic sampling (DAPO section 3.2): groups that
+    a group with fewer than config.min_group_size left is dropped whole. Dynamic sampling (DAPO section 3.2): groups that
     `accept` refuses are replaced by further problems, up to `rounds` more times. Step s owns the problems from
     s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may come out smaller than
     prompts_per_step; TrainingError if no group is left, UsageError if an engine's routes break `routes` (None: a dense

@@ -152,7 +152,7 @@ METRICS: dict[str, str] = {
     "time/reprefill": "recording routes by a second forward over the finished samples [s]",
     "time/score": "scoring forwards of the trainer, and of reference and critic [s]",
     "time/score_saved": "forwards of the update, each of which a scoring forward would have doubled (bypass) [s]",
-    "time/probe": "scorings without replay and repeated, on probe steps [s]",
+    "time/counterfactual": "scorings without replay and repeated, of log.counterfactual_every [s]",
     "time/update": "forward, backward and optimiser [s]",
     "time/sync": "trainer weights to the engine [s]",
     "time/step": "the whole step, without evaluation and checkpoint [s]",

@@ -106,7 +106,7 @@ def _check(config: PolicyConfig, check: EvalConfig, path: Path) -> dict[str, flo
     """The saved policy, read back, on held-out problems."""
     model = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(model)
-    own = HFEngineConfig(dtype="float32", slots=128)
+    own = HFEngineConfig(dtype="float32", max_num_seqs=128)
     engine = build_engine(EngineSpec(model, own, torch.device("cpu"), config.max_len))
     environment, stop = (
         build(config.task, tokenizer, max_len=config.max_len),

@@ -34,12 +34,12 @@ async def retry_on_engine_loss(
     """What `work` returns; done again, from its beginning, after an engine that it lost has come back.
 
     Nothing of what was sampled before counts: a server that was restarted unseen sampled from other weights. EngineLost
-    if the engine does not come back within rollout.engine.patience_s, or is lost again and again.
+    if the engine does not come back within rollout.engine.recovery_timeout_s, or is lost again and again.
 
     cancel_pending: ends what else is being asked of the engine, before it is given the weights again.
     """
     engine, config = parts.engine, parts.config.rollout.engine
-    patience = config.patience_s if isinstance(config, ServerEngineConfig) else 0
+    patience = config.recovery_timeout_s if isinstance(config, ServerEngineConfig) else 0
     patience = PATIENCE_S if patience is None else patience
     if not isinstance(engine, PersistentEngine):  # several engines as one look after themselves
         return await work()
@@ -68,14 +68,14 @@ async def retry_on_engine_loss(
 async def wait_for_server(config: RunConfig, say: Callable[[str], None]) -> None:
     """A resumed run may have lost its server together with its driver: give it as long to come back as in a run.
 
-    Returns at the latest after rollout.engine.patience_s and one attempt; the start says what is wrong with a server.
+    Returns at the latest after rollout.engine.recovery_timeout_s and one attempt; the start says what is wrong with a server.
     """
     engine = config.rollout.engine
     if not isinstance(engine, ServerEngineConfig):
         return
     from onepolicy.rollout.servers.http import NoEngine, clients
 
-    patience = PATIENCE_S if engine.patience_s is None else engine.patience_s
+    patience = PATIENCE_S if engine.recovery_timeout_s is None else engine.recovery_timeout_s
     _, client = clients(engine, server="the server")
     end, said = time.monotonic() + patience, False
     with client.starting():

@@ -72,7 +72,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
                 "wait",
                 "score",
                 "score_saved",
-                "probe",
+                "counterfactual",
                 "update",
                 "sync",
                 "step",

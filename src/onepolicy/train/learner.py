@@ -110,7 +110,7 @@ class LocalLearner:
         """The samples of each optimiser step, with every slot's share in its loss."""
         batch = batch.replace(gate_mass=None)  # only measured
         most = self.config.rollout.sampling.max_tokens
-        for chosen in pack.minibatches(batch, self.config.objective.mini_steps):
+        for chosen in pack.minibatches(batch, self.config.objective.num_minibatches):
             part = batch.select(chosen)
             yield part.replace(
                 loss_weight=loss_weights(part, self.config.objective, max_tokens=most)
@@ -170,7 +170,7 @@ class LocalLearner:
         return bad[0] if bad else norms[0]
 
     def _take_step(self, minibatch: int) -> None:
-        parts = self.config.objective.mini_steps
+        parts = self.config.objective.num_minibatches
         done = (self.version * parts + minibatch) / (self.config.steps * parts)
         rate = learning_rate(self.config.optim, self.updates, done)
         for group in self.optimizer.param_groups:

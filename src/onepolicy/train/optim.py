@@ -22,7 +22,7 @@ def learning_rate(config: OptimConfig, update: int, done: float) -> float:
     Not a share of optimiser steps: a parent with other mini_steps, or steps with fewer, have counted otherwise.
     """
     warm = min(1.0, (update + 1) / (config.warmup_steps + 1))
-    left = 1 - done if config.decay == "linear" else 1.0
+    left = 1 - done if config.lr_decay == "linear" else 1.0
     return config.lr * warm * left
 
 

@@ -31,7 +31,7 @@ from support.relay import Relay
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(3600)]
 TOKEN = "FAULTS_TOKEN"
-SETTINGS = ["dtype=float32", "slots=8", "cache_gib=0.125", "block_size=32"]
+SETTINGS = ["dtype=float32", "max_num_seqs=8", "kv_cache_gib=0.125", "block_size=32"]
 
 
 class Far:
@@ -107,7 +107,7 @@ def begin(server, recipe, tmp_path):
             f"url={url}",
             f"token_env={TOKEN}",
             "dtype=float32",
-            "slots=8",
+            "max_num_seqs=8",
         ]
         engine += ["timeout_s=60", "retries=1", *overrides]
         process = start(
@@ -153,7 +153,7 @@ def silent(request, network, server):
 
 def test_silence_for_a_while_is_survived(begin, silent):
     url, begins, ends = silent
-    run, out = begin(url, "timeout_s=4", "patience_s=300")
+    run, out = begin(url, "timeout_s=4", "recovery_timeout_s=300")
     begins()
     try:
         time.sleep(
@@ -170,7 +170,9 @@ def test_silence_for_a_while_is_survived(begin, silent):
 def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
     """The server receives the update after the run has given it up, and then the next update."""
     with Relay(server.near, (server.host, server.port)) as relay:
-        run, out = begin("http://{}:{}".format(*relay.address), "timeout_s=4", "patience_s=300")
+        run, out = begin(
+            "http://{}:{}".format(*relay.address), "timeout_s=4", "recovery_timeout_s=300"
+        )
         relay.stall_before(b"onepolicy_receive")
         assert relay.stalled.wait(LONG)
         time.sleep(12)  # as above
@@ -182,7 +184,7 @@ def test_silence_in_the_middle_of_an_update_is_survived(begin, server):
 
 def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
     url, begins, ends = silent
-    run, out = begin(url, "timeout_s=4", "patience_s=5")
+    run, out = begin(url, "timeout_s=4", "recovery_timeout_s=5")
     begins()
     fault = Fault(out)
     try:
@@ -202,7 +204,7 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
 def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
     """The server comes back on its port with its initial weights. The run sends it the current
     weights and samples the batch again."""
-    run, out = begin(server.url, f"patience_s={LONG}")
+    run, out = begin(server.url, f"recovery_timeout_s={LONG}")
     server.send(signal.SIGKILL)
     fault = Fault(out)
     server.start()
@@ -214,7 +216,7 @@ def test_a_server_killed_in_the_middle_of_a_batch_and_restarted(begin, server):
 def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
     """The episodes of every step in play are lost and played again. No request reaches the server
     before it has its weights."""
-    run, out = begin(server.url, f"patience_s={LONG}", more=["rollout.max_staleness=2"])
+    run, out = begin(server.url, f"recovery_timeout_s={LONG}", more=["rollout.max_staleness=2"])
     server.send(signal.SIGKILL)
     fault = Fault(out)
     server.start()
@@ -227,7 +229,7 @@ def test_a_server_killed_while_episodes_are_played_ahead(begin, server):
 
 
 def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
-    run, out = begin(server.url, "patience_s=3")
+    run, out = begin(server.url, "recovery_timeout_s=3")
     server.send(signal.SIGKILL)
     fault = Fault(out)
     errors = finished(run, status=1)

@@ -20,7 +20,10 @@ SETTINGS = [
     "log.report=false",
     "log.tensorboard=false",
 ]
-ENGINES = [("hf", []), ("vllm", ["rollout.engine.cache_gib=0.25", "rollout.engine.block_size=32"])]
+ENGINES = [
+    ("hf", []),
+    ("vllm", ["rollout.engine.kv_cache_gib=0.25", "rollout.engine.block_size=32"]),
+]
 
 
 def trained(recipe, out, kind, *settings):

@@ -23,7 +23,7 @@ task = {{ kind = "chain", ops = 4 }}
 rollout.prompts_per_step = 4
 rollout.group_size = 4
 rollout.sampling = {{ max_tokens = 48 }}
-rollout.engine.slots = 16
+rollout.engine.max_num_seqs = 16
 optim = {{ lr = 1e-4 }}
 train = {{ threads = 1 }}
 eval = {{ every = 0 }}
@@ -69,7 +69,7 @@ def test_every_step_is_exact(train, dtype, replay, mini_steps):
     settings = (
         f"model.dtype={dtype}",
         f"replay.mode={replay}",
-        f"objective.mini_steps={mini_steps}",
+        f"objective.num_minibatches={mini_steps}",
     )
     assert len(exact(train("-".join(settings), *settings))) == STEPS
 
@@ -80,7 +80,7 @@ def test_every_step_is_exact(train, dtype, replay, mini_steps):
         ("train.activation_checkpointing=true",),
         ("train.reuse_scoring_forward=true",),
         ("objective.kl.coef=0.01",),
-        ("correction.preset=ppo-is", "objective.mini_steps=2"),
+        ("correction.preset=ppo-is", "objective.num_minibatches=2"),
         ("model.dtype=bfloat16", "model.lm_head=float32"),
         ("rollout.sampling.temperature=0.8", "train.tokens_per_micro_batch=200"),
         ("objective.preset=ppo",),
@@ -120,8 +120,8 @@ def test_the_engine_does_not_move_the_weights(train):
     """The engine's rows, refills and prefix hits decide only which tokens are computed together."""
     base = weights(train("base"))
     for name, settings in {
-        "few-slots": ("rollout.engine.slots=3",),
-        "no-reuse": ("rollout.engine.prefix_reuse=false", "rollout.engine.slots=7"),
+        "few-slots": ("rollout.engine.max_num_seqs=3",),
+        "no-reuse": ("rollout.engine.enable_prefix_caching=false", "rollout.engine.max_num_seqs=7"),
         "again": (),
     }.items():
         other = weights(train(name, *settings))

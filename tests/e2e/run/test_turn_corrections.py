@@ -14,7 +14,7 @@ from onepolicy.cli import main
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 RUN = [
     "steps=2",
-    "objective.mini_steps=1",
+    "objective.num_minibatches=1",
     "replay.mode=off",
     "eval.every=0",
     "log.counterfactual_every=1",

@@ -69,7 +69,7 @@ def test_twenty_steps_of_every_preset(train, name):
     settings = [
         f"correction.preset={name}",
         f"objective.preset={objective}",
-        "objective.mini_steps=2",
+        "objective.num_minibatches=2",
     ]
     found = rows(train(name, "steps=20", "eval.every=0", "replay.mode=off", *settings))
     assert len(found) == 20

@@ -66,10 +66,10 @@ def resumed(requests, completions, new):
     ]
 
 
-def through_everything(name, dtype, *, sequences, tokens, slots):
+def through_everything(name, dtype, *, sequences, tokens, max_num_seqs):
     """Sample with refilled rows, groups of one prompt, prompts cut short of others, aborts and
     resumption. Then score in parts."""
-    engine, trained, routers = pair(name, dtype, slots=slots, max_len=60 + 2 * tokens)
+    engine, trained, routers = pair(name, dtype, max_num_seqs=max_num_seqs, max_len=60 + 2 * tokens)
     rng = random.Random(0)
     prompts = [
         [rng.randrange(2, 64) for _ in range(rng.randrange(3, 50))] for _ in range(sequences // 4)
@@ -89,7 +89,7 @@ def through_everything(name, dtype, *, sequences, tokens, slots):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_through_refills_prefixes_aborts_and_resumption(dtype):
-    found, slots = through_everything("qwen3_moe", dtype, sequences=24, tokens=30, slots=5)
+    found, slots = through_everything("qwen3_moe", dtype, sequences=24, tokens=30, max_num_seqs=5)
     assert found == (0, 0)
     assert slots > 600
 
@@ -101,7 +101,7 @@ def test_as_other_devices_compute_it(name, monkeypatch):
         monkeypatch.setattr(module, "fixed_shapes", lambda device: True)
     monkeypatch.setattr(attention, "in_table", lambda *_: False)
     monkeypatch.setattr(experts, "_few", lambda *_: False)
-    engine, trained, routers = pair(name, "float32", slots=3)
+    engine, trained, routers = pair(name, "float32", max_num_seqs=3)
     requests = requests_of(3, high=90, new=5)
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, [range(3), [2]]) == (0, 0)
@@ -145,7 +145,7 @@ def test_rollout_and_training_on_other_thread_counts():
 )
 def test_sequences_of_256_tokens(name, sequences, dtype, monkeypatch):
     monkeypatch.setattr(CONFIGS[name], "max_position_embeddings", 1024)
-    found, slots = through_everything(name, dtype, sequences=sequences, tokens=256, slots=48)
+    found, slots = through_everything(name, dtype, sequences=sequences, tokens=256, max_num_seqs=48)
     assert found == (0, 0)
     assert slots > 256 * sequences
 

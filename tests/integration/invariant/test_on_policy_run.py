@@ -72,7 +72,7 @@ def plant(parts, layer=1):
 
 
 def test_every_step_is_exactly_on_policy(train):
-    run = train(None, *ON, "objective.mini_steps=2", "log.counterfactual_every=1")
+    run = train(None, *ON, "objective.num_minibatches=2", "log.counterfactual_every=1")
     found = exact(run)
     assert len(found) == 2
     assert "counterfactual/mismatch/k3" in found[0]
@@ -133,8 +133,8 @@ def test_the_engines_batches_do_not_move_the_weights(train):
             None,
             *ON,
             "log.counterfactual_every=0",
-            f"rollout.engine.slots={slots}",
-            f"rollout.engine.prefix_reuse={on}",
+            f"rollout.engine.max_num_seqs={slots}",
+            f"rollout.engine.enable_prefix_caching={on}",
         )
         for slots, on in ((8, "true"), (3, "false"))
     )

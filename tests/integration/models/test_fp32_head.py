@@ -26,7 +26,7 @@ from support.learner_steps import batch_of, learner_of, one_step
 from support.metrics import rows, timeless
 from support.models import CONFIGS
 
-BF16 = HFEngineConfig(dtype="bfloat16", lm_head="float32", slots=4)
+BF16 = HFEngineConfig(dtype="bfloat16", lm_head="float32", max_num_seqs=4)
 
 
 def model_of(*, tied, seed=0):

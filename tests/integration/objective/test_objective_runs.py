@@ -73,7 +73,7 @@ def test_bypass_measures_in_the_update_without_scoring(train):
         json.loads((out / "summary.json").read_text())["time"]["score_saved"]
         == row["time/score_saved"]
     )
-    bypass = ("correction.preset=ppo-is", "objective.mini_steps=2", "eval.every=0")
+    bypass = ("correction.preset=ppo-is", "objective.num_minibatches=2", "eval.every=0")
     probed = train("two", "steps=1", *bypass, "log.counterfactual_every=1")
     two = rows(probed)[0]
     assert two["mismatch/k3"] != usual["mismatch/k3"]  # of the first half
@@ -90,7 +90,7 @@ def test_bypass_keeps_every_samples_rollout_log_probability(train):
     """Samples of the second mini-step were never scored before the weights moved."""
     bypass = (
         "correction.preset=ppo-is",
-        "objective.mini_steps=2",
+        "objective.num_minibatches=2",
         "eval.every=0",
         "log.counterfactual_every=0",
     )
@@ -104,7 +104,7 @@ def test_bypass_keeps_every_samples_rollout_log_probability(train):
 
 def test_live_corrections_run_and_report(train):
     row = rows(
-        train("opsm", "steps=1", "correction.preset=opsm", "objective.mini_steps=2", *QUICK)
+        train("opsm", "steps=1", "correction.preset=opsm", "objective.num_minibatches=2", *QUICK)
     )[0]
     assert (
         0
@@ -135,7 +135,7 @@ def test_every_preset_combines_with_every_correction_form(train, name, correctio
     settings = (
         f"correction.preset={correction}",
         "replay.mode=off",
-        "objective.mini_steps=2",
+        "objective.num_minibatches=2",
         *QUICK,
     )
     found = rows(train(None, "steps=3", f"objective.preset={name}", *settings))
@@ -152,7 +152,7 @@ def test_every_preset_trains_for_twenty_steps(train, name, replay):
         "steps=20",
         f"objective.preset={name}",
         f"replay.mode={replay}",
-        "objective.mini_steps=2",
+        "objective.num_minibatches=2",
         *QUICK,
     )
     assert len(rows(run)) == 20

@@ -50,7 +50,7 @@ def parts_of(policy, *overrides: str) -> Components:
             "prompts_per_step": 4,
             "group_size": 2,
             "sampling": {"max_tokens": 40},
-            "engine": {"slots": 8, "dtype": "bfloat16"},
+            "engine": {"max_num_seqs": 8, "dtype": "bfloat16"},
         },
         "optim": {"lr": 1e-3},
         "train": {"threads": 1},

@@ -288,7 +288,7 @@ def test_r2_replays_the_routes_of_scoring_in_the_update() -> None:
     """The second mini-step runs on moved weights, where native routing would choose other experts
     than scoring did."""
     batch = batch_of()
-    settings = ("optim.lr=0.3", "objective.mini_steps=2")
+    settings = ("optim.lr=0.3", "objective.num_minibatches=2")
     learner = learner_of("replay.mode=r2", *settings)
     taken: list[Tensor] = []
     for router in learner.routers._routers:
@@ -317,7 +317,7 @@ def test_soft_reports_its_replace_rate() -> None:
 
 
 MODES = {
-    "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+    "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     "soft": ["replay.mode=soft", "replay.ratio=0.5"],
     "weights": ["replay.mode=weights"],
 }
@@ -356,11 +356,13 @@ def test_a_router_auxiliary_loss_is_refused(recipe, policy, tmp_path, capsys) ->
     assert "output_router_logits=True" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("prefix_reuse", [True, False])
-def test_the_engine_returns_the_weights_of_its_routes(prefix_reuse: bool) -> None:
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_the_engine_returns_the_weights_of_its_routes(enable_prefix_caching: bool) -> None:
     """Siblings share a prefilled prompt and rows are reused. In float32 one forward over the path
     agrees closely."""
-    config = HFEngineConfig(dtype="float32", slots=3, prefix_reuse=prefix_reuse)
+    config = HFEngineConfig(
+        dtype="float32", max_num_seqs=3, enable_prefix_caching=enable_prefix_caching
+    )
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, weights=True)
     assert engine.caps.returns_combine_weights
     paths = [path for path in prompts(3, 16, 20) for _ in range(2)]

@@ -36,7 +36,7 @@ def parts(fake, checkpoints, monkeypatch):
         "kind": "vllm-server",
         "url": fake.server.url,
         "dtype": "float32",
-        "patience_s": LIMIT_S,
+        "recovery_timeout_s": LIMIT_S,
     }
     tree = {
         "out": "x",
@@ -178,7 +178,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
     """The run asks it again and again until the patience is over, with two readings of the clock
     each time."""
     fake.spoil = dict.fromkeys(PATHS, lambda reply, number: Reply(hang_up=True))
-    config = parts.config.rollout.engine.model_copy(update={"patience_s": 30.0})
+    config = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 30.0})
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"engine": config})}
     )
@@ -191,7 +191,7 @@ def test_a_server_that_stays_away_ends_the_run_in_time(parts, fake, clock):
 
 def test_without_patience_an_unnoticed_restart_ends_the_run(parts, fake):
     """An evaluation beside episodes in play makes no other request that would notice."""
-    engine = parts.config.rollout.engine.model_copy(update={"patience_s": 0.0})
+    engine = parts.config.rollout.engine.model_copy(update={"recovery_timeout_s": 0.0})
     parts.config = parts.config.model_copy(
         update={"rollout": parts.config.rollout.model_copy(update={"engine": engine})}
     )
@@ -295,7 +295,7 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
     assert main(["train", "--resume", str(tmp_path / "run"), *settings]) == 0
     expected = run_of("https://elsewhere:8000", token_env="TOKEN")
     assert moved == [expected]
-    assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.slots=3"]) == 2
+    assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.max_num_seqs=3"]) == 2
     assert (
         "rollout.engine.url, rollout.engine.token_env and cluster.* may change"
         in capsys.readouterr().err
@@ -306,7 +306,7 @@ def test_a_resume_whose_server_stays_away_reports_it(monkeypatch, clock):
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
     with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
         asyncio.run(
-            wait_for_server(run_of(server.url, patience_s=10, retries=0), lambda text: None)
+            wait_for_server(run_of(server.url, recovery_timeout_s=10, retries=0), lambda text: None)
         )
         assert len(server.asked) == 10
 

@@ -1,6 +1,7 @@
 """Resume: the same next steps as an uninterrupted run, to the bit, also after a SIGKILL at any
 moment."""
 
+import json
 import random
 import shutil
 import time
@@ -33,6 +34,45 @@ def test_resume_is_bit_equal(train, dtype):
     assert main(["train", "--resume", str(part), "steps=4"]) == 0
     assert_same_run(whole, part, 4)
     assert (whole / "samples.jsonl").read_text() == (part / "samples.jsonl").read_text()
+
+
+OLD_KEYS = {
+    ("rollout", "engine", "max_num_seqs"): "slots",
+    ("rollout", "engine", "enable_prefix_caching"): "prefix_reuse",
+    ("rollout", "min_group_size"): "min_survivors",
+    ("replay", "duplicate_routes"): "rows",
+    ("objective", "num_minibatches"): "mini_steps",
+    ("optim", "lr_decay"): "decay",
+    ("train", "fsdp_param_dtype"): "compute",
+}
+
+
+def with_old_names(run):
+    """Rewrite a run folder as it was before settings and metrics were renamed."""
+    settings = json.loads((run / "config.json").read_text())
+    for (*sections, name), old in OLD_KEYS.items():
+        section = settings
+        for each in sections:
+            section = section[each]
+        section[old] = section.pop(name)
+    (run / "config.json").write_text(json.dumps(settings))
+    metrics = (run / "metrics.jsonl").read_text()
+    assert "time/counterfactual" in metrics
+    (run / "metrics.jsonl").write_text(metrics.replace("time/counterfactual", "time/probe"))
+
+
+def test_a_run_folder_from_before_the_renames_resumes_to_the_same_run(train, capsys):
+    settings = ["objective.num_minibatches=2", "optim.lr_decay=linear", "steps=4"]
+    whole = train("whole", *settings)
+    part = train("part", *settings, "checkpoint.every=2")
+    shutil.rmtree(part / "checkpoints" / "step_00004")
+    with_old_names(part)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(part)]) == 0
+    assert "the old name still works" not in capsys.readouterr().err
+    assert_same_run(whole, part, 4)
+    assert "time/probe" not in (part / "metrics.jsonl").read_text()
+    assert main(["eval", str(part), "eval.problems=4"]) == 0
 
 
 def test_finished_run_has_nothing_to_resume(train, capsys):

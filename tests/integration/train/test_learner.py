@@ -93,7 +93,7 @@ def test_replay_acts_in_score_and_update_and_keeps_native_routes():
 
 def test_mini_steps_move_the_policy_between_them():
     _, one, _ = one_step(learner_of(), batch_of())
-    _, two, _ = one_step(learner_of("objective.mini_steps=2"), batch_of())
+    _, two, _ = one_step(learner_of("objective.num_minibatches=2"), batch_of())
     assert one["train/ratio_dev"] == 0.0
     assert two["train/ratio_dev"] > 0.0
 
@@ -106,13 +106,13 @@ def test_warm_up_raises_the_rate_linearly():
 
 def test_linear_decay_spends_the_rate_over_the_run():
     learner = learner_of(
-        "optim.warmup_steps=1", "optim.decay=linear", "steps=2", "objective.mini_steps=2"
+        "optim.warmup_steps=1", "optim.lr_decay=linear", "steps=2", "objective.num_minibatches=2"
     )
     lr = [
         one_step(learner, batch_of())[1]["train/lr"] for _ in range(2)
     ]  # of the last of each step's two updates
     assert lr == pytest.approx([0.01 * 3 / 4, 0.01 * 1 / 4])
-    learner = learner_of("optim.decay=linear", "steps=3")
+    learner = learner_of("optim.lr_decay=linear", "steps=3")
     learner.version, learner.updates = (
         2,
         8,

@@ -59,7 +59,7 @@ def test_a_setting_with_dashes_is_shown_with_dashes(capsys, command, typed, writ
 def test_settings_of_other_commands(capsys):
     assert "write out=runs/x for" in refused(capsys, "train", QUICKSTART, "--out", "runs/x")
     assert "write lr=1e-3 for" in refused(capsys, "make-policy", "--lr", "1e-3")
-    assert "write slots=4 for" in refused(capsys, "engine", "serve", "tiny", "--slots", "4")
+    assert "write max_num_seqs=4 for" in refused(capsys, "engine", "serve", "tiny", "--slots", "4")
 
 
 def test_an_option_that_is_no_setting_either(capsys):
@@ -137,7 +137,7 @@ def test_an_unknown_command(capsys, typed, meant):
             "model.dtype: 'bf16' is none of 'float32', 'bfloat16'; did you mean bfloat16?",
         ),
         ("numerics=on_policy", "did you mean on-policy?"),
-        ("optim.decay=Linear", "did you mean linear?"),
+        ("optim.lr_decay=Linear", "did you mean linear?"),
     ],
 )
 def test_a_setting_that_was_nearly_right(capsys, override, meant):

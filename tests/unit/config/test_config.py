@@ -43,7 +43,7 @@ def test_correction_follows_replay_unless_set(mode, preset):
     settings = {
         None: [],
         "soft": ["replay.mode=soft", "replay.ratio=0.5"],
-        "r2": ["replay.mode=r2", "objective.mini_steps=2"],
+        "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     }.get(mode, [f"replay.mode={mode}"])
     assert resolve(MINIMAL, settings).correction.preset == preset
     assert resolve(MINIMAL, settings).replay.mode == (mode or "r3")
@@ -86,7 +86,7 @@ def test_switching_a_variant_drops_the_old_knobs():
     ("overrides", "words"),
     [
         (["optim.lrr=1"], ["optim.lrr", "did you mean optim.lr"]),
-        (["rollout.engine.slot=1"], ["rollout.engine", "slots"]),
+        (["rollout.engine.max_num_seq=1"], ["did you mean rollout.engine.max_num_seqs?"]),
         (["correction.preset=off", "correction.cap=3"], ["correction.cap", "unknown setting"]),
         (["correction.preset=off", "correction.weight.high=3"], ["no effect with level = none"]),
         (["correction.preset=tsi"], ["none is called 'tsi'; there are recompute, "]),
@@ -105,7 +105,7 @@ def test_switching_a_variant_drops_the_old_knobs():
             ["no scoring forward to reuse"],
         ),
         (
-            ["correction.preset=ppo-is", "replay.mode=r2", "objective.mini_steps=2"],
+            ["correction.preset=ppo-is", "replay.mode=r2", "objective.num_minibatches=2"],
             ["r2 replays the routes of the"],
         ),
         (
@@ -121,9 +121,9 @@ def test_switching_a_variant_drops_the_old_knobs():
         (["rollout.sampling.top_p=0.9"], ["top_p=0.9", "eval.top_p"]),
         (["rollout.sampling.top_k=5"], ["top_k=5"]),
         (["rollout.group_size=1"], ["rollout.group_size"]),
-        (["objective.mini_steps=3"], ["objective.mini_steps", "3", "8"]),
+        (["objective.num_minibatches=3"], ["objective.num_minibatches", "3", "8"]),
         (
-            ["train.reuse_scoring_forward=true", "objective.mini_steps=2"],
+            ["train.reuse_scoring_forward=true", "objective.num_minibatches=2"],
             ["train.reuse_scoring_forward"],
         ),
         (
@@ -148,9 +148,9 @@ def test_switching_a_variant_drops_the_old_knobs():
             ["replay.source: unknown setting with mode=off"],
         ),
         (["replay.source=reprefill", "replay.missing=native"], ["replay.missing: has no effect"]),
-        (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.mini_steps = 1"]),
+        (["replay.mode=r2"], ["replay.mode: r2 does nothing with objective.num_minibatches = 1"]),
         (
-            ["replay.mode=r2", "objective.mini_steps=2", "train.reuse_scoring_forward=true"],
+            ["replay.mode=r2", "objective.num_minibatches=2", "train.reuse_scoring_forward=true"],
             ["train.reuse_scoring_forward", "replay.mode = r2"],
         ),
         (["correction=off"], ["correction: 'off'", "did you mean correction.preset=off?"]),
@@ -292,18 +292,24 @@ def test_settings_of_several_turns():
         "task.tools=[{kind='calculator'}]",
     ]
     tree = {**MINIMAL, "task": {}}
-    assert resolve(tree, [*react, "replay.rows=newest"]).replay.rows == "newest"
+    assert (
+        resolve(tree, [*react, "replay.duplicate_routes=newest"]).replay.duplicate_routes
+        == "newest"
+    )
     with pytest.raises(
         UsageError, match=r"overlong_buffer: measures one response.*task\.kind = react has several"
     ):
         resolve(tree, [*react, "objective.overlong_buffer=0.2"])
-    with pytest.raises(UsageError, match=r"replay\.rows: newest has no effect"):
-        resolve(MINIMAL, ["replay.rows=newest"])
+    with pytest.raises(UsageError, match=r"replay\.duplicate_routes: newest has no effect"):
+        resolve(MINIMAL, ["replay.duplicate_routes=newest"])
     server = [
         "rollout.engine.kind=vllm-server",
         "rollout.engine.url=http://127.0.0.1:1",
     ]  # updates may interrupt a turn
-    assert resolve(MINIMAL, [*server, "replay.rows=newest"]).replay.rows == "newest"
+    assert (
+        resolve(MINIMAL, [*server, "replay.duplicate_routes=newest"]).replay.duplicate_routes
+        == "newest"
+    )
 
 
 def test_config_into_a_closed_pipe_is_no_error():
@@ -343,8 +349,8 @@ def test_every_number_has_a_largest_value(kind):
 @pytest.mark.parametrize(
     ("override", "most"),
     [
-        ("rollout.engine.slots=1000000000", "65536"),
-        (f"rollout.engine.slots={10**20}", "65536"),
+        ("rollout.engine.max_num_seqs=1000000000", "65536"),
+        (f"rollout.engine.max_num_seqs={10**20}", "65536"),
         (f"rollout.engine.max_len={10**12}", "16777216"),
         (f"rollout.group_size={10**12}", "65536"),
         (f"rollout.prompts_per_step={10**23}", "1048576"),

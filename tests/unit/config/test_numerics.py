@@ -29,7 +29,10 @@ def test_engine_follows_the_model(dtype):
     model = {"path": "m", "dtype": dtype, "lm_head": "float32" if dtype == "bfloat16" else "same"}
     engine = resolve(TREE | {"model": model}).rollout.engine
     assert (engine.kind, engine.dtype, engine.lm_head) == ("hf", dtype, model["lm_head"])
-    assert resolve(TREE | {"rollout": {"engine": {"slots": 3}}}).rollout.engine.dtype == "float32"
+    assert (
+        resolve(TREE | {"rollout": {"engine": {"max_num_seqs": 3}}}).rollout.engine.dtype
+        == "float32"
+    )
     assert resolve(TREE, ["model.dtype=bfloat16"]).rollout.engine.dtype == "bfloat16"
 
 
@@ -53,7 +56,7 @@ def test_bypass_and_mini_steps_are_accepted():
     """With the rollout as behaviour policy, the run leaves out a scoring that could find
     nothing."""
     config = resolve(
-        TREE, ["correction.preset=ppo-is", "objective.mini_steps=2", "objective.clip_high=0.3"]
+        TREE, ["correction.preset=ppo-is", "objective.num_minibatches=2", "objective.clip_high=0.3"]
     )
     assert not config.scores_old
 

@@ -23,7 +23,7 @@ def test_presets_round_trip_and_know_their_name(name: str) -> None:
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert config.objective.name == name
     assert (
-        resolve(MINIMAL, [f"objective.preset={name}", "objective.mini_steps=2"]).objective.name
+        resolve(MINIMAL, [f"objective.preset={name}", "objective.num_minibatches=2"]).objective.name
         == f"{name} (changed)"
     )
 
@@ -42,7 +42,7 @@ def test_defaults_are_grpo_with_clip_higher_and_token_mean() -> None:
 
 
 def test_another_preset_drops_the_old_ones_settings() -> None:
-    tree = {**MINIMAL, "objective": {"preset": "gspo", "clip_low": 1e-3, "mini_steps": 2}}
+    tree = {**MINIMAL, "objective": {"preset": "gspo", "clip_low": 1e-3, "num_minibatches": 2}}
     assert resolve(tree).objective.clip_low == 1e-3
     assert resolve(tree, ["objective.preset=ppo"]).objective.clip_low == 0.2
 
@@ -113,22 +113,25 @@ def test_another_preset_drops_the_old_ones_settings() -> None:
         (["objective.reduction=episode-mean", "correction.preset=mis"], "episode-mean has neither"),
         (["correction.preset=icepop", 'correction.protect=["kl", "entropy"]'], "leaves out value"),
         (["rollout.group_size=1"], "a group of 1 never has an advantage"),
-        (["objective.clip_high=0.4"], "clip_high: 0.4 has no effect with objective.mini_steps = 1"),
+        (
+            ["objective.clip_high=0.4"],
+            "clip_high: 0.4 has no effect with objective.num_minibatches = 1",
+        ),
         (
             ["objective.preset=cispo", "objective.clip_low=0.5"],
-            "clip_low: 0.5 has no effect with objective.mini_steps",
+            "clip_low: 0.5 has no effect with objective.num_minibatches",
         ),
         (
             ["objective.dual_clip=3.0", "correction.preset=opsm"],
-            "dual_clip: 3.0 has no effect with objective.mini_ste",
+            "dual_clip: 3.0 has no effect with objective.num_mini",
         ),
         (
             ["objective.preset=sapo", "objective.tau_negative=2.0"],
-            "tau_negative: 2.0 has no effect with objective.min",
+            "tau_negative: 2.0 has no effect with objective.num",
         ),
         (
             ["objective.preset=ppo", "objective.critic.clip=0.5"],
-            "critic.clip: 0.5 has no effect with objective.mini_",
+            "critic.clip: 0.5 has no effect with objective.num_",
         ),
         (
             ["objective.preset=ppo", "objective.critic.clip=0.5", "correction.preset=ppo-is"],
@@ -146,13 +149,13 @@ def test_what_cannot_take_effect_is_refused(overrides: list[str], words: str) ->
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["objective.clip_high=0.4", "objective.mini_steps=2"],
+        ["objective.clip_high=0.4", "objective.num_minibatches=2"],
         [
             "objective.clip_high=0.4",
             "correction.preset=ppo-is",
         ],  # new / rollout is not 1 in the first update either
         ["objective.preset=sapo", "objective.tau_negative=2.0", "correction.preset=ppo-is"],
-        ["objective.preset=ppo", "objective.critic.clip=0.5", "objective.mini_steps=4"],
+        ["objective.preset=ppo", "objective.critic.clip=0.5", "objective.num_minibatches=4"],
         *([f"objective.preset={name}"] for name in objective_presets()),
         ["objective.preset=gspo", "objective.clip_low=3e-4"],  # what it is anyway
     ],

@@ -173,7 +173,7 @@ def test_ranks_share_what_has_a_parameters_shape():
 
 
 def test_ranks_gather_in_the_dtype_they_compute_in():
-    low = config(train={"ranks": 4, "compute": "bfloat16"})
+    low = config(train={"ranks": 4, "fsdp_param_dtype": "bfloat16"})
     memory = learner_memory(DIMS, low, 4, HELD, **HOW)
     assert memory.parameters + memory.gradients + memory.optimiser == 500 * 16
     assert memory.gathered == 2 * (1000 + 2 * 500) + 4 * 500 - 6
@@ -226,7 +226,7 @@ def test_cache_of_a_server_is_what_weights_leave():
 
 
 def test_the_embedded_engine_takes_its_whole_cache():
-    own = config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}})
+    own = config(rollout={"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}})
     memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
     assert memory.cache == 3 * (
         2 * 2 * 64 * 20 + 32 * 2
@@ -236,7 +236,7 @@ def test_the_embedded_engine_takes_its_whole_cache():
 
 def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_only():
     own, cpu = (
-        config(rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}),
+        config(rollout={"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}}),
         parse_cluster("1xcpu"),
     )
     assert embedded_cache_bytes(DIMS, own, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * 2)
@@ -245,13 +245,14 @@ def test_the_embedded_engine_keeps_float32_keys_on_a_cpu_only():
         2 * 64 * 20 + 32 * 2
     )
     weighted = config(
-        rollout={"engine": {"kind": "hf", "slots": 3, "max_len": 32}}, replay={"mode": "weights"}
+        rollout={"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}},
+        replay={"mode": "weights"},
     )
     assert embedded_cache_bytes(DIMS, weighted, cpu) == 3 * (4 * 2 * 64 * 20 + 32 * (2 + 8))
 
 
 def test_another_engine_evaluates_unquantised_weights():
-    engine = {"engine": {"kind": "hf", "slots": 3, "max_len": 32}, "quant": "int8"}
+    engine = {"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}, "quant": "int8"}
     own = config(rollout=engine)
     memory = engine_memory(DIMS, own, cluster(), WORK, WEIGHTS, 1)
     assert memory.evaluator == 2 * 2000 + memory.cache
@@ -382,14 +383,14 @@ RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}
 
 
 def test_ray_replicas_have_devices_of_their_own():
-    own = config(cluster=RAY, rollout={"engine": {"kind": "hf", "slots": 4, "max_len": 32}})
+    own = config(cluster=RAY, rollout={"engine": {"kind": "hf", "max_num_seqs": 4, "max_len": 32}})
     assert replicated(own)
     assert not in_process(own)
     assert sequences_per_engine(own, WORK, 3) == 3  # of 8 sequences
-    assert sequences_per_engine(own, WORK, 1) == 4  # a replica's own slots
+    assert sequences_per_engine(own, WORK, 1) == 4  # a replica's own max_num_seqs
     assert (
         sequences_per_engine(
-            config(rollout={"engine": {"kind": "vllm-server", "slots": 4}}), WORK, 3
+            config(rollout={"engine": {"kind": "vllm-server", "max_num_seqs": 4}}), WORK, 3
         )
         == 1
     )
@@ -398,7 +399,7 @@ def test_ray_replicas_have_devices_of_their_own():
     )
     assert memory.room == 4000  # half a device
     assert default_sync_method(own) == "stream"
-    assert default_sync_method(config(cluster=RAY | {"weights": "disk"})) == "files"
+    assert default_sync_method(config(cluster=RAY | {"sync": "disk"})) == "files"
 
 
 @pytest.mark.parametrize(("sync", "way"), [("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")])

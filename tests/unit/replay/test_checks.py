@@ -275,7 +275,8 @@ def test_settings_without_effect_are_refused() -> None:
     for mode in ("off", "r2", "weights"):
         with pytest.raises(UsageError, match="missing"):
             resolve(
-                recipe, [f"replay.mode={mode}", "replay.missing=native", "objective.mini_steps=2"]
+                recipe,
+                [f"replay.mode={mode}", "replay.missing=native", "objective.num_minibatches=2"],
             )
     with pytest.raises(UsageError, match="min_agreement"):
         resolve(recipe, ["replay.mode=off", "replay.min_agreement=0.5"])

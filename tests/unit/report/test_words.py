@@ -28,7 +28,7 @@ SUMMARY = {
     "mismatch_without_replay": {"mismatch/k3": 6e-6, "mismatch/f2": 2e-4, "routing/routers": 0.033},
     "probe_steps": [1, 11],
     "k3_cuts": [1.5, 4.5],
-    "time": {"rollout": 0.6, "score": 0.1, "update": 0.3, "probe": 0.0, "step": 1.2},
+    "time": {"rollout": 0.6, "score": 0.1, "update": 0.3, "counterfactual": 0.0, "step": 1.2},
     "tokens_per_second": 5210.0,
     "parent": None,
     "run": "runs/first",

@@ -84,7 +84,7 @@ def test_a_group_with_too_few_survivors_goes_whole():
         "rollout/groups_dropped": 1,
     }
     assert metrics == counted
-    groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_survivors=1)
+    groups, _, _ = run({6: {0, 1, 2}}, episode_retries=0, min_group_size=1)
     assert [len(g.samples) for g in groups] == [1, 4]
 
 
@@ -98,8 +98,8 @@ def test_nothing_left_stops_the_run_and_says_why():
 
 
 def test_more_survivors_than_episodes_are_refused():
-    with pytest.raises(ValueError, match=r"rollout.min_survivors: 5 of rollout.group_size 4"):
-        RolloutConfig(group_size=4, min_survivors=5)
+    with pytest.raises(ValueError, match=r"rollout.min_group_size: 5 of rollout.group_size 4"):
+        RolloutConfig(group_size=4, min_group_size=5)
 
 
 def forked(rewards: list[float], episodes: list[int]) -> Group:

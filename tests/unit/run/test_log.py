@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import UsageError
+from onepolicy.report.jsonl import RENAMED
 from onepolicy.run.log import METRICS, RunLog, is_known, read_metrics, truncate_after
 
 
@@ -66,6 +67,13 @@ def test_unknown_name_is_refused_and_nothing_is_written(tmp_path):
 )
 def test_patterns(name, known):
     assert is_known(name) is known
+
+
+def test_a_metric_under_its_old_name_is_read_under_the_new_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/probe": 2.0}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "time/counterfactual": 2.0}]
+    assert set(RENAMED.values()) <= METRICS.keys()
+    assert not RENAMED.keys() & METRICS.keys()
 
 
 def test_every_metric_has_a_unit():

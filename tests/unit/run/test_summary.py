@@ -44,7 +44,7 @@ def test_summary_by_hand(tmp_path):
     ):
         row = {"step": step, "train/reward": reward, "mismatch/k3": step * 1e-3, "time/step": 2.0}
         rows.append(row if greedy is None else row | {"eval/greedy": greedy})
-    rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/probe": 2.0}
+    rows[1] |= {"counterfactual/mismatch/k3": 5e-3, "time/counterfactual": 2.0}
     summary = summarise(config, rows, tmp_path, None)
     assert summary["reward_window"] == 2
     assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
@@ -55,7 +55,7 @@ def test_summary_by_hand(tmp_path):
     assert summary["mismatch_without_replay"]["mismatch/k3"] == pytest.approx(5e-3)
     assert summary["k3_cuts"] == [pytest.approx(5.0)]
     assert summary["time"]["step"] == 2.0
-    assert summary["time"]["probe"] == 0.5  # one probe in four steps
+    assert summary["time"]["counterfactual"] == 0.5  # one probe in four steps
 
 
 def test_groups_without_signal_at_the_end(tmp_path):

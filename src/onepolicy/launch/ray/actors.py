@@ -115,9 +115,9 @@ class _RunActors:
         """Raise UsageError if replicas on other machines need a shared folder and none is set."""
         cluster = self.cluster
         elsewhere = any(process.address != self.address for process in self.processes)
-        if cluster.weights == "disk" and cluster.shared_dir is None and elsewhere:
+        if cluster.sync == "disk" and cluster.sync_dir is None and elsewhere:
             raise UsageError(
-                "cluster.shared_dir: replicas are on other machines than this process, and read a "
+                "cluster.sync_dir: replicas are on other machines than this process, and read a "
                 "step's weights from files; name a folder that all of them see"
             )
 
@@ -163,11 +163,11 @@ class _RunActors:
         if reply["sizes"] is not None and spec.quant is not None:
             sizes = sizes_from_json(spec.quant, *reply["sizes"])
         broadcast = None
-        if self.cluster.weights == "stream":
+        if self.cluster.sync == "stream":
             broadcast = self._broadcast
         return Replicas(
             engines,
-            WeightFiles(self.cluster.shared_dir, "cluster.shared_dir"),
+            WeightFiles(self.cluster.sync_dir, "cluster.sync_dir"),
             broadcast=broadcast,
             contract=contract,
             sizes=sizes,

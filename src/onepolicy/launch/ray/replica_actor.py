@@ -114,7 +114,7 @@ class ReplicaProcess:
         if problem is not None:
             engine.version = -1  # the engine refuses all requests
             raise TrainingError(
-                f"cluster.shared_dir: weights of version {version} as read from {folder}: {problem}"
+                f"cluster.sync_dir: weights of version {version} as read from {folder}: {problem}"
             )
         return engine.version
 

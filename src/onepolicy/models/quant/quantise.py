@@ -174,7 +174,7 @@ def quantise(
     routers: Collection[str],
     experts_only: bool = False,
 ) -> QuantisedModel:
-    """Replace weights of attention, MLPs and experts, and what `config.also` names. Norms and biases stay.
+    """Replace weights of attention, MLPs and experts, and what `config.extra_modules` names. Norms and biases stay.
 
     Codes are made of the weights as they are, so do this before they are cast. `model.quantised` is what is returned.
 
@@ -184,9 +184,9 @@ def quantise(
     check_kernels(config, next(model.parameters()).device)
     made = QuantisedModel(model, config)
     tied = model.get_input_embeddings() is not None and _shares(model)
-    if tied and {"lm_head", "embeddings"} & set(config.also):
+    if tied and {"lm_head", "embeddings"} & set(config.extra_modules):
         raise UsageError(
-            f"rollout.quant.also: lm_head and embeddings are one tensor in {type(model).__name__}; leave both out"
+            f"rollout.quant.extra_modules: lm_head and embeddings are one tensor in {type(model).__name__}; leave both out"
         )
     left = []
     for path, module in list(model.named_modules()):
@@ -195,7 +195,7 @@ def quantise(
         elif experts_only:
             continue
         elif path in routers and not is_plain_linear(module):
-            if "router" in config.also:
+            if "router" in config.extra_modules:
                 _router(made, path, module)
         elif (part := _wanted(model, path, module, config, routers)) is not None:
             _layer(made, model, path, module, part)
@@ -208,9 +208,11 @@ def quantise(
             f"rollout.quant: {type(model).__name__} keeps experts in a form that is not known how to quantise "
             f"({left[0]}); they are most of its weights, so leave rollout.quant out"
         )
-    if missing := set(config.also) - {stored.part for stored in made.quantised_weights.values()}:
+    if missing := set(config.extra_modules) - {
+        stored.part for stored in made.quantised_weights.values()
+    }:
         raise UsageError(
-            f"rollout.quant.also: {type(model).__name__} has no {min(missing)} of a kind to quantise"
+            f"rollout.quant.extra_modules: {type(model).__name__} has no {min(missing)} of a kind to quantise"
         )
     if getattr(model, "set_experts_implementation", None) is not None:
         model.set_experts_implementation(decode_experts.NAME)
@@ -246,14 +248,14 @@ def _wanted(
 ) -> str | None:
     """The part this layer belongs to, if it is to be quantised."""
     if module is model.get_output_embeddings():
-        return "lm_head" if "lm_head" in config.also else None
+        return "lm_head" if "lm_head" in config.extra_modules else None
     if module is model.get_input_embeddings():
-        return "embeddings" if "embeddings" in config.also else None
+        return "embeddings" if "embeddings" in config.extra_modules else None
     if not is_plain_linear(module):
         return None
     inside = any(path == router or path.startswith(f"{router}.") for router in routers)
     if (inside and "expert" not in path) or path.rpartition(".")[2] in ROUTER_NAMES:
-        return "router" if "router" in config.also else None
+        return "router" if "router" in config.extra_modules else None
     return part_name(path)
 
 
@@ -273,7 +275,7 @@ def _layer(made: QuantisedModel, model: PreTrainedModel, path: str, module: Any,
         new = QuantEmbedding(module, int8=isinstance(config, Int8), dtype=lambda: model.dtype)
     else:
         raise UsageError(
-            f"rollout.quant.also: {path} is {type(module).__name__}, not a plain embedding; leave {part} out"
+            f"rollout.quant.extra_modules: {path} is {type(module).__name__}, not a plain embedding; leave {part} out"
         )
     made.quantised_weights[name] = QuantisedWeight(
         part, tuple(module.weight.shape), new.set_weight, lambda: new.nbytes
@@ -287,7 +289,7 @@ def _router(made: QuantisedModel, path: str, module: nn.Module) -> None:
         getattr(module, "weight", None), nn.Parameter
     ):
         raise UsageError(
-            f"rollout.quant.also: {path} computes its scores itself ({type(module).__name__}), so its weight cannot be "
+            f"rollout.quant.extra_modules: {path} computes its scores itself ({type(module).__name__}), so its weight cannot be "
             f"replaced by {made.config.format} codes; leave router out"
         )
     _simulate(made, f"{path}.weight", module, "weight", "router")

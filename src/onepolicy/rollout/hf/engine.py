@@ -207,11 +207,12 @@ def _batch_of(
     if needs_own_cache(model):
         from onepolicy.rollout.hf.own_cache import OwnCacheBatch
 
-        return OwnCacheBatch(model, routers, slots=config.slots, weights=weights)
+        return OwnCacheBatch(model, routers, slots=config.max_num_seqs, weights=weights)
     device = next(model.parameters()).device
-    slab = Slab(config.slots, max_len, device=device, dtype=_slab_dtype(model, device))
+    slab = Slab(config.max_num_seqs, max_len, device=device, dtype=_slab_dtype(model, device))
     return SlabBatch(
-        SlabForward(model, slab, routers, weights=weights), prefix_reuse=config.prefix_reuse
+        SlabForward(model, slab, routers, weights=weights),
+        enable_prefix_caching=config.enable_prefix_caching,
     )
 
 

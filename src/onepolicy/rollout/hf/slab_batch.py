@@ -80,8 +80,12 @@ class Rows:
 class SlabBatch:
     """A `Batch` for models with attention layers only."""
 
-    def __init__(self, forward: SlabForward, *, prefix_reuse: bool) -> None:
-        self.forward, self.slab, self.prefix_reuse = forward, forward.slab, prefix_reuse
+    def __init__(self, forward: SlabForward, *, enable_prefix_caching: bool) -> None:
+        self.forward, self.slab, self.enable_prefix_caching = (
+            forward,
+            forward.slab,
+            enable_prefix_caching,
+        )
         slots, max_len, device = self.slab.slots, self.slab.max_len, self.slab.device
         self.rows = Rows(slots, max_len, device)
         self.logp = torch.zeros(slots, max_len, device=device)  # of tokens[row, n]
@@ -135,7 +139,7 @@ class SlabBatch:
         for request in requests:
             leader = (
                 seen.setdefault(request.prompt.tobytes(), len(leaders))
-                if self.prefix_reuse
+                if self.enable_prefix_caching
                 else len(leaders)
             )
             if leader == len(leaders):
@@ -176,7 +180,7 @@ class SlabBatch:
         return [Span(rows[i], known[i][1], len(leaders[i].prompt)) for i in range(len(leaders))]
 
     def _known_prefix(self, request: Request) -> tuple[int, int]:
-        if not self.prefix_reuse or not self.rows.length.any():
+        if not self.enable_prefix_caching or not self.rows.length.any():
             return 0, 0
         source, shared = self.rows.best_prefix(
             torch.from_numpy(request.prompt).to(self.slab.device)

@@ -220,7 +220,7 @@ class SGLangEngine:
             traffic.open.set()
 
     def _here(self) -> Traffic:
-        self._traffic = here(self._traffic, self.config.slots)
+        self._traffic = here(self._traffic, self.config.max_num_seqs)
         return self._traffic
 
     def _check(self, sampling: Sampling) -> None:

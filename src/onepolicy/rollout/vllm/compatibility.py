@@ -207,7 +207,7 @@ KNOWN_BAD = (
     KnownBad(
         lambda d: not d.prefix_caching and d.version >= (0, 31),
         "its store of routes is keyed by cached blocks, and prefix caching is off",
-        "turn it on (rollout.engine.prefix_reuse=true)",
+        "turn it on (rollout.engine.enable_prefix_caching=true)",
         VLLM + "pull/45635",
     ),
 )

@@ -388,5 +388,5 @@ class VLLMServer:
         await self.client.post("/reset_prefix_cache", parse=dropped)
 
     def _here(self) -> Traffic:
-        self._traffic = here(self._traffic, self.config.slots)
+        self._traffic = here(self._traffic, self.config.max_num_seqs)
         return self._traffic

@@ -63,7 +63,7 @@ def start(
     found, contract = parse_version(vllm.__version__), None
     if routes:
         contract = payload_format_of(vllm.__version__)
-        refuse_known_bad(Deployment(found, platform, prefix_caching=config.prefix_reuse))
+        refuse_known_bad(Deployment(found, platform, prefix_caching=config.enable_prefix_caching))
     if cpu:  # or the first call compiles one comparison with a C++ compiler for 5 to 15 s
         type(current_platform).simple_compile_backend = "eager"
     from vllm import EngineArgs
@@ -113,10 +113,10 @@ def engine_arguments(
             "generation_config": "vllm",  # no sampling defaults from the model's folder
             "dtype": config.dtype,
             "max_model_len": max_len,
-            "max_num_seqs": config.slots,
+            "max_num_seqs": config.max_num_seqs,
             "block_size": config.block_size,
-            "enable_prefix_caching": config.prefix_reuse,
-            "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "max_logprobs": top_logprobs,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
             "hf_overrides": {"head_dtype": "float32"} if config.lm_head == "float32" else {},

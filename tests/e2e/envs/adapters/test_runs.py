@@ -45,7 +45,7 @@ def recipe_of(task, policy, path):
         rollout.prompts_per_step = 2
         rollout.group_size = 2
         rollout.sampling = {{ max_tokens = 8 }}
-        rollout.engine = {{ slots = 4 }}
+        rollout.engine = {{ max_num_seqs = 4 }}
         eval = {{ every = 2, problems = 2 }}
         train = {{ threads = 1 }}
         log = {{ counterfactual_every = 1, tensorboard = false, report = false }}

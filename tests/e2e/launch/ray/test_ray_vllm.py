@@ -20,10 +20,10 @@ from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(1800)]
 STEPS, MAX_LEN = 3, 128
-ENGINE = VLLMEngineConfig(dtype="float32", slots=8, cache_gib=0.125, block_size=32)
+ENGINE = VLLMEngineConfig(dtype="float32", max_num_seqs=8, kv_cache_gib=0.125, block_size=32)
 SETTINGS = [
     f"rollout.engine.{name}={getattr(ENGINE, name)}"
-    for name in ("kind", "dtype", "cache_gib", "block_size")
+    for name in ("kind", "dtype", "kv_cache_gib", "block_size")
 ]
 PROMPTS = torch.randint(2, 20, (4, 24), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -57,7 +57,7 @@ def test_replicas_sample_from_the_learners_weights(
     own = [
         f"steps={STEPS}",
         "eval.every=0",
-        f"cluster.weights={weights}",
+        f"cluster.sync={weights}",
         "cluster.replicas=2",
         "train.device=cpu",
     ]

@@ -44,7 +44,7 @@ def test_every_token_has_its_version_and_none_is_too_old(
     # some in the middle
     settings += [
         "rollout.sampling.max_tokens=60",
-        "rollout.engine.slots=2",
+        "rollout.engine.max_num_seqs=2",
         "log.counterfactual_every=0",
     ]
     settings += [

@@ -278,7 +278,7 @@ def test_a_run_trains_with_replayed_routes(tmp_path):
         prompts_per_step = 2
         group_size = 4
         sampling = {{ max_tokens = 20 }}
-        engine = {{ kind = "vllm", slots = 8, cache_gib = 0.125 }}
+        engine = {{ kind = "vllm", max_num_seqs = 8, kv_cache_gib = 0.125 }}
         """
     )
     assert main(["train", str(tmp_path / "recipe.toml")]) == 0

@@ -46,7 +46,7 @@ def test_float32_head_comes_nearer_to_the_trainer(tmp_path, caplog):
     caplog.set_level("INFO", "onepolicy")
     for lm_head in ("same", "float32"):
         settings = VLLMEngineConfig(
-            dtype="bfloat16", lm_head=lm_head, slots=16, cache_gib=0.125, block_size=32
+            dtype="bfloat16", lm_head=lm_head, max_num_seqs=16, kv_cache_gib=0.125, block_size=32
         )
         engine = VLLMEngine(
             source, read_config(source), settings, routes=None, max_len=96, cpu=True

@@ -17,7 +17,7 @@ from onepolicy.sync.check import checked_push, probe
 from support.vllm_engines import MAX_LEN, VOCAB, FakeLearner, play, prompts, ragged, rules_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-CONFIG = VLLMEngineConfig(dtype="bfloat16", slots=16, cache_gib=0.125, block_size=32)
+CONFIG = VLLMEngineConfig(dtype="bfloat16", max_num_seqs=16, kv_cache_gib=0.125, block_size=32)
 
 
 def scaled_fp8_quant(x, scale=None, use_per_token_if_dynamic=False, **_):

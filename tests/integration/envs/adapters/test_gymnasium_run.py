@@ -59,7 +59,7 @@ def recipe(tmp_path_factory):
         prompts_per_step = 2
         group_size = 4
         sampling = {{ max_tokens = 24 }}
-        engine = {{ slots = 8 }}
+        engine = {{ max_num_seqs = 8 }}
         [eval]
         every = 2
         problems = 2

@@ -30,7 +30,7 @@ FORMATS = [Int8(), Int8(activations="static"), Fp8(), Fp8Weight(), Simulated(bit
 
 
 def build(name, quant, **settings):
-    config = HFEngineConfig(dtype="float32", slots=3)
+    config = HFEngineConfig(dtype="float32", max_num_seqs=3)
     return HFEngine(make(name, **settings), config, record=name in MOE, max_len=64, quant=quant)
 
 
@@ -99,7 +99,7 @@ def test_after_a_sync_it_equals_a_fresh_engine(quant):
 
 def test_weights_are_quantised_from_unrounded_ones():
     """Rounding to the bfloat16 of the engine first would move codes."""
-    config = HFEngineConfig(dtype="bfloat16", slots=3)
+    config = HFEngineConfig(dtype="bfloat16", max_num_seqs=3)
     engine = HFEngine(make("qwen3_moe"), config, record=True, max_len=64, quant=Int8())
     held = engine.quantised.quantised_weights[
         "model.layers.0.self_attn.q_proj.weight"
@@ -122,17 +122,26 @@ def test_a_sync_without_a_quantised_tensor_is_refused():
 
 
 def test_what_is_asked_for_besides():
-    for quant in (Int8(also=("embeddings", "lm_head")), Fp8(also=("embeddings", "lm_head"))):
+    for quant in (
+        Int8(extra_modules=("embeddings", "lm_head")),
+        Fp8(extra_modules=("embeddings", "lm_head")),
+    ):
         sizes = {
             size.part: size for size in quantise_policy(make("qwen3_moe"), quant).sizes().parts
         }
-        assert all(sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.also)
-    config = HFEngineConfig(dtype="bfloat16", slots=3)
+        assert all(
+            sizes[part].bytes_after < 0.4 * sizes[part].bytes_before for part in quant.extra_modules
+        )
+    config = HFEngineConfig(dtype="bfloat16", max_num_seqs=3)
     engine = HFEngine(
-        make("qwen3_moe"), config, record=False, max_len=64, quant=Int8(also=("embeddings",))
+        make("qwen3_moe"),
+        config,
+        record=False,
+        max_len=64,
+        quant=Int8(extra_modules=("embeddings",)),
     )
     assert engine.model.model.embed_tokens(torch.tensor([1])).dtype == torch.bfloat16
-    rounded = quantised("qwen3_moe", Simulated(bits=3, also=("router",)))
+    rounded = quantised("qwen3_moe", Simulated(bits=3, extra_modules=("router",)))
     assert len(rounded.model.layers[0].mlp.gate.weight[0].unique()) <= 7
 
 
@@ -198,10 +207,10 @@ class TwoExperts(nn.Module):
             Int8(),
             r"model\.layers\.0\.mlp",
         ),
-        (lambda m: None, Int8(also=("router",)), "leave router out"),
+        (lambda m: None, Int8(extra_modules=("router",)), "leave router out"),
         (
             lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight),
-            Int8(also=("lm_head",)),
+            Int8(extra_modules=("lm_head",)),
             "one tensor",
         ),
     ],

@@ -19,7 +19,7 @@ from support.models import CONFIGS, make
 def test_logp_and_routes_are_the_stock_models(name):
     """There are more requests than rows, ragged prompts and lengths, and windows (8) shorter than
     the sequences."""
-    engine = build(name, slots=3, record=name != "qwen3_dense")
+    engine = build(name, max_num_seqs=3, record=name != "qwen3_dense")
     assert isinstance(engine.batch, SlabBatch)
     requests = ragged(prompts(10))
     done = run(engine, requests)
@@ -29,7 +29,7 @@ def test_logp_and_routes_are_the_stock_models(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_rows_are_compacted_in_the_tail(name, monkeypatch):
-    engine = build(name, slots=8)
+    engine = build(name, max_num_seqs=8)
     moved = []
     swap = engine.batch.rows.swap
     monkeypatch.setattr(engine.batch.rows, "swap", lambda a, b: (moved.append(a), swap(a, b)))
@@ -76,9 +76,9 @@ def test_greedy_is_generates_greedy(name):
 def test_a_seed_decides_whatever_the_batch():
     paths = prompts(9)
     requests = ragged(paths)
-    together = run(build("qwen3_moe", slots=4), requests)
+    together = run(build("qwen3_moe", max_num_seqs=4), requests)
     for request, expected in zip(requests, together, strict=True):
-        (alone,) = run(build("qwen3_moe", slots=1), [request])
+        (alone,) = run(build("qwen3_moe", max_num_seqs=1), [request])
         assert alone.token_ids.tolist() == expected.token_ids.tolist()
     long = Sampling(1.0, 30)
     one, same, other = run(
@@ -129,7 +129,7 @@ def test_top_logprobs_only_for_requests_that_ask():
 
 def test_calls_join_a_running_batch():
     """A later call must not wait for the earlier ones to end."""
-    engine, ended = build("qwen3_moe", slots=2), []
+    engine, ended = build("qwen3_moe", max_num_seqs=2), []
 
     async def call(name, length):
         await engine.generate([2, 3, 4], Sampling(1.0, length), seed=0)
@@ -197,7 +197,7 @@ def test_load_weights_refuses():
 
 
 def test_errors_reach_every_caller_and_the_engine_recovers(monkeypatch):
-    engine = build("qwen3_moe", slots=2)
+    engine = build("qwen3_moe", max_num_seqs=2)
     requests = ragged(prompts(5))
 
     def broken(*args, **kwargs):
@@ -215,7 +215,7 @@ def test_errors_reach_every_caller_and_the_engine_recovers(monkeypatch):
 
 
 def test_a_cancelled_call_frees_its_row():
-    engine = build("qwen3_moe", slots=1)
+    engine = build("qwen3_moe", max_num_seqs=1)
 
     async def main():
         task = asyncio.create_task(engine.generate([2, 3, 4], Sampling(1.0, 60), seed=0))

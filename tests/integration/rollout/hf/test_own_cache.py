@@ -12,7 +12,7 @@ from support.recurrent_models import CONFIGS, make
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logp_and_routes_are_the_stock_models(name):
-    engine = engine_of(make(name), slots=3)
+    engine = engine_of(make(name), max_num_seqs=3)
     assert isinstance(engine.batch, OwnCacheBatch)
     paths = prompts(3, 9, 10) + prompts(3, 5, 6, seed=1) + prompts(3, 9, 10, seed=2)
     requests = [

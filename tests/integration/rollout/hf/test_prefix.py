@@ -32,7 +32,7 @@ def fed(monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_siblings_are_prefilled_once(name, fed):
-    engine = fed.watch(build(name, slots=8))
+    engine = fed.watch(build(name, max_num_seqs=8))
     (path,) = prompts(1, 20, 21)
     requests = [(path, Sampling(1.0, 6), seed) for seed in range(8)]
     done = run(engine, requests)
@@ -55,7 +55,7 @@ def test_siblings_are_prefilled_once(name, fed):
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_the_next_turn_prefills_only_new_tokens(name, fed):
     """In two episodes each second prompt is the first path plus an observation."""
-    engine = fed.watch(build(name, slots=4))
+    engine = fed.watch(build(name, max_num_seqs=4))
     first = [(p, Sampling(1.0, 10), i) for i, p in enumerate(prompts(2, 12, 13))]
     done = run(engine, first)
     fed.clear()
@@ -76,7 +76,7 @@ def test_the_next_turn_prefills_only_new_tokens(name, fed):
 
 
 def test_a_running_row_lends_its_prefix(fed):
-    engine = fed.watch(build("qwen3_moe", slots=2))
+    engine = fed.watch(build("qwen3_moe", max_num_seqs=2))
     (path,) = prompts(1, 20, 21)
 
     async def main():
@@ -100,7 +100,7 @@ def test_a_running_row_lends_its_prefix(fed):
 def test_rows_taken_from_each_other_at_once():
     """The KV cache is full, and every new prompt continues a row that another prompt may have to
     overwrite."""
-    engine = build("qwen3_moe", slots=3)
+    engine = build("qwen3_moe", max_num_seqs=3)
     first = [(p, Sampling(1.0, 5), i) for i, p in enumerate(prompts(3, 15, 16))]
     run(engine, first)
     paths = [p for p, _, _ in first]
@@ -112,7 +112,7 @@ def test_rows_taken_from_each_other_at_once():
 
 
 def test_reuse_can_be_turned_off(fed):
-    engine = fed.watch(build("qwen3_moe", prefix_reuse=False))
+    engine = fed.watch(build("qwen3_moe", enable_prefix_caching=False))
     (path,) = prompts(1, 20, 21)
     done = run(engine, [(path, Sampling(1.0, 2), seed) for seed in range(3)])
     assert fed[0] == 60
@@ -124,7 +124,7 @@ def test_reuse_can_be_turned_off(fed):
 
 def test_spans_follow_a_compacted_row():
     """The last of eight siblings ends after the others, so its row is moved to the front."""
-    engine = build("qwen3_moe", slots=8)
+    engine = build("qwen3_moe", max_num_seqs=8)
     (path,) = prompts(1, 20, 21)
     done = run(engine, [(path, Sampling(1.0, 3 if i < 7 else 30), i) for i in range(8)])
     assert [(s.source, s.length) for s in done[7].routing.spans] == [("cache", 20), ("decode", 29)]

@@ -88,7 +88,7 @@ def test_an_episode_of_several_turns_goes_on_over_updates():
     weights = [
         {name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models
     ]
-    engine = engine_of(make("qwen3_moe", seed=0), slots=3)
+    engine = engine_of(make("qwen3_moe", seed=0), max_num_seqs=3)
 
     async def episode(seed):
         path = Trajectory(prompts(1, 8, 9, seed=seed)[0])

@@ -46,8 +46,8 @@ def test_only_the_engines_arguments_change():
 
 
 def test_a_server_is_started_with_the_same_arguments():
-    config = resolve_as(ServeConfig, {}, ["quant=fp8", "slots=7"])
-    assert (config.quant, config.slots) == (Fp8(), 7)
+    config = resolve_as(ServeConfig, {}, ["quant=fp8", "max_num_seqs=7"])
+    assert (config.quant, config.max_num_seqs) == (Fp8(), 7)
     line = serve.command_line(arguments(config.quant), "127.0.0.1", 8000)
     at = line.index("--quantization")
     assert line[at : at + 2] == ["--quantization", "fp8_per_channel"]
@@ -64,8 +64,8 @@ def test_a_server_is_started_with_the_same_arguments():
         ),
         (["rollout.quant=simulated"], "vLLM has no method of its own for simulated"),
         (
-            ['rollout.quant={format="fp8", also=["lm_head"]}'],
-            r"rollout\.quant\.also: with vLLM lm_head cannot",
+            ['rollout.quant={format="fp8", extra_modules=["lm_head"]}'],
+            r"rollout\.quant\.extra_modules: with vLLM lm_head cannot",
         ),
         (
             ['rollout.quant={format="int8", activations="static"}'],

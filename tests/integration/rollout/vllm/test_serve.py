@@ -286,9 +286,9 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
     assert not (files.folder / "version_2").exists()
     with pytest.raises(
         TrainingError,
-        match=r"^cluster\.shared_dir: .* set cluster\.shared_dir to a folder with room",
+        match=r"^cluster\.sync_dir: .* set cluster\.sync_dir to a folder with room",
     ):
-        WeightFiles(str(tmp_path), "cluster.shared_dir").write(weights(2), 2)
+        WeightFiles(str(tmp_path), "cluster.sync_dir").write(weights(2), 2)
 
 
 def test_folders_of_ended_processes_are_removed(tmp_path):

@@ -43,7 +43,7 @@ def test_a_pause_that_was_left_behind_is_lifted(fake):
 def test_requests_continue_after_an_update_and_name_their_weights(fake, checkpoints):
     """One request is interrupted in the middle, one is held back before it began, and one reaches
     the server only after the pause."""
-    engine = connected(fake, slots=4)
+    engine = connected(fake, max_num_seqs=4)
     asyncio.run(checked_push(Learner(checkpoints[0][1]), engine, vocab=VOCAB))
     fake.hold, fake.sampled = 5, 0
     prompts = [[3, 4, i] for i in range(8)]

@@ -184,7 +184,7 @@ def test_weights_come_whole_and_a_reader_may_stop_early(two, folders):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("setting", ["train.compute=bfloat16", "train.autocast=bfloat16"])
+@pytest.mark.parametrize("setting", ["train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"])
 def test_bfloat16_forward_with_float32_masters(setting, two, folders):
     ranked = learner_on(two, folders["qwen3_moe"], [*QWEN, setting])
     one = learner_on(None, folders["qwen3_moe"], QWEN)

@@ -78,7 +78,7 @@ def settings(*overrides) -> RunConfig:
 
 @pytest.mark.parametrize("weights", ["stream", "disk"])
 def test_the_folder_of_weights_is_free_to_choose(weights):
-    assert settings(f"cluster.weights={weights}", "cluster.shared_dir=x").cluster.shared_dir == "x"
+    assert settings(f"cluster.sync={weights}", "cluster.sync_dir=x").cluster.sync_dir == "x"
 
 
 def test_room():

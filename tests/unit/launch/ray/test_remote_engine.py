@@ -158,7 +158,7 @@ def test_a_lost_process_gets_the_current_weights_and_its_requests(
         actor = Actor()
         await actor.process.build("{}", 0)
         silence = {"reply_timeout": 1} if how == "hangs" else {}
-        engine = opened(actor, weights=weights, **silence)
+        engine = opened(actor, sync=weights, **silence)
         await engine.load_files(written)
         if how == "killed while idle":
             actor.die()
@@ -219,10 +219,10 @@ def test_changed_weight_files_are_refused(engines, written):
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
-        engine = opened(actor, weights="disk")
+        engine = opened(actor, sync="disk")
         other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
         with pytest.raises(
-            TrainingError, match=r"replica 0: cluster\.shared_dir: weights of version 4 .*'w'"
+            TrainingError, match=r"replica 0: cluster\.sync_dir: weights of version 4 .*'w'"
         ):
             await engine.load_files(replace(written, sums=other))
         assert engine.version == engines[0].version == -1
@@ -388,7 +388,7 @@ def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written,
     async def run():
         actor = Busy()
         await actor.process.build("{}", 0)
-        engine = opened(actor, weights="disk", reply_timeout=0.2)
+        engine = opened(actor, sync="disk", reply_timeout=0.2)
         waiting = asyncio.ensure_future(asked(engine, range(3)))
         await until(lambda: engines[0].started)
         engines[0].may_load.clear()
@@ -412,7 +412,7 @@ def test_weights_stay_until_a_returning_process_has_read_them(engines, tmp_path,
     async def run():
         actor = Actor()
         await actor.process.build("{}", 0)
-        engine = opened(actor, weights="disk")
+        engine = opened(actor, sync="disk")
         together = Replicas([engine], files)
         await together.load_weights([("w", torch.ones(1))], 1)
         monkeypatch.setattr(Engine, "ready_to_load", False)

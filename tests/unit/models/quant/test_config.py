@@ -47,8 +47,11 @@ def test_one_line(overrides, quant):
             r"fp8 is not available with .*kind = sglang.*; use hf",
         ),
         (
-            ['rollout.quant={format="int8", also=["lm_head"]}', "rollout.engine.lm_head=float32"],
-            r"rollout\.quant\.also: lm_head contradicts rollout\.engine\.lm_head",
+            [
+                'rollout.quant={format="int8", extra_modules=["lm_head"]}',
+                "rollout.engine.lm_head=float32",
+            ],
+            r"rollout\.quant\.extra_modules: lm_head contradicts rollout\.engine\.lm_head",
         ),
         (
             ["rollout.quant=int8", "numerics=on-policy"],

@@ -207,9 +207,11 @@ RUN = {
 
 
 def test_engine_kind_defaults_to_hf():
-    assert resolve(RUN | {"rollout": {"engine": {"slots": 3}}}).rollout.engine.kind == "hf"
+    assert resolve(RUN | {"rollout": {"engine": {"max_num_seqs": 3}}}).rollout.engine.kind == "hf"
     assert (
-        resolve(RUN | {"rollout": {"engine": {"kind": "vllm", "slots": 3}}}).rollout.engine.kind
+        resolve(
+            RUN | {"rollout": {"engine": {"kind": "vllm", "max_num_seqs": 3}}}
+        ).rollout.engine.kind
         == "vllm"
     )
 

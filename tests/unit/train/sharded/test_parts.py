@@ -339,14 +339,17 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["train.compute=bfloat16"], "train.compute: bfloat16 has no effect without train.ranks"),
+        (
+            ["train.fsdp_param_dtype=bfloat16"],
+            "train.fsdp_param_dtype: bfloat16 has no effect without train.ranks",
+        ),
         (["train.rank_timeout=5"], "train.rank_timeout: 5.0 has no effect without train.ranks"),
         (["train.ranks=2", "train.device=cuda:1"], "train.device: cuda:1 is one device"),
-        (["train.ranks=2", "model.dtype=bfloat16"], "set train.compute = bfloat16"),
+        (["train.ranks=2", "model.dtype=bfloat16"], "set train.fsdp_param_dtype = bfloat16"),
         (["train.ranks=2", "rollout.engine.kind=vllm"], "use vllm-server or hf"),
         (["train.ranks=2", "numerics=on-policy"], "train.ranks: invariant operators"),
         (
-            ["train.ranks=2", "train.compute=bfloat16", "train.autocast=bfloat16"],
+            ["train.ranks=2", "train.fsdp_param_dtype=bfloat16", "train.autocast=bfloat16"],
             "train.autocast: has no effect",
         ),
     ],

@@ -1,0 +1,184 @@
+"""Settings under their old names: recipes, overrides, stored run folders. One line says the new name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onepolicy.config import RunConfig, UsageError, load, resolve
+from onepolicy.config import renamed as module
+from onepolicy.config.engine import ServeConfig
+from onepolicy.config.load import resolve_as
+from onepolicy.config.near import paths_of
+from onepolicy.config.renamed import RUN_KEYS, SERVE_KEYS
+from onepolicy.config.stored import read_config
+
+OLD_SETTINGS = Path(__file__).parent / "old_settings"
+"""config.json of run folders from before the renames, one for each kind of engine and cluster."""
+MINIMAL = {"out": "runs/x", "steps": 3, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+VALUES = {
+    "rollout.engine.slots": 3,
+    "rollout.engine.prefix_reuse": False,
+    "rollout.engine.cache_gib": 0.5,
+    "rollout.engine.patience_s": 7.0,
+    "rollout.quant.also": ("lm_head",),
+    "rollout.min_survivors": 2,
+    "replay.rows": "newest",
+    "objective.mini_steps": 2,
+    "optim.decay": "linear",
+    "train.compute": "bfloat16",
+    "cluster.weights": "disk",
+    "cluster.shared_dir": "/tmp/x",
+}
+BESIDE = {
+    "rollout.engine.cache_gib": ["rollout.engine.kind=vllm"],
+    "rollout.engine.patience_s": ["rollout.engine.kind=vllm-server"],
+    "rollout.quant.also": ["rollout.quant.format=int8"],
+    "replay.rows": ["rollout.engine.kind=vllm-server"],
+    "train.compute": ["train.ranks=2"],
+    "cluster.weights": ["cluster.kind=ray"],
+    "cluster.shared_dir": ["cluster.kind=ray"],
+}
+"""Settings that an old name needs beside it, to be one of a valid recipe."""
+
+
+@pytest.fixture(autouse=True)
+def _no_line_was_written_before():
+    module._warn.cache_clear()
+
+
+def value_at(config: RunConfig, path: str) -> object:
+    node: object = config
+    for name in path.split("."):
+        node = getattr(node, name)
+    return node
+
+
+def as_tree(path: str, value: object) -> dict:
+    first, _, rest = path.partition(".")
+    return {first: as_tree(rest, value) if rest else value}
+
+
+def test_every_old_name_is_tested_and_every_new_one_is_a_setting():
+    assert VALUES.keys() == RUN_KEYS.keys()
+    assert set(RUN_KEYS.values()) <= set(paths_of(RunConfig))
+    assert not set(RUN_KEYS) & set(paths_of(RunConfig))
+    # a vLLM server's own settings, less those that only its client has
+    assert set(SERVE_KEYS.values()) - {"recovery_timeout_s"} <= set(paths_of(ServeConfig))
+
+
+@pytest.mark.parametrize("old", RUN_KEYS)
+def test_an_old_name_in_an_override_is_the_new_setting(old, caplog):
+    text = json.dumps(VALUES[old])
+    config = resolve(MINIMAL, [*BESIDE.get(old, []), f"{old}={text}"])
+    assert config == resolve(MINIMAL, [*BESIDE.get(old, []), f"{RUN_KEYS[old]}={text}"])
+    assert value_at(config, RUN_KEYS[old]) == VALUES[old]
+    assert caplog.messages == [f"{old} is now {RUN_KEYS[old]}; the old name still works"]
+
+
+@pytest.mark.parametrize("old", RUN_KEYS)
+def test_an_old_name_in_a_recipe_is_the_new_setting(old, caplog):
+    beside = [each.partition("=") for each in BESIDE.get(old, [])]
+    tree: dict = MINIMAL
+    for path, value in [(old, VALUES[old]), *((p, json_or_text(v)) for p, _, v in beside)]:
+        tree = merged(tree, as_tree(path, value))
+    assert value_at(resolve(tree), RUN_KEYS[old]) == VALUES[old]
+    assert caplog.messages == [f"{old} is now {RUN_KEYS[old]}; the old name still works"]
+
+
+def json_or_text(text: str) -> object:
+    return int(text) if text.isdigit() else text
+
+
+def merged(tree: dict, more: dict) -> dict:
+    tree = dict(tree)
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(tree.get(key), dict)
+        tree[key] = merged(tree[key], value) if both else value
+    return tree
+
+
+def test_an_override_under_the_new_name_wins_over_a_recipe_under_the_old_one():
+    recipe = MINIMAL | {"rollout": {"engine": {"slots": 8}}}
+    assert resolve(recipe, ["rollout.engine.max_num_seqs=4"]).rollout.engine.max_num_seqs == 4
+    assert recipe["rollout"] == {"engine": {"slots": 8}}  # the recipe itself is not touched
+    assert resolve(recipe, ["rollout.engine.slots=5"]).rollout.engine.max_num_seqs == 5
+
+
+def test_an_old_name_inside_a_section_that_is_overridden_whole(caplog):
+    config = resolve(MINIMAL, ['rollout.engine={kind="hf", slots=5}'])
+    assert config.rollout.engine.max_num_seqs == 5
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("old", RUN_KEYS)
+def test_both_names_at_once_are_an_error(old):
+    text = json.dumps(VALUES[old])
+    words = f"{old}: is the old name of {RUN_KEYS[old]}, and both are set; leave {old} out"
+    with pytest.raises(UsageError) as error:
+        resolve(MINIMAL, [*BESIDE.get(old, []), f"{old}={text}", f"{RUN_KEYS[old]}={text}"])
+    assert str(error.value) == words
+    tree = merged(as_tree(old, VALUES[old]), as_tree(RUN_KEYS[old], VALUES[old]))
+    with pytest.raises(UsageError) as error:
+        resolve(merged(MINIMAL, tree))
+    assert str(error.value) == words
+
+
+def test_the_line_is_written_once_however_often_the_settings_are_resolved(caplog):
+    for _ in range(3):
+        resolve(MINIMAL, ["rollout.engine.slots=5"])
+    assert len(caplog.messages) == 1
+
+
+def test_settings_of_a_server_under_their_old_names():
+    config = resolve_as(ServeConfig, {}, ["slots=7", "cache_gib=0.5", "prefix_reuse=false"])
+    assert (config.max_num_seqs, config.kv_cache_gib) == (7, 0.5)
+    assert not config.enable_prefix_caching
+
+
+SAME_NOW = {
+    "embedded": [
+        'rollout.quant={format="int8", extra_modules=["lm_head"]}',
+        "rollout.engine.enable_prefix_caching=false",
+        "rollout.min_group_size=3",
+        "objective.num_minibatches=2",
+        "train.ranks=2",
+        "train.fsdp_param_dtype=bfloat16",
+        "train.reuse_scoring_forward=false",
+    ],
+    "server": [
+        "rollout.engine.kind=vllm-server",
+        "rollout.engine.max_num_seqs=12",
+        "rollout.engine.recovery_timeout_s=7",
+        "replay.duplicate_routes=newest",
+    ],
+    "ray": [
+        "cluster.kind=ray",
+        "cluster.sync=disk",
+        "cluster.sync_dir=/tmp/weights",
+        "rollout.engine.kind=vllm",
+        "rollout.engine.max_num_seqs=24",
+        "rollout.engine.kv_cache_gib=0.5",
+        "rollout.engine.enable_prefix_caching=false",
+    ],
+}
+"""Overrides of the quickstart that the old run folders were begun with, under their new names."""
+
+
+@pytest.mark.parametrize("name", SAME_NOW)
+def test_a_run_folder_from_before_has_the_settings_it_had(name, tmp_path, caplog):
+    stored = (OLD_SETTINGS / f"{name}.json").read_text()
+    (tmp_path / "config.json").write_text(stored)
+    quickstart = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+    assert read_config(tmp_path) == load(quickstart, [*SAME_NOW[name], "eval.every=0"])
+    assert caplog.messages == []
+
+
+def test_a_stored_setting_under_both_names_is_damage(tmp_path):
+    tree = json.loads((OLD_SETTINGS / "embedded.json").read_text())
+    tree["objective"]["num_minibatches"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(UsageError, match=r"config\.json: .*objective\.mini_steps: is the old name"):
+        read_config(tmp_path)
