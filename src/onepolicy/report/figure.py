@@ -88,6 +88,10 @@ class Absent:
     why: str
 
 
+LOWEST_DECADE = -300
+"""Lower powers of 10 are next to 0 for floats, or 0."""
+
+
 @dataclass(frozen=True)
 class LogScale:
     """A log axis. Values <= 0 are drawn at `floor`, one decade below the smallest positive value, and labelled 0."""
@@ -102,7 +106,7 @@ class LogScale:
         positive = [v for v in values if v > 0]
         smallest, largest = (min(positive), max(positive)) if positive else (1e-7, 1e-7)
         has_zero = len(positive) < len(values)
-        low = math.floor(math.log10(smallest)) - (1 if has_zero else 0)
+        low = max(LOWEST_DECADE, math.floor(math.log10(smallest)) - has_zero)
         high = math.ceil(math.log10(top or largest))
         return cls(10.0**low, 10.0 ** max(high, low + 1), has_zero)
 

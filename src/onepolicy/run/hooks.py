@@ -62,7 +62,7 @@ class Counterfactual(Hook):
     def before_update(self, result: StepResult, step: int) -> None:
         if not is_counterfactual_step(self._config, step):
             return
-        with self._timer("probe"):
+        with self._timer("counterfactual"):
             scored = result.batch if self._config.scores_old else self._scorer.score(result.batch)
             without = self._scorer.score(result.batch, replay=False)
             result.metrics |= (

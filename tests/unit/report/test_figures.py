@@ -360,3 +360,9 @@ def test_crash_is_marked(copy):
     assert isinstance(reward, Figure)
     assert reward.layout["shapes"][0]["x0"] == 9
     assert reward.layout["annotations"][0]["text"] == "crash"
+
+
+def test_a_log_axis_of_the_smallest_float():
+    scale = LogScale.of([5e-324, 0.0])
+    assert scale.floor > 0
+    assert scale.axis("k3")["range"][0] < -300

@@ -74,7 +74,7 @@ class _RunActors:
         self.replicas = self._start_replicas(placement)
         self.ranks = self._start_ranks(placement)
         self.processes = self._process_infos()
-        self._check_shared_dir()
+        self._check_sync_dir()
 
     def _start_replicas(self, placement: PlacementGroup) -> list[Any]:
         actor_class: Any = ray.remote(ReplicaProcess)
@@ -111,7 +111,7 @@ class _RunActors:
             processes.append(ProcessInfo.from_json(name, text))
         return processes
 
-    def _check_shared_dir(self) -> None:
+    def _check_sync_dir(self) -> None:
         """Raise UsageError if replicas on other machines need a shared folder and none is set."""
         cluster = self.cluster
         elsewhere = any(process.address != self.address for process in self.processes)

@@ -300,7 +300,7 @@ class RemoteEngine:
         limit = self._config.restart_timeout
         self._loading += 1
         try:
-            if self._config.weights == "disk":
+            if self._config.sync == "disk":
                 files = written.folder, written.version, written.key, written.sums
                 return await self._call("load", *files, limit=limit)
             receive = partial(self._receive, written.version)
