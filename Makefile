@@ -6,7 +6,7 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 RECIPE ?= recipes/quickstart.toml
 
-.PHONY: help train train-agent train-agent-vllm system test test-slow test-envs vllm test-vllm sglang test-sglang clean
+.PHONY: help train train-agent train-agent-vllm system lint types unit check test test-slow test-envs vllm test-vllm sglang test-sglang clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -72,11 +72,22 @@ system: ## system programs that tests drive, installed as root or by sudo; else 
 # A test process a core, one thread each. vLLM takes torch's threads over for its process, so its tests have one of their
 # own: one engine for all of them. The environments' tests run beside it.
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(CORES) --dist worksteal
-test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm ## lint, types, fast tests
+FAST := not slow and not gpu and not vllm and not envs
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
-	$(PARALLEL) -m "not slow and not gpu and not vllm and not envs"
+
+unit: $(VENV)/.dev
+	$(PARALLEL) -m "$(FAST)" tests/unit
+
+check: $(VENV)/.dev ## lint, types, unit tests in under a minute; needs neither vLLM nor the oracles
+	@$(MAKE) --no-print-directory -j2 -O lint types unit
+
+test: system $(VENV)/.dev $(ORACLE)/.ready $(ENVS)/.ready $(VENV)/.vllm lint types ## lint, types, fast tests
+	$(PARALLEL) -m "$(FAST)"
 	$(MAKE) --no-print-directory -j2 -O test-envs test-vllm
 
 test-slow: $(VENV)/.dev $(VENV)/.vllm $(SGLANG)/.ready ## the long ones: kills and resumes, several seeds, a SGLang server

@@ -620,8 +620,8 @@ def outcome(name: str, seed: int, gap: str) -> Outcome:
 
 
 def clean(seed: int, gap: str, *, routes: float = 0.0, **settings: object) -> Audited:
-    """Return the outcomes of clean worlds. routes: share of routers that choose one other expert on
-    the trainer's side; 0: the dump has no routes."""
+    """Audit a clean world. routes: share of routers that choose one other expert on the trainer's
+    side; 0: the dump has no routes."""
     w = world(seed, gap, **settings)  # type: ignore[arg-type]
     if routes:
         layers, experts, k = 2, 16, 4

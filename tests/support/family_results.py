@@ -205,14 +205,14 @@ def _usual(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) ->
 
 
 def _llama4(path: str, seen: dict[str, Seen], experts: nn.Module, args: tuple) -> None:
-    """Return the tokens of each expert: every expert gets every token times its weight, which is 0
+    """Record the tokens of each expert: every expert gets every token times its weight, which is 0
     unless it was selected."""
     rows = args[0].view(experts.num_experts, -1, args[0].shape[-1])
     seen[path] = Seen((rows != 0).any(-1).T, True)
 
 
 def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
-    """Return the tokens of each expert, which gets the rows of its tokens, sorted by expert: find
+    """Record the tokens of each expert. Experts get the rows of their tokens, sorted by expert: find
     each row among the block's tokens."""
     routed: list[Tensor] = []
 

@@ -61,7 +61,7 @@ class Fault:
         self.out, self.had, self.began = out, len(steps_of(out)), time.monotonic()
 
     def ended(self):
-        """Record that the run has ended by itself. The caller gave up waiting after LONG."""
+        """Print the time until the run ended by itself. The caller has waited for LONG at most."""
         print(f"ended after {time.monotonic() - self.began:.1f} s")
         self.had = len(steps_of(self.out))
 

@@ -60,7 +60,7 @@ def random_trace(
 
 
 def loss_and_grads(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss over all logits, from a forward and backward."""
+    """Return the logits, and the gradients of a loss over all of them."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=input_ids, use_cache=False).logits
     logits.log_softmax(-1).gather(-1, input_ids.roll(1, -1)[..., None]).mean().backward()
@@ -71,8 +71,8 @@ def loss_and_grads(model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, d
 
 @contextmanager
 def experts_inputs(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Record (ids, weights) [N, K] that reached each layer's experts, in firing order. They decide
-    which experts computed."""
+    """Record (ids, weights) [N, K] that reached each layer's experts, in the order of
+    their runs. They decide which experts computed."""
     seen: list[tuple[Tensor, Tensor]] = []
     handles = [
         module.experts.register_forward_pre_hook(

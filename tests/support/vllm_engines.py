@@ -192,7 +192,7 @@ def alone(engine, requests):
 
 
 def same(ours, theirs):
-    """Return whether both are equal, bit for bit."""
+    """Check that both are equal, bit for bit."""
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.equal(ours.logp, theirs.logp)
     assert torch.equal(ours.routing.ids, theirs.routing.ids)

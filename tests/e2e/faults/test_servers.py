@@ -98,7 +98,7 @@ def server(network, policy, tmp_path_factory):
 @pytest.fixture
 def begin(server, recipe, tmp_path):
     """Return begin(url, "a=b", ..., more=["a.b=c", ...]), which starts a run on the server and
-    returns its folder after two steps. a: a setting of the engine."""
+    returns its process and folder after two steps. a: a setting of the engine."""
 
     def run(url, *overrides, more=()):
         out = tmp_path / "run"

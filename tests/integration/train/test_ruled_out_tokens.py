@@ -59,7 +59,7 @@ def test_a_logit_that_is_nan_is_not_hidden():
 
 
 def banned(learner, low=-math.inf):
-    """Make a model whose head rules one token out, as Chameleon's does with image tokens."""
+    """Let the model's head rule one token out, as Chameleon's does with image tokens."""
 
     def rule_out(module, inputs, out):
         out.logits[..., BANNED] = low

@@ -121,7 +121,7 @@ class SendsAnOldVersion(Sender):
 
 
 def rewritten(change, original=served.written):
-    """Apply `change` to the files of a step before the server reads them."""
+    """Return a writer that applies `change` to the files of a step before the server reads them."""
 
     def written(*args):
         folder, sums = original(*args)
