@@ -75,9 +75,9 @@ class Fault:
         self.recovered(run)
         return finished(run)
 
-    def resumed(self):
-        """Run `--resume` to the end."""
-        self.survived(start("--resume", self.out))
+    def resumed(self, *settings):
+        """Run `--resume` with these settings to the end."""
+        self.survived(start("--resume", self.out, *settings))
 
 
 def steps_of(out):

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
-from onepolicy.build import engines
+from onepolicy.build import learner
 from onepolicy.cli import main
+from onepolicy.rollout import copies
 from onepolicy.train import checkpoint
 from support.faulty_runs import assert_complete, assert_same_run
 
@@ -36,11 +37,12 @@ def test_damage_to_every_file(ranks, request, tmp_path, capsys, monkeypatch):
     )
     assert any(name.startswith("shards/") for name in files) == bool(ranks)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            engines,
-            "load_model",
-            lambda *a, **k: pytest.fail("weights were loaded before the check"),
-        )
+        for module in (learner, copies):
+            patch.setattr(
+                module,
+                "load_model",
+                lambda *a, **k: pytest.fail("weights were loaded before the check"),
+            )
         for name in files:
             good = (newest / name).read_bytes()
             middle = len(good) // 2

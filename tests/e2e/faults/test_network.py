@@ -130,6 +130,6 @@ def test_a_stalled_channel_between_ranks_ends_the_run_in_time(recipe, whole_on_r
         ):
             train.start_run(config, stalling, launcher=Launcher(launch))
         stalling.fault.ended()
-    stalling.fault.resumed()
+    stalling.fault.resumed("train.rank_timeout=600")
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)
