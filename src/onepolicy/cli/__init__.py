@@ -395,14 +395,16 @@ def _resume(arguments: argparse.Namespace, overrides: list[str]) -> int:
         if name.startswith("cluster.") or name in (
             "rollout.engine.url",
             "rollout.engine.token_env",
+            "train.rank_timeout",
         ):
             moved.append(override)
             continue
         number = int(value) if value.isascii() and value.isdigit() else -1
         if name not in ("steps", "train.ranks") or number < (name == "steps"):
             raise UsageError(
-                "--resume: only steps=N, train.ranks=N, rollout.engine.url, rollout.engine.token_env and cluster.* may "
-                f"change, not {override!r}; change settings with --from {path}"
+                "--resume: only steps=N, train.ranks=N, train.rank_timeout, rollout.engine.url, "
+                "rollout.engine.token_env and cluster.* may change, not "
+                f"{override!r}; change settings with --from {path}"
             )
         changed[name] = number
     steps = changed.get("steps")

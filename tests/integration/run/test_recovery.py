@@ -297,7 +297,7 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
     assert moved == [expected]
     assert main(["train", "--resume", str(tmp_path / "run"), "rollout.engine.max_num_seqs=3"]) == 2
     assert (
-        "rollout.engine.url, rollout.engine.token_env and cluster.* may change"
+        "train.rank_timeout, rollout.engine.url, rollout.engine.token_env and cluster.* may change"
         in capsys.readouterr().err
     )
 
