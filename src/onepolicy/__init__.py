@@ -1,4 +1,7 @@
-"""onepolicy: same weights, one policy. `import onepolicy` loads no torch until a name that needs it is used."""
+"""onepolicy: same weights, one policy.
+
+`import onepolicy` loads torch only when a name that needs it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ disable_telemetry()
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # the same names as below, for type checkers and editors
+if TYPE_CHECKING:  # the names of _PUBLIC, for type checkers and editors
     from onepolicy.config import CorrectionConfig, RunConfig, UsageError
     from onepolicy.correct.current_policy import live_weights
     from onepolicy.correct.predict import predict
@@ -83,7 +86,7 @@ __all__ = [
     "unpad_routes",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:

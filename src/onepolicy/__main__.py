@@ -1,10 +1,10 @@
-"""The command `onepolicy`, and `python -m onepolicy`: the command line, from its first import on."""
+"""The entry point of `onepolicy` and `python -m onepolicy`."""
 
 import sys
 
 
 def run() -> int:
-    """Run the command line; its exit status."""
+    """Run the command line and return its exit status."""
     try:
         from onepolicy.cli import main  # takes a moment, in which Ctrl-C may come
 

@@ -1,4 +1,7 @@
-"""The three seams of the loop. Everything behind them can be replaced; nothing else is pluggable."""
+"""The extension points of the loop: engines, scorers, learners and environments.
+
+Every implementation of one of these protocols can be replaced. Nothing else is pluggable.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ from torch import Tensor
 from onepolicy.types import Completion, NumericsContract, Sample, Sampling, TokenBatch
 
 NamedWeights = Iterable[tuple[str, Tensor]]
+"""Model weights under their transformers names."""
 
 
 class SampleFn(Protocol):
-    """One model turn: samples after `tokens`, at most max_tokens (None: what the run allows a turn)."""
+    """A function that samples one model turn after `tokens`.
+
+    max_tokens: most tokens of this turn; None: the run's limit.
+    """
 
     async def __call__(
         self, tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
@@ -24,11 +31,11 @@ class SampleFn(Protocol):
 
 
 class EpisodeError(Exception):
-    """An episode could not be played to its end (a tool or an environment failed). It is retried, then dropped."""
+    """A tool or an environment failed before the episode's end. It is retried, then dropped."""
 
 
 class WeightSizes(Protocol):
-    """How many bytes an engine's quantised weights take (models/quant/size_report.py)."""
+    """The bytes that an engine's quantised weights take (models/quant/size_report.py)."""
 
     def describe(self) -> str: ...
     def as_json(self) -> dict[str, Any]: ...
@@ -47,21 +54,19 @@ class StaticScales(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineCaps:
-    """What an engine can do, so that a setting it cannot honour is refused before work starts."""
+    """The capabilities of an engine, from which impossible settings are refused at start-up."""
 
     returns_routes: bool  # returns the experts each token was routed to
     max_len: int  # prompt + completion tokens
     returns_combine_weights: bool = False  # and the combine weights of those experts
     top_logprobs: int = 0  # largest Sampling.top_logprobs it can return; 0 = none
-    seeded: bool = True  # a request's random numbers depend on its seed; False: the engine draws them as it likes
-    contract: NumericsContract | None = (
-        None  # how it computes log-probabilities, if it computes in this process
-    )
+    seeded: bool = True  # a request's random numbers depend on its seed only
+    contract: NumericsContract | None = None  # of an engine that computes in this process
     sizes: WeightSizes | None = None  # of its weights under rollout.quant
 
 
 class WeightSource(Protocol):
-    """Whose weights are given to engines."""
+    """The owner of weights that are pushed to engines."""
 
     @property
     def version(self) -> int:
@@ -72,7 +77,7 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """Has a copy of the policy's weights that follows the learner's."""
+    """A copy of the policy whose weights follow the learner's."""
 
     version: int
 
@@ -80,7 +85,7 @@ class WeightTarget(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples completions. Token ids in, token ids out."""
+    """An engine that samples completions: token ids in, token ids out."""
 
     caps: EngineCaps
     version: int  # of the weights it holds
@@ -90,24 +95,24 @@ class RolloutEngine(Protocol):
     ) -> Completion: ...
 
     async def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Take over these tensors (transformers names) and forget all cached keys, values and routes.
+        """Load these tensors and drop all cached keys, values and routes.
 
-        Requests that are running go on from their tokens, with the new weights; each token's version says which sampled
-        it. RuntimeError from an engine that cannot do that.
+        Running requests continue from their tokens with the new weights; the version of each token
+        names the weights that sampled it. Raises RuntimeError if the engine cannot do that.
         """
         ...
 
     async def reset_cache(self) -> None:
-        """Forget all cached keys, values and routes."""
+        """Drop all cached keys, values and routes."""
         ...
 
 
 @runtime_checkable
 class MetricsSource(Protocol):
-    """An engine with numbers of its own for the run's log."""
+    """An object that adds metrics to the run's log."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Of what it did since the last call (run/log.py)."""
+        """Return the metrics since the last call (run/log.py)."""
         ...
 
 
@@ -121,74 +126,97 @@ class CalibratedEngine(Protocol):
 
 @runtime_checkable
 class PersistentEngine(RolloutEngine, MetricsSource, Protocol):
-    """An engine in a process of its own, which serves one run after another and keeps the weights of the last."""
+    """An engine in a separate process that serves one run after another.
+
+    It keeps the weights of the last run.
+    """
 
     async def connect(self) -> None:
-        """Is it there, and fit for this run? UsageError if not. Its weights are its own until it is given others."""
+        """Connect, and check that the engine fits this run. This changes no weights.
+
+        Raises UsageError if the engine does not answer or does not fit.
+        """
         ...
 
     async def confirm_weights(self) -> None:
-        """TrainingError if it holds other weights than it was given last: it was restarted, or another run uses it."""
+        """Raise TrainingError if the engine holds other weights than this run loaded last.
+
+        Then it was restarted, or another run uses it.
+        """
         ...
 
     def has_initial_checkpoint(self, path: str) -> bool:
-        """Whether it still has the weights it was started with, and they are those of `path` (folder or hub id)."""
+        """Return whether the engine still has its start-up weights, and they come from `path`.
+
+        path: folder or hub id.
+        """
         ...
 
     def initial_canary(self) -> list[float] | None:
-        """What `remember` was given since it started. UsageError if it is too late to make one."""
+        """Return the stored canary, None if none was stored since the engine started.
+
+        Raises UsageError if none was stored and the start-up weights are gone.
+        """
         ...
 
     async def store_initial_canary(self, canary: list[float]) -> None: ...
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
-        """Take over a checkpoint, None: the one it was started with, and forget what is cached."""
+        """Load a checkpoint and drop all caches.
+
+        path: None is the checkpoint that the engine was started with.
+        """
         ...
 
 
 class Scorer(Protocol):
-    """Scores packed batches with the policy."""
+    """The policy as it scores packed batches."""
 
     @property
     def version(self) -> int:
         """RL steps taken by its weights."""
         ...
 
-    fingerprint: str  # of what computes its log-probabilities (invariant.fingerprint)
+    fingerprint: str  # of the code that computes its log-probabilities (invariant/fingerprint.py)
     device: torch.device
 
     @property
     def vocabulary(self) -> int:
-        """Token ids that the model knows."""
+        """Number of token ids that the model knows."""
         ...
 
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
-        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, with replay if the run replays; no update.
+        """Fill `logp_old`, `entropy` and (MoE) `routing_native`, without an update.
 
-        replay=False: with the trainer's own routing, what the step would have looked like without replay. RoutingError
-        if the replayed routes are not those of these tokens and weights.
+        Scores with replay if the run replays. replay=False scores with the trainer's own routing,
+        as a run without replay would. Raises RoutingError if the replayed routes are not those of
+        these tokens and weights.
         """
         ...
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
-        """The samples of each forward."""
+        """Return the sample indices of each forward."""
         ...
 
     def logits(self, micro: TokenBatch, slots: Tensor) -> Tensor:
-        """[n, vocabulary] float32, tempered; micro is on the model's device, slots [n] int64."""
+        """Return logits over temperature, [n, vocabulary] float32, at slots [n] int64.
+
+        micro: a micro-batch on the model's device.
+        """
         ...
 
 
 class Update(NamedTuple):
-    """What `Learner.step` returns."""
+    """The result of `Learner.step`."""
 
     metrics: dict[str, float]
     scored: TokenBatch | None
-    """If `Learner.score` left the policy out: the samples of the first mini-step, scored in its forward."""
+    """The samples of the first minibatch, scored in its forward, if `Learner.score` skipped the
+    policy. Else None."""
 
 
 class Learner(Protocol):
-    """Owns the trained weights and the optimiser."""
+    """The owner of the trained weights and the optimiser."""
 
     @property
     def version(self) -> int:
@@ -197,12 +225,12 @@ class Learner(Protocol):
 
     @property
     def updates(self) -> int:
-        """Optimiser steps taken, by this run and those it was forked from."""
+        """Optimiser steps taken by this run and the runs it was forked from."""
         ...
 
     @property
     def skipped(self) -> int:
-        """Optimiser steps in a row that were not taken, because their gradients were not finite."""
+        """Consecutive optimiser steps that were skipped because gradients were not finite."""
         ...
 
     @property
@@ -211,69 +239,77 @@ class Learner(Protocol):
     def scorer(self) -> Scorer: ...
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """Before an update: fill `logp_old`, `entropy` and (MoE) `routing_native`, but not if the rollout is the anchor
-        of the objective; `logp_ref` and `value` if there is a reference or a critic.
+        """Score a batch before its update.
 
-        TrainingError for a batch that no policy can have sampled.
+        Fills `logp_old`, `entropy` and (MoE) `routing_native`, unless the rollout is the behaviour
+        policy of the objective. Fills `logp_ref` and `value` if there is a reference or a critic.
+        Raises TrainingError for a batch that no policy can have sampled.
         """
         ...
 
     def step(self, batch: TokenBatch) -> Update:
-        """Forward, loss, backward, optimiser on a finished batch (advantage, weight, keep set). version += 1."""
+        """Update on a finished batch (advantage, weight and keep are set). version += 1."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def save(self, folder: Path, finish: Callable[[], None]) -> None:
-        """Everything that training goes on from into `folder`; then `finish`, which may be after this has returned."""
+        """Write everything that a resume needs into `folder`, then call `finish`.
+
+        An implementation may write in the background and call `finish` after this has returned.
+        """
         ...
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is still being written, if there is one."""
+        """Wait for the checkpoint that is being written, if any."""
         ...
 
     def restore(self, folder: Path) -> None:
-        """All of a checkpoint but the policy's weights."""
+        """Load everything from a checkpoint except the policy's weights."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question of a task. `id` is stable: the same id is the same problem in every run."""
+    """One question of a task. The same `id` is the same problem in every run."""
 
     id: int
     prompt: str
     answer: str
-    entry: dict[str, Any] | None = None  # what the task's own grader needs besides the answer
+    entry: dict[str, Any] | None = None  # further input of the task's own grader
 
 
 class Environment(Protocol):
-    """Turns problems into graded token paths."""
+    """A task that turns problems into graded token paths."""
 
     def train_problem(self, index: int) -> Problem:
-        """The index-th training problem (index grows without bound; finite data sets reshuffle every epoch)."""
+        """Return the index-th training problem.
+
+        The index grows without bound; finite data sets are shuffled again every epoch.
+        """
         ...
 
     def held_out(self, count: int) -> list[Problem]:
-        """The first `count` evaluation problems, never seen in training."""
+        """Return the first `count` evaluation problems, which training never uses."""
         ...
 
     def check(self, *, max_tokens: int, max_len: int) -> None:
-        """Before a run: raise UsageError if a prompt cannot be fed or a right response could not fit."""
+        """Raise UsageError if a prompt or a correct response cannot fit. Called before a run."""
         ...
 
     async def episode(
         self, problem: Problem, sample: SampleFn, temperature: float
     ) -> tuple[Sample, ...]:
-        """Play one episode: render the prompt, call `sample` for every model turn, grade the result.
+        """Play one episode: render the prompt, call `sample` for each model turn, grade the result.
 
-        One sample, or several of one reward if the history was rewritten on the way. EpisodeError if it cannot end.
+        Returns one sample, or several with one reward if the history was rewritten during the
+        episode. Raises EpisodeError if the episode cannot end.
         """
         ...
 
 
 class Progress:
-    """What a caller may show; every method does nothing here."""
+    """The progress of a run, shown to nobody. Subclasses show it."""
 
     def phase(self, name: str, total: int) -> Callable[[], None]:
         return lambda: None

@@ -1,4 +1,4 @@
-"""The layouts in which a caller may hand in what belongs to slots, taken apart and put together again."""
+"""The layouts of per-slot arguments, each flattened to [T] and restored."""
 
 from __future__ import annotations
 
@@ -13,35 +13,48 @@ from onepolicy.types import describe_argument
 Layout = Tensor | Sequence[Tensor]
 """[T] packed, [B, T] padded on either side, or one [T_i] per sequence."""
 REQUIRED_ARGUMENTS = 3
-"""How many arguments a caller must have: two sides of log-probabilities and the mask."""
+"""Arguments that every caller must give: two sides of log-probabilities and the mask."""
 
 
 def flatten_arguments(caller: str, given: Mapping[str, Layout | None]) -> dict[str, Tensor | None]:
-    """Return each argument as [T], None as it is. The first three are both sides and the mask, all of one shape; the
-    others are of that shape too, or flat. Without `segment`, the rows of [B, T] and the items of a list are its
-    sequences. UsageError, naming the argument, if one is of another kind, shape or device."""
+    """Return each argument as [T], and None as it is.
+
+    The first three arguments are both sides and the mask, all of one shape. The others have that
+    shape too, or are flat. If `segment` is None, each row of [B, T] and each item of a list is a
+    sequence. Raises UsageError that names the argument if its kind, shape or device is wrong.
+    """
     names = list(given)
-    for place, (name, value) in enumerate(given.items()):
-        if value is not None or place < REQUIRED_ARGUMENTS:
+    for position, (name, value) in enumerate(given.items()):
+        if value is not None or position < REQUIRED_ARGUMENTS:
             _check_kind(caller, name, value)
     main = given[names[0]]
     assert main is not None
     _check_shapes(caller, given)
-    flat = {name: None if value is None else flatten_layout(value) for name, value in given.items()}
+    flat: dict[str, Tensor | None] = dict.fromkeys(names)
+    flat |= {name: flatten_layout(value) for name, value in given.items() if value is not None}
     if "segment" in flat and flat["segment"] is None:
         flat["segment"] = sequence_ids(main)
     for name in ("segment", "turn"):
-        if (ids := flat.get(name)) is not None and (
-            ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
-        ):
-            raise UsageError(
-                f"{caller}: {name} is {describe_argument(ids)}, expected whole numbers; pass {name}.long()"
-            )
+        _check_ids(caller, name, flat.get(name))
+    _check_one_device(caller, flat)
+    return flat
+
+
+def _check_ids(caller: str, name: str, ids: Tensor | None) -> None:
+    if ids is None:
+        return
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(
+            f"{caller}: {name} is {describe_argument(ids)}, expected whole numbers; pass "
+            f"{name}.long()"
+        )
+
+
+def _check_one_device(caller: str, flat: Mapping[str, Tensor | None]) -> None:
     devices = {name: str(value.device) for name, value in flat.items() if value is not None}
     if len(set(devices.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UsageError(f"{caller}: {where}; pass them on one device")
-    return flat
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise UsageError(f"{caller}: {found}; pass them on one device")
 
 
 def _check_kind(caller: str, name: str, value: object) -> None:
@@ -57,7 +70,8 @@ def _check_kind(caller: str, name: str, value: object) -> None:
     for number, item in enumerate(value):
         if not isinstance(item, Tensor) or item.dim() != 1:
             raise UsageError(
-                f"{caller}: item {number} of {name} is {describe_argument(item)}, expected a tensor [T_i]"
+                f"{caller}: item {number} of {name} is {describe_argument(item)}, expected a "
+                "tensor [T_i]"
             )
 
 
@@ -68,8 +82,9 @@ def _check_shapes(caller: str, given: Mapping[str, Layout | None]) -> None:
     if shapes[first] != shapes[second] or shapes[first] != shapes[mask] or dtypes - {torch.bool}:
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise UsageError(
-            f"{caller}: {first} {shapes[first]}, {second} {shapes[second]} and {mask} {shapes[mask]} {kinds} must have "
-            f"one shape, the mask bool ({mask}.bool() makes one of 0 and 1)"
+            f"{caller}: {first} {shapes[first]}, {second} {shapes[second]} and {mask} "
+            f"{shapes[mask]} {kinds} must have one shape, the mask bool ({mask}.bool() makes one "
+            "of 0 and 1)"
         )
     total = sum(item.numel() for item in _items(given[first]))
     for name, shape in shapes.items():
@@ -79,20 +94,29 @@ def _check_shapes(caller: str, given: Mapping[str, Layout | None]) -> None:
 
 def _items(value: Layout | None) -> Sequence[Tensor]:
     assert value is not None
-    return [value] if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return [value]
+    return value
 
 
 def _shape(value: Layout) -> list[int] | list[list[int]]:
-    return list(value.shape) if isinstance(value, Tensor) else [list(item.shape) for item in value]
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return [list(item.shape) for item in value]
 
 
 def flatten_layout(values: Layout) -> Tensor:
-    """Any layout -> [T]."""
-    return values.reshape(-1) if isinstance(values, Tensor) else torch.cat(list(values))
+    """Return the slots of any layout as [T]."""
+    if isinstance(values, Tensor):
+        return values.reshape(-1)
+    return torch.cat(list(values))
 
 
 def sequence_ids(values: Layout) -> Tensor | None:
-    """The sequence of each flat slot, where the layout itself says so: rows of [B, T], items of a list."""
+    """Return the sequence [T] int64 of each flat slot, or None for [T], which has no sequences.
+
+    Each row of [B, T] and each item of a list is a sequence.
+    """
     if not isinstance(values, Tensor):
         lengths = torch.tensor([len(v) for v in values])
         return torch.arange(len(values)).repeat_interleave(lengths).to(values[0].device)
@@ -102,16 +126,18 @@ def sequence_ids(values: Layout) -> Tensor | None:
 
 
 def restore_layout(flat: Tensor, like: Layout) -> Layout:
-    """[T] -> the layout it came from."""
+    """Return the slots [T] in the layout of `like`."""
     if isinstance(like, Tensor):
         return flat.reshape(like.shape)
     return list(flat.split([len(v) for v in like]))
 
 
 def slot_index(slot: int, like: Layout) -> tuple[int, ...]:
-    """Where a flat slot stands in a layout: (t,), (row, t) or (item, t)."""
+    """Return the index of a flat slot in a layout: (t,), (row, t) or (item, t)."""
     if isinstance(like, Tensor):
-        return (slot,) if like.dim() == 1 else (slot // like.shape[1], slot % like.shape[1])
+        if like.dim() == 1:
+            return (slot,)
+        return slot // like.shape[1], slot % like.shape[1]
     for number, item in enumerate(like):
         if slot < len(item):
             return number, slot

@@ -1,7 +1,7 @@
-"""Switch off what vLLM, Ray and the model hub's client report about their users.
+"""Variables that switch off the usage reports of vLLM, Ray and huggingface_hub.
 
-`import onepolicy` does it, before any of them can be imported, and processes that we start inherit it. A value that
-was exported does not win, and there is no setting to turn reports on.
+`import onepolicy` sets them before any of these packages can be imported, and child processes
+inherit them. They replace values that the user exported. No setting turns the reports on.
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ OPT_OUT = {
 
 
 def disable_telemetry() -> None:
-    """In this process, and in all that it starts with its own environment."""
+    """Switch off usage reports in this process and in the child processes that inherit from it."""
     os.environ.update(OPT_OUT)

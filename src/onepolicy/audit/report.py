@@ -20,7 +20,7 @@ from onepolicy.audit.judge import ONSET_RULE, Audited
 from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.correct.histogram import quantiles
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -152,8 +152,8 @@ def write_report(folder: Path, audited: Sequence[Audited], *, png: bool = False)
         tree = trees[0] if len(trees) == 1 else _both(audited, trees)
         text = json.dumps(tree, indent=1, allow_nan=False)
         written = [
-            write_text(folder / "audit.json", text),
-            write_text(folder / "audit.html", _page(audited)),
+            write_text_atomically(folder / "audit.json", text),
+            write_text_atomically(folder / "audit.html", _page(audited)),
         ]
         write_figures(folder / "figures", drawn, png=png)
         return [*written, folder / "figures"]

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from onepolicy.config import RunConfig, UsageError
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import CalibratedEngine, Environment, RolloutEngine
 from onepolicy.rollout.collect import play, seed_of
 from onepolicy.types import Sampling
@@ -42,7 +42,7 @@ async def calibrate(
     scales.calibrate()
     await engine.reset_cache()
     if path is not None:
-        write_text(path, json.dumps(scales.scales(), indent=1))
+        write_text_atomically(path, json.dumps(scales.scales(), indent=1))
 
 
 async def play_episodes(

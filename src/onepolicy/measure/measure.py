@@ -199,7 +199,9 @@ async def look(parts: MeasureComponents, say: Say = lambda text: None) -> Look:
     if parts.top_logprobs:
         top = native, replayed
         native, replayed = without_top(native), None if replayed is None else without_top(replayed)
-    return Look(groups, native, replayed, routes, explain(scorer, native), diagnose_batch(native), top)
+    return Look(
+        groups, native, replayed, routes, explain(scorer, native), diagnose_batch(native), top
+    )
 
 
 def _telling(say: Say, total: int) -> Callable[[], None]:

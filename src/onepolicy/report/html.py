@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.report.learning import learning_figures, time_split
 from onepolicy.report.mismatch import mismatch_figures, staleness_figures
@@ -73,7 +73,7 @@ def write_report(run: Path) -> Path:
         config=json.dumps(loaded.config, indent=2, ensure_ascii=False),
         info=json.dumps(loaded.info, indent=2, ensure_ascii=False),
     )
-    return write_text(run / "report.html", page)
+    return write_text_atomically(run / "report.html", page)
 
 
 def document(title: str, body: str, figures: list[Figure], *, footer: str = FOOTER) -> str:

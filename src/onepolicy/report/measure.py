@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.report import causes
 from onepolicy.report.causes import (
     breakdown_figures,
@@ -248,7 +248,7 @@ def write_report(out: Path, *, png: bool = False) -> Path:
         config=json.dumps(tree["config"], indent=1, ensure_ascii=False),
     )
     write_figures(out / "figures", figures, png=png)
-    return write_text(out / "report.html", page)
+    return write_text_atomically(out / "report.html", page)
 
 
 def distance_sections(

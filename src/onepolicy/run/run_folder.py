@@ -25,7 +25,7 @@ from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.place import check_new, refused
 from onepolicy.config.shapes import About, read_object
 from onepolicy.config.stored import CONFIG, read_config
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.invariant.fingerprint import fingerprint_differences
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.train import checkpoint
@@ -75,7 +75,7 @@ def create_run_folder(
 
 
 def write_config(run: Path, config: RunConfig) -> None:
-    write_text(run / CONFIG, config.model_dump_json(indent=1))
+    write_text_atomically(run / CONFIG, config.model_dump_json(indent=1))
 
 
 def read_about(run: Path) -> Json:

@@ -19,7 +19,7 @@ from onepolicy.config.place import check_new
 from onepolicy.config.stored import BEGUN, read_config
 from onepolicy.correct.predict import warning
 from onepolicy.envs.multiturn.render import decode
-from onepolicy.files import write_text
+from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import Progress
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher, started_ranks
@@ -188,7 +188,7 @@ async def _repeat(
         for step in range(origin.step, config.steps):
             done = step + 1
             with run_folder.convert_write_errors(out):
-                write_text(out / BEGUN, str(done))
+                write_text_atomically(out / BEGUN, str(done))
             result = await _step(parts, prefetcher, step, progress)
             if step == origin.step:
                 _look_for_bugs(result, progress)
@@ -296,12 +296,12 @@ def _finished(config: RunConfig, out: Path) -> bool:
 
 def _finish(config: RunConfig, out: Path, origin: RunOrigin) -> Json:
     summary = summarise(config, read_metrics(out), out, origin.parent)
-    write_text(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
+    write_text_atomically(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
     if config.log.report:
         from onepolicy.report.html import write_report  # plotly is an extra
 
         summary["report"] = str(write_report(out))
-        write_text(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
+        write_text_atomically(out / run_folder.SUMMARY, json.dumps(summary, indent=1))
     return summary
 
 
