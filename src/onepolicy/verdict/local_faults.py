@@ -438,7 +438,9 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
     enough = len(inside) >= max(FEWEST // 2, 0.01 * end)
     if not enough or len(outside) < max(FEWEST // 2, 0.1 * len(inside)):
         return None
-    agreed = outside.median()  # the mean may hold tokens behind the point that are near by chance
+    agreed = float(
+        outside.median()
+    )  # the mean may hold tokens behind the point that are near by chance
     if inside.mean() <= max(1, 10 * agreed) or (inside > 0.5).double().mean() <= 0.5:
         return None
     rows = int((first_bad < end).sum())

@@ -170,7 +170,7 @@ def verdict(
     for, nothing to do, too far for mismatch, replay, correct.
     """
     marks = _marks(diagnosis, gap, replayed)
-    found = {finding.cause: finding.evidence for finding in diagnosis.findings}
+    found: dict[str, str] = {each.cause: each.evidence for each in diagnosis.findings}
     if routes:
         found |= {"routes": routes}
     basis = [gap.text()]
